@@ -1,0 +1,36 @@
+# make demo and make test do everything from a fresh clone. Variables: PYTHON, SYSTEM=1, HOROVOD=0 (docs/install.md); ARGS.
+SHELL := /bin/bash
+PYTHON ?= python3
+ARGS ?=
+export PYTHON SYSTEM HOROVOD
+# The project's own python, mpirun and mpicc, whether or not its virtual environment is activated.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup horovod demo test bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+setup:  ## everything distseg needs, into .venv; the first time some minutes, then at once
+	@install/setup.sh
+
+horovod:  ## install Horovod anew: after a failed build, or with other HOROVOD_... settings
+	@rm -f .venv/.stamps/horovod .venv/.stamps/horovod-failed
+	@install/setup.sh
+
+demo: setup  ## train, predict and evaluate on a real satellite image, on this machine
+	@.venv/bin/python -m distseg.demo $(ARGS)
+
+test: setup  ## all tests, those on several ranks too; ARGS='-k halo -x' goes to pytest
+	@.venv/bin/python -m pytest --durations=10 $(ARGS)
+
+bench: setup  ## the benchmarks, one after another; ARGS goes to each
+	@for script in $$(grep -l '^QUESTION = ' benchmarks/*.py); do \
+	  name=$$(basename $$script .py); echo "== $$name"; .venv/bin/python -m benchmarks.$$name $(ARGS) || exit; done
+
+clean:  ## remove .venv and what runs left here; the cache of built wheels stays
+	rm -rf .venv build *.egg-info .pytest_cache
+	find distseg tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""The benchmarks of distseg: a script a question. See README.md."""

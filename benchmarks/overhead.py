@@ -1,0 +1,62 @@
+"""What distseg's machinery costs where nothing is distributed: its step on one rank against the same network in plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from typing import Sequence
+
+import torch
+
+from benchmarks.harness import measure, parent, repeats_of, report
+from benchmarks.rows import Rows
+from benchmarks.steps import Setting, distributed_step, plain_step
+from distseg.extents import Extents
+from distseg.launch import keep_freed_memory
+
+QUESTION = "How much slower is distseg's step on one rank than the same step in plain PyTorch?"
+FORMATS = {"fp32": {}, "bf16 channels_last": {"precision": "bf16", "channels_last": True}}
+NORMS = ("instance", "batch", "group")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(7)])
+    parser.add_argument("--size", type=Extents, default=Extents((384, 384)), help="of the image (default: %(default)s)")
+    parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    setting = Setting(size=options.size, base_channels=options.base)
+    if options.quick:
+        setting = replace(setting, size=Extents((64, 64)), base_channels=4, depth=2)
+    found = {
+        (norm, name): measure(_cases(replace(setting, norm=norm, **form)), repeats_of(options), clock=time.process_time)
+        for norm in NORMS
+        for name, form in FORMATS.items()
+    }
+    rows = [_row(norm, name, results) for (norm, name), results in found.items()]
+    notes = (
+        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, dropout 0.1, AdamW, gradient norm in both; image {setting.size};\n"
+        "processor seconds of one thread (the wall clock's on a quiet machine); ratio: median of the turns, with its range"
+    )
+    samples = {f"{norm}, {name}": results.as_dict() for (norm, name), results in found.items()}
+    report("overhead", QUESTION, Rows(rows, {"samples": samples}), options, {"setting": setting.as_dict()}, notes)
+
+
+def _cases(setting: Setting) -> dict:
+    return {"plain": plain_step(setting), "distseg": distributed_step(setting)[0]}
+
+
+def _row(norm: str, name: str, results) -> dict:
+    ratio = results.ratio("distseg")
+    plain, own = results.spread("plain"), results.spread("distseg")
+    return {
+        "norm": norm, "format": name, "plain min [s]": plain.min, "median [s]": plain.median,
+        "distseg min [s]": own.min, "distseg median [s]": own.median,
+        "distseg / plain": ratio.median, "from": ratio.min, "to": ratio.max, "of minima": own.min / plain.min,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

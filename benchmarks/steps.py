@@ -1,0 +1,190 @@
+"""One optimizer step as a case, distseg's or plain PyTorch's; as a program, the seconds of a step on the ranks of a job.
+
+    python -m benchmarks.steps --tiles 1x2 --size 768x768 --depth 3      # usually through harness.run_ranks
+
+Data lie in memory in the step's dtype and memory format, so that a case is forward, backward, gradient norm and update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, SpatialConfig
+from distseg.data.loader import Piece
+from distseg.extents import Extents
+from distseg.geometry.tile import owned_tiles
+from distseg.launch import keep_freed_memory, world
+from distseg.mesh import Mesh
+from distseg.models.zoo import build_model
+from distseg.train.engine import Engine, autocast, place_model
+from distseg.train.optim import make_optimizer
+from distseg.verify import RandomImages
+
+CLASSES = 3
+_DISTURBED = 0.05  # of a step's time: processor time that others took meanwhile
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step works on: images of ``size``, one a sample group, and a U-Net of the paper's form."""
+
+    size: Extents = Extents((256, 256))
+    depth: int = 4
+    num_convs: int = 2
+    base_channels: int = 32
+    norm: str = "instance"
+    dropout: float = 0.1
+    precision: str = "fp32"
+    channels_last: bool = False
+    samples: int = 1
+    tiles: Extents = Extents((1, 1))
+
+    def config(self, reducer: str = "auto") -> Config:
+        model = ModelConfig(
+            depth=self.depth, num_convs=self.num_convs, base_channels=self.base_channels, in_channels=4, out_channels=CLASSES,
+            norm=self.norm, dropout=self.dropout,
+        )  # fmt: skip
+        return Config(model=model, mesh=MeshConfig(self.samples, self.tiles, reducer=reducer), data=DataConfig(images=1), spatial=SpatialConfig())
+
+    def as_dict(self) -> dict:
+        return {name: str(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def distributed_step(setting: Setting, comm=None, reducer: str = "auto") -> tuple[Callable[[], float], Engine]:
+    """distseg's step on the ranks of ``comm`` (by default this one)."""
+    config = setting.config(reducer)
+    mesh = Mesh(comm or world(), setting.samples, setting.tiles)
+    engine = Engine(config, mesh, build_model(config.model), precision=setting.precision, channels_last=setting.channels_last)
+    images = RandomImages(setting.size, 4, CLASSES, config)
+    pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reach)]
+
+    def step() -> float:
+        loss = engine.backward([[Piece(p.pixels, p.labels, p.place) for p in pieces]])
+        engine.update(1e-3)
+        return loss
+
+    return step, engine
+
+
+def plain_step(setting: Setting) -> Callable[[], float]:
+    """The same step as a PyTorch user writes it: the same layers, loss, optimizer, dtype and memory format."""
+    config = setting.config()
+    model = build_model(config.model).train()
+    place_model(model, torch.device("cpu"), setting.precision, setting.channels_last)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(config.optim, parameters)
+    cast = autocast(setting.precision, torch.device("cpu"))
+    x, labels = RandomImages(setting.size, 4, CLASSES, config).whole(0)
+    x = x.float()[None].contiguous(memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        with cast():
+            logits = model(x)
+        loss = F.cross_entropy(logits.float(), labels[None], ignore_index=config.loss.ignore_index)
+        loss.backward()
+        torch.nn.utils.get_total_norm([p.grad for p in parameters]).item()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, value in asdict(Setting()).items():
+        kind = Extents if isinstance(value, tuple) else type(value)
+        flag = {"action": "store_true"} if kind is bool else {"type": kind, "default": value}
+        parser.add_argument(f"--{name}", **flag)
+
+
+def arguments_of(setting: Setting) -> list[str]:
+    """The command line that :func:`main` reads back."""
+    given = ["-m", "benchmarks.steps"]
+    for name, value in setting.as_dict().items():
+        given += [f"--{name}"] * value if isinstance(value, bool) else [f"--{name}", str(value)]
+    return given
+
+
+def timed(step: Callable[[], float], comm, steps: int, patience: float) -> dict:
+    """Seconds of the slowest rank for each of ``steps`` steps while nobody else used the machine.
+
+    After a disturbed step all ranks sleep until the machine is quiet; after ``patience`` seconds what there is must do.
+    """
+    undisturbed, every, deadline = [], [], time.monotonic() + patience
+    while comm.bcast(len(undisturbed) < steps and (len(every) < steps or time.monotonic() < deadline)):
+        if len(every) > len(undisturbed):
+            _sleep_until_quiet(comm, deadline)
+        comm.Barrier()
+        busy, own, start = _busy(), time.process_time(), time.perf_counter()
+        step()
+        wall, own = time.perf_counter() - start, time.process_time() - own
+        walls, owns = zip(*comm.allgather((wall, own)))
+        others = _busy() - busy - sum(owns)
+        every.append(max(walls))
+        if comm.bcast(others <= _DISTURBED * max(walls) + 2 * _TICK):
+            undisturbed.append(every[-1])
+    return {"undisturbed": undisturbed, "every": every}
+
+
+def _sleep_until_quiet(comm, deadline: float) -> None:
+    quiet = False
+    while not comm.bcast(quiet or time.monotonic() > deadline):
+        before = _busy()
+        time.sleep(1.0)
+        quiet = _busy() - before < 0.1
+
+
+def _busy() -> float:
+    """Processor seconds that all cores of this machine have worked (Linux; elsewhere 0)."""
+    try:
+        ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    except OSError:
+        return 0.0
+    return (sum(ticks[:3]) + sum(ticks[5:8])) * _TICK  # all but idle and waiting for a disk
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--alone", action="store_true", help="every rank a job of its own: what the machine gives to ranks that exchange nothing")
+    parser.add_argument("--reducer", default="auto")
+    parser.add_argument("--system_malloc", action="store_true", help="leave glibc's allocator as it is")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a quiet machine")
+    parser.add_argument("--warmup", type=int, default=2)
+    given = vars(parser.parse_args())
+    alone, reducer, system, steps, patience, warmup = (given.pop(name) for name in ("alone", "reducer", "system_malloc", "steps", "patience", "warmup"))
+    torch.set_num_threads(1)
+    if not system:
+        keep_freed_memory()
+    comm = world()
+    step, engine = distributed_step(Setting(**given), comm.Split(comm.rank) if alone else comm, reducer)
+    for _ in range(warmup):
+        step()
+    cpu = time.process_time()
+    found = timed(step, comm, steps, patience)
+    found["processor"] = (time.process_time() - cpu) / len(found["every"])  # seconds a step on this rank
+    window = sum(comm.allgather(_window_pixels(engine, Setting(**given))))
+    if comm.rank == 0:
+        owned = math.prod(given["size"]) * (comm.size if alone else given["samples"])
+        print(json.dumps(found | {"redundancy": window / owned, "reducer": engine.reducer.name, "halo": list(engine.reach.halo)}))
+
+
+def _window_pixels(engine: Engine, setting: Setting) -> int:
+    """Pixels of this rank's window."""
+    return sum(window.pixels for _, window in owned_tiles(setting.size, setting.tiles, (1, 1), engine.mesh.tile, engine.reach))
+
+
+if __name__ == "__main__":
+    main()

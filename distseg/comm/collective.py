@@ -1,0 +1,68 @@
+"""Collectives on small CPU or CUDA tensors over any mpi4py communicator.
+
+Everything here is packed by its callers: a layer, or a step, sends one message. Numbers travel in float64, so that
+what ranks combine is combined in more than training's precision; CUDA tensors are staged through host memory, which
+for messages of a few kilobytes costs the same as a device's own path.
+
+MPI itself waits by asking again and again, which takes the core from the very rank it waits for where ranks outnumber
+cores. Here a rank asks for a moment, then sleeps between questions.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def gather(x: Tensor, comm) -> Tensor:
+    """Every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64 on the device of ``x``.
+
+    The order makes what is computed from it the same on every rank, bit by bit.
+    """
+    if comm.size == 1:
+        return x.detach().to(torch.float64).unsqueeze(0)
+    send = _host(x)
+    received = np.empty((comm.size, *send.shape))
+    wait(comm.Iallgather(send, received))
+    return torch.from_numpy(received).to(x.device)
+
+
+def add(x: Tensor, comm) -> Tensor:
+    """The sum of every rank's ``x``, float64 on the device of ``x``."""
+    if comm.size == 1:
+        return x.detach().to(torch.float64)
+    send = _host(x)
+    total = np.empty_like(send)
+    wait(comm.Iallreduce(send, total))
+    return torch.from_numpy(total).to(x.device)
+
+
+def wait(request) -> None:
+    """Complete an MPI request without holding the core for longer than a message takes on its way."""
+    patience = time.perf_counter() + 1e-4
+    while not request.Test():
+        if time.perf_counter() > patience:
+            time.sleep(5e-5)
+
+
+def _host(x: Tensor) -> np.ndarray:
+    return x.detach().to("cpu", torch.float64).contiguous().numpy()
+
+
+class Alone:
+    """A communicator of one rank that needs no MPI: for serial use and tests."""
+
+    rank = 0
+    size = 1
+
+    def allgather(self, x):
+        return [x]
+
+    def bcast(self, x, root=0):
+        return x
+
+    def Barrier(self):
+        pass

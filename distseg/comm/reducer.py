@@ -1,0 +1,168 @@
+"""Gradients of all replicas summed once per optimizer step, by Horovod or by MPI alone.
+
+Gradients live in a few flat buckets, of which each parameter's ``grad`` is a view: what the network reduces is
+contiguous, nothing is copied, and the global norm is one reduction. Every rank computes the gradient of *its* part of
+the loss, which is divided by global counts already, so the reduction is a plain sum and the result the serial gradient.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.collective import wait
+
+# A rank that is missing ends the job instead of holding it until its time limit.
+_STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300"}
+# Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work once a step, and on
+# a CPU every round takes the cores from the computation: at 0.1 ms a step of the demo takes twice as long (docs/performance.md).
+_CYCLE = {"cpu": "20", "cuda": "1"}
+_BUCKET = 1 << 26  # bytes; Horovod's own fusion buffer has 128 MiB
+
+
+class Gradients:
+    """The flat gradient buckets of a list of parameters.
+
+    Attributes:
+        buckets: one or more flat tensors per dtype and device, in the parameters' order.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.buckets: list[Tensor] = []
+        group: list[nn.Parameter] = []
+        for p in parameters:
+            if group and not _same_bucket(group, p):
+                self._close(group)
+                group = []
+            group.append(p)
+        if group:
+            self._close(group)
+
+    def _close(self, group: list[nn.Parameter]) -> None:
+        first = group[0]
+        bucket = torch.zeros(sum(p.numel() for p in group), dtype=first.dtype, device=first.device)
+        offset = 0
+        for p in group:
+            # With the parameter's own strides: autograd then adds without a change of layout (channels_last weights).
+            p.grad = bucket.as_strided(p.size(), p.stride(), offset)
+            offset += p.numel()
+        self.buckets.append(bucket)
+
+    def zero(self) -> None:
+        for bucket in self.buckets:
+            bucket.zero_()
+
+    def norm(self) -> Tensor:
+        """The global 2-norm."""
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(b) for b in self.buckets]))
+
+    def clip(self, largest: float) -> Tensor:
+        """Scale to at most this global norm, as ``torch.nn.utils.clip_grad_norm_``; returns the norm before."""
+        norm = self.norm()
+        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+        for bucket in self.buckets:
+            bucket.mul_(factor.to(bucket.dtype))
+        return norm
+
+
+def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:
+    first = group[0]
+    size = sum(q.numel() for q in group) * first.element_size()
+    return (p.dtype, p.device) == (first.dtype, first.device) and size + p.numel() * p.element_size() <= _BUCKET
+
+
+class LoneReducer:
+    """One replica: its gradient is the sum."""
+
+    name = "none"
+
+    def sum(self, buckets: list[Tensor]) -> None:
+        pass
+
+
+class MpiReducer:
+    """Flat buckets over mpi4py: works wherever MPI does."""
+
+    name = "mpi"
+
+    def __init__(self, comm, fp16: bool = False):
+        self.comm, self.fp16 = comm, fp16
+
+    def sum(self, buckets: list[Tensor]) -> None:
+        from mpi4py import MPI
+
+        for bucket in buckets:
+            # MPI knows no 16-bit floats: they are summed in float32, which also keeps what fp16 compression saved of accuracy.
+            wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
+            host = wire.cpu()
+            wait(self.comm.Iallreduce(MPI.IN_PLACE, host.numpy()))
+            if host.data_ptr() != bucket.data_ptr():
+                bucket.copy_(host)
+
+
+class HorovodReducer:
+    """Horovod's grouped all-reduce over the process set of a stage's replicas."""
+
+    name = "horovod"
+
+    def __init__(self, process_set, fp16: bool = False):
+        self.process_set, self.fp16 = process_set, fp16
+
+    def sum(self, buckets: list[Tensor]) -> None:
+        import horovod.torch as hvd
+
+        wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]
+        hvd.grouped_allreduce_(wires, op=hvd.Sum, name="gradients", process_set=self.process_set)
+        for bucket, wire in zip(buckets, wires):
+            if wire is not bucket:
+                bucket.copy_(wire)
+
+
+def _wire(bucket: Tensor) -> Tensor:
+    """What travels: bfloat16 is widened, as neither Horovod nor MPI adds it."""
+    return bucket.float() if bucket.dtype in (torch.bfloat16, torch.float16) else bucket
+
+
+def horovod_works() -> bool:
+    """Whether Horovod is installed with its PyTorch extension."""
+    try:
+        return importlib.util.find_spec("horovod.torch") is not None
+    except ImportError:
+        return False
+
+
+def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
+    """The reducer of ``mesh.reducer`` for this rank's replicas (collective).
+
+    Raises:
+        ValueError: Horovod asked for by name, but not installed.
+    """
+    if kind == "horovod" and not horovod_works():
+        raise ValueError("mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto, or install Horovod (docs/install.md)")
+    if mesh.replicas.size == 1:
+        return LoneReducer()
+    if kind == "mpi" or not horovod_works():
+        if kind == "auto" and mesh.world.rank == 0:
+            print("distseg: Horovod is not installed, gradients are summed by MPI (mesh.reducer: mpi)")
+        return MpiReducer(mesh.replicas, fp16)
+    return HorovodReducer(_process_set(mesh, device), fp16)
+
+
+def _process_set(mesh, device: str):
+    """Start Horovod over the mesh, with a process set a stage; returns this rank's."""
+    from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
+
+    import horovod.torch as hvd
+
+    for name, value in {**_STALL, "HOROVOD_CYCLE_TIME": _CYCLE[device]}.items():
+        os.environ.setdefault(name, value)
+    if mesh.shape.stages == 1:
+        if not hvd.is_initialized():
+            hvd.init()
+        return hvd.global_process_set
+    sets = [hvd.ProcessSet(ranks) for ranks in mesh.shape.stage_ranks()]
+    hvd.init(process_sets=sets)
+    return sets[mesh.stage]

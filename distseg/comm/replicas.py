@@ -1,0 +1,48 @@
+"""Replicas start from the same weights and must keep them: the broadcast at the start and the check now and then."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+@torch.no_grad()
+def broadcast(model: nn.Module, comm) -> None:
+    """Give every rank the weights and buffers of the communicator's first."""
+    if comm.size == 1:
+        return
+    for _, tensor in _tensors(model):
+        host = _bytes(tensor)
+        comm.Bcast(host.numpy(), root=0)
+        if host.data_ptr() != tensor.data_ptr():
+            tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
+
+
+@torch.no_grad()
+def check_same(model: nn.Module, comm) -> None:
+    """Compare checksums of all weights and buffers over the replicas, bit by bit.
+
+    Raises:
+        ValueError: naming the first tensor that differs and the ranks that differ from the first.
+    """
+    if comm.size == 1:
+        return
+    tensors = _tensors(model)
+    sums = comm.allgather([zlib.crc32(_bytes(t).numpy()) for _, t in tensors])
+    for position, (name, _) in enumerate(tensors):
+        others = [rank for rank in range(comm.size) if sums[rank][position] != sums[0][position]]
+        if others:
+            raise ValueError(
+                f"replicas no longer hold the same weights: {name} on ranks {others} of the replicas differs from rank 0's; "
+                "the run can not be trusted from here on: resume from the last checkpoint (--train.resume true)"
+            )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8)

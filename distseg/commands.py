@@ -1,0 +1,163 @@
+"""What the subcommands evaluate, predict, plot and prepare do, put together from the modules that can do it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from distseg.colour import baseline
+from distseg.config import Config
+from distseg.data.store import Store
+from distseg.evaluate import evaluate, score_rows
+from distseg.geometry.tile import Box
+from distseg.launch import set_up, together
+from distseg.predict import Predictor, file_scene, load_model, predict, store_scene
+from distseg.report.overlay import plot_overlay
+from distseg.report.plots import plot_curves
+from distseg.report.tables import table
+from distseg.train.engine import autocast
+from distseg.train.metrics import scores
+from distseg.train.precision import choose
+
+
+def _predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
+    device = set_up(world, config.run.device, config.run.threads)
+    precision, channels_last = choose(config.train, device, world)
+    with together(world):
+        model, manifest = load_model(run, device, precision, channels_last, config.spatial)
+    return Predictor(model, world, device, autocast(precision, device), config.predict.tile, config.predict.scratch, channels_last), manifest
+
+
+def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
+    """Print the table of scores on a split, ours beside the colour baseline's."""
+    predictor, manifest = _predictor(run, config, world)
+    with together(world):
+        store = Store(config.data.store)
+        _check_classes(store, manifest, run)
+        store.split(split)
+    matrices = {"network": evaluate(predictor, store, split), "colour": baseline(store, split, world)}
+    if world.rank == 0:
+        print(f"{split} split of {config.data.store}: {len(store.split(split))} images; colour: a classifier of single pixels")
+        print(table(score_rows(matrices, store.classes)))
+        if output:
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+            found = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
+            Path(output).write_text(json.dumps({"split": split, **found}, indent=1))
+    return 0
+
+
+def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str) -> int:
+    """Write class maps of image files or of a split of the store."""
+    predictor, manifest = _predictor(run, config, world)
+    classes = manifest["data"]["classes"]
+    with together(world):
+        if images:
+            scenes = [file_scene(path, manifest) for path in images]
+        else:
+            store = Store(config.data.store)
+            scenes = [store_scene(store, name) for name in store.split(split)]
+    for scene in scenes:
+        path = predict(predictor, scene, output, classes, config.predict.probabilities)
+        if path is not None:
+            print(f"{path}: {scene.name}, {'x'.join(map(str, scene.size))} pixels")
+    return 0
+
+
+def run_plot(what: str, paths: list[str], store: str | None, box: str | None, output: str | None) -> int:
+    """Draw loss curves of runs, or predictions beside their images."""
+    if what == "curves":
+        output = output or str(Path(paths[0]) / "curves.png")
+        plot_curves(paths, output)
+        print(output)
+        return 0
+    if store is None:
+        raise ValueError("an overlay needs the image: give --store, the store that was predicted")
+    for path in paths:
+        picture = output if output and len(paths) == 1 else str(Path(path).with_suffix(".png"))
+        _overlay(path, Store(store), box, picture)
+        print(picture)
+    return 0
+
+
+def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
+    name = Path(path).stem
+    with h5py.File(path) as f:
+        part = _box(box, f["classes"].shape)
+        found = f["classes"][part.slices]
+    truth = store.labels(name, part) if store.has_labels(name) else None
+    plot_overlay(_rgb(store.read(name, part)), truth, found, store.classes, None, output, store.ignore, title=name)
+
+
+def _box(text: str | None, size: tuple[int, ...]) -> Box:
+    """``100:900,0:675`` inside ``size``; all of it by default."""
+    if text is None:
+        return Box.whole(size)
+    try:
+        ranges = [tuple(int(v) for v in part.split(":")) for part in text.split(",")]
+        box = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
+    except ValueError:
+        raise ValueError(f"--box is written as 100:900,0:675 (rows, columns), got {text!r}") from None
+    if len(box.size) != len(size) or not Box.whole(size).contains(box):
+        raise ValueError(f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels")
+    return box
+
+
+def _rgb(pixels: np.ndarray) -> np.ndarray:
+    """The first three bands (or the first one thrice) as (H, W, 3) uint8, stretched unless they are bytes already."""
+    bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
+    if bands.dtype != np.uint8:
+        low, high = np.percentile(bands, (1, 99))
+        bands = (np.clip((bands - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
+    return np.ascontiguousarray(bands.transpose(1, 2, 0))
+
+
+def _check_classes(store: Store, manifest: dict, run: str) -> None:
+    if store.classes != manifest["data"]["classes"]:
+        raise ValueError(f"{run} was trained on the classes {manifest['data']['classes']}, but this store has {store.classes}: evaluate on a store of the same classes")
+
+
+def run_prepare(arguments) -> int:
+    """Write a store from folders or from the Blue Marble."""
+    if arguments.source == "blue-marble":
+        from distseg.data.blue_marble import prepare_blue_marble
+
+        prepare_blue_marble(arguments.output, overwrite=arguments.overwrite)
+        return 0
+    from distseg.data.prepare import prepare_folder
+
+    if arguments.classes is None:
+        raise ValueError("prepare needs --classes, the names in the order of their labels, such as background,road")
+    prepare_folder(
+        arguments.source,
+        arguments.masks,
+        arguments.output,
+        classes=arguments.classes.split(","),
+        ignore=arguments.ignore,
+        values=_values(arguments.values),
+        splits=_shares(arguments.split),
+        seed=arguments.seed,
+        overwrite=arguments.overwrite,
+    )
+    return 0
+
+
+def _values(text: str | None) -> dict[int, int] | None:
+    if text is None:
+        return None
+    try:
+        return {int(a): int(b) for a, b in (pair.split("=") for pair in text.split(","))}
+    except ValueError:
+        raise ValueError(f"--values is written as 255=1,128=2, got {text!r}") from None
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(v) for v in text.split(","))
+    except ValueError:
+        shares = ()
+    if len(shares) != 3 or min(shares, default=-1) < 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}")
+    return shares

@@ -1,0 +1,209 @@
+"""Every setting of distseg: one frozen dataclass a section, read from YAML with ``--section.field`` overrides.
+
+Field names are the command line's flags and the YAML's keys. The string below a field is its documentation; sizes are
+in pixels and written as ``97x131`` (height x width).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import List, Literal, Optional
+
+from distseg.extents import Extents
+
+
+def _extents(section, *names: str) -> None:
+    """Sizes given as text or plain tuples become Extents."""
+    for name in names:
+        value = getattr(section, name)
+        object.__setattr__(section, name, None if value is None else Extents(value))
+
+
+def _at_least(section, least: int, *names: str) -> None:
+    """Refuse smaller numbers."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < least:
+            raise ValueError(f"{type(section).__name__.removesuffix('Config').lower()}.{name} is at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "unet"
+    """``unet``, a name of ``distseg models``, or your own function as ``package.module:function`` (called with the fields below that are set)."""
+    depth: Optional[int] = None
+    """Number of poolings; the total stride is 2^depth."""
+    num_convs: Optional[int] = None
+    """Convolutions a level, n_c."""
+    base_channels: Optional[int] = None
+    """Channels of the first level."""
+    in_channels: Optional[int] = None
+    """Bands of an image; the store's by default."""
+    out_channels: Optional[int] = None
+    """Classes (1: one foreground class, sigmoid); the store's by default."""
+    norm: Optional[Literal["instance", "batch", "group", "none"]] = None
+    dropout: Optional[float] = None
+    """Probability that a channel is dropped, in [0, 1)."""
+    up: Optional[Literal["nearest", "bilinear", "transposed"]] = None
+    groups: Optional[int] = None
+    """Groups of group norm."""
+    seed: int = 0
+    """Of the initial weights."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    samples: int = 1
+    """D: sample groups (data parallel); each trains on its own images."""
+    tiles: Extents = Extents((1, 1))
+    """Q = q_y x q_x: ranks that share one image (sample parallel)."""
+    stages: int = 1
+    """S: pipeline stages of the model (model parallel)."""
+    reducer: Literal["auto", "horovod", "mpi"] = "auto"
+    """Who sums gradients; ``auto`` is Horovod where it is installed."""
+    compression: Literal["none", "fp16"] = "none"
+    """fp16 halves the bytes of the gradients' all-reduce and gives up exactness."""
+
+    def __post_init__(self):
+        _extents(self, "tiles")
+
+
+@dataclass(frozen=True)
+class SpatialConfig:
+    tiles_per_rank: Extents = Extents((1, 1))
+    """The grid of tiles that each rank owns of an image."""
+    halo: Optional[int] = None
+    """Halo in pixels; by default the exact one, probed from the model. A smaller one is an approximation."""
+    norm_scope: Literal["group", "step", "window"] = "group"
+    """Batch norm sees the images that one sample group processes together (group), all groups' (step), or, as the paper ran it, every norm sees its window only (window, an approximation)."""
+    frozen_norm: bool = False
+    """Train with batch norm's running statistics instead of the batch's."""
+
+    def __post_init__(self):
+        _extents(self, "tiles_per_rank")
+        _at_least(self, 0, "halo")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    name: str = "cross_entropy"
+    """cross_entropy, binary_cross_entropy, dice, focal, or a weighted sum such as ``cross_entropy + 0.5*dice``."""
+    class_weights: Optional[List[float]] = None
+    """One weight a class for cross-entropy and focal."""
+    label_smoothing: float = 0.0
+    ignore_index: int = 255
+    """Label of pixels that count nowhere; a store's own holds."""
+    dice_over: Literal["image", "batch"] = "image"
+    """Dice of each image, averaged; or of the sums over all images of the step."""
+    smooth: float = 1.0
+    """Added to numerator and denominator of Dice, in pixels."""
+    gamma: float = 2.0
+    """Focusing exponent of the focal loss."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    store: Optional[str] = None
+    """Path of the HDF5 store that ``distseg prepare`` wrote."""
+    images: int = 1
+    """Images (or crops) of a micro-batch of one sample group."""
+    crop: Optional[Extents] = None
+    """Size of random crops; whole images by default."""
+    focus_class: Optional[str] = None
+    """A rare class near which some crops are placed."""
+    focus_share: float = 0.5
+    """Share of the crops with a pixel of ``focus_class`` in their central half."""
+    augment: List[Literal["flip", "turn"]] = field(default_factory=list)
+    """flip: mirror each dim with probability 1/2; turn: rotate by a random multiple of 90 degrees."""
+    epoch_samples: Optional[int] = None
+    """Crops an epoch; by default as many as cover the training pixels once."""
+    prefetch: int = 2
+    """Steps read ahead by a thread; 0 reads in the step itself."""
+
+    def __post_init__(self):
+        _extents(self, "crop")
+        _at_least(self, 1, "images", "epoch_samples")
+        _at_least(self, 0, "prefetch")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    lr: float = 1e-3
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Of sgd."""
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "cosine", "one_cycle"] = "cosine"
+    warmup: float = 0.05
+    """Share of all steps in which the rate rises from 0 (cosine, constant) or lr/25 (one_cycle)."""
+    clip: Optional[float] = None
+    """Largest global norm of the gradient."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int = 10
+    max_minutes: Optional[float] = None
+    """The schedule still spans all epochs; training stops after this many minutes at an epoch's end."""
+    accumulate: int = 1
+    """Micro-batches of a group per optimizer step."""
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """auto: bf16 autocast where the device computes it faster, else fp32."""
+    channels_last: Optional[bool] = None
+    """Memory format of activations; by default on with bf16 and on CUDA."""
+    seed: int = 0
+    """Of the sample order, crops, augmentation and dropout."""
+    check_replicas: int = 200
+    """Steps between checks that all replicas hold the same weights; 0 never."""
+    validate_every: int = 1
+    """Epochs between validations; 0 never."""
+    output: str = "runs/default"
+    """Folder of logs and checkpoints."""
+    resume: bool = False
+    """Continue from the last checkpoint in ``output``."""
+    keep: int = 2
+    """Last checkpoints kept, beside the best."""
+    checkpoint_every: int = 1
+    """Epochs between checkpoints."""
+    tensorboard: bool = True
+    """Also write TensorBoard's event files, where tensorboard is installed."""
+
+    def __post_init__(self):
+        _at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
+        _at_least(self, 0, "check_replicas", "validate_every", "max_minutes")
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    tile: Extents = Extents((1024, 1024))
+    """Tile of windowed evaluation and prediction; memory follows from it and the halo."""
+    probabilities: bool = False
+    """Also write the probability of each class (float16)."""
+    scratch: Optional[str] = None
+    """Folder for the activations of norms that need the whole image (instance, group); by default the system's temporary folder."""
+
+    def __post_init__(self):
+        _extents(self, "tile")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Optional[int] = None
+    """CPU threads a rank; by default the node's cores shared fairly among its ranks."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    spatial: SpatialConfig = field(default_factory=SpatialConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    predict: PredictConfig = field(default_factory=PredictConfig)
+    run: RunConfig = field(default_factory=RunConfig)

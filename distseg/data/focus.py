@@ -1,0 +1,55 @@
+"""Finds random pixels of a rare class: the image and the block by counts alone, then the pixel among the block's labels.
+
+A block counts with the square root of its pixels of the class. With the pixels themselves a few large lakes would crowd
+out all small ones; with every block alike, crops would hold hardly more than a pixel or two of the class.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from distseg.data.store import Store
+from distseg.geometry.tile import Box
+
+_IMAGES_KEPT = 32
+
+
+class Focus:
+    """Random pixels of one class of a split.
+
+    Raises:
+        ValueError: a class the store does not have, or of which the split has no pixel.
+    """
+
+    def __init__(self, store: Store, split: str, name: str):
+        if name not in store.classes:
+            raise ValueError(f"data.focus_class is {name!r}, which is no class of {store.path}: choose {', '.join(store.classes)}")
+        self._blocks = lru_cache(_IMAGES_KEPT)(self._read_weights)
+        self._store, self._class = store, store.classes.index(name)
+        self._names = [image for image in store.split(split) if store.has_labels(image)]
+        self._weights = np.cumsum([self._blocks(image)[0][-1] for image in self._names])
+        if not self._names or not self._weights[-1]:
+            raise ValueError(f"data.focus_class is {name!r}, of which the split {split!r} of {store.path} has no pixel: choose another class")
+
+    def pixel(self, image: float, block: float, pixel: float) -> tuple[str, tuple[int, ...]]:
+        """Image and position for three random numbers in [0, 1)."""
+        name = self._names[_drawn(self._weights, image)]
+        weights, shape = self._blocks(name)
+        cell = np.unravel_index(_drawn(weights, block), shape)
+        start = tuple(int(c) * self._store.block for c in cell)
+        box = Box(start, tuple(min(a + self._store.block, n) for a, n in zip(start, self._store.size(name))))
+        found = np.argwhere(self._store.labels(name, box) == self._class)
+        inside = found[int(pixel * len(found))]
+        return name, tuple(int(a + i) for a, i in zip(start, inside))
+
+    def _read_weights(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
+        """The weights of the blocks of an image, cumulated, and the blocks along each dim."""
+        weights = np.sqrt(self._store.block_counts(name)[self._class])
+        return weights.cumsum(), weights.shape
+
+
+def _drawn(cumulated: np.ndarray, u: float) -> int:
+    """The index whose share of the total ``u`` falls into."""
+    return min(int(np.searchsorted(cumulated, u * cumulated[-1], "right")), len(cumulated) - 1)

@@ -1,0 +1,127 @@
+"""What a rank reads for a step: the windows of its tiles, and the labels of the tiles alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distseg.config import DataConfig
+from distseg.data.prefetch import prefetch
+from distseg.data.sampler import Sample, crop_size, epoch_samples
+from distseg.data.store import Store
+from distseg.extents import Extents
+from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
+
+
+@dataclass
+class Piece:
+    """The same window of B images of one size.
+
+    pixels (B, C, *window) float32, normalised; labels (B, *tile) int64, of the owned tile only.
+    """
+
+    pixels: Tensor
+    labels: Tensor
+    place: Place
+
+
+def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach) -> list[Piece]:
+    """What the rank at ``coordinates`` of a ``grid`` of ranks, each with ``per_rank`` tiles, reads of a micro-batch.
+
+    Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row.
+    """
+    positions: dict[tuple[int, ...], list[int]] = {}
+    for position, sample in enumerate(samples):
+        positions.setdefault(sample.size, []).append(position)
+    found = []
+    for size, images in positions.items():
+        for tile, window in owned_tiles(size, grid, per_rank, coordinates, reach):
+            place = Place(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
+            found.append(_read(store, [samples[i] for i in images], place))
+    return found
+
+
+def _read(store: Store, samples: list[Sample], place: Place) -> Piece:
+    pixels = [s.turn.apply(store.read_normalised(s.image, _source(s, place.window))) for s in samples]
+    labels = [s.turn.apply(store.labels(s.image, _source(s, place.tile))) for s in samples]
+    return Piece(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels).astype(np.int64)), place)
+
+
+def _source(sample: Sample, box: Box) -> Box:
+    """Where in the image the content of ``box`` of the turned sample lies."""
+    return sample.turn.source(box, sample.box.size).shifted(sample.box.start)
+
+
+class StepLoader:
+    """The steps of an epoch as one rank reads them.
+
+    A step has ``groups`` x ``accumulate`` x ``data.images`` samples; group d takes the d-th contiguous block of them, and
+    its micro-batches are contiguous blocks of that. ``bytes_read`` counts what the steps handed out took from the store.
+
+    Args:
+        grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
+
+    Raises:
+        ValueError: an image of the split without labels, or too small for the grid.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        split: str,
+        data: DataConfig,
+        *,
+        seed: int,
+        groups: int,
+        group: int,
+        accumulate: int,
+        grid,
+        per_rank,
+        coordinates,
+        reach: Reach,
+    ):
+        self.store, self.split, self.data, self.seed = store, split, data, seed
+        self.groups, self.group, self.accumulate = groups, group, accumulate
+        self.grid, self.per_rank, self.coordinates, self.reach = grid, per_rank, coordinates, reach
+        self.bytes_read = 0
+        self.steps_per_epoch = len(self._samples(0))
+        self._check_images()
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[Piece]]]:
+        """The steps from ``first_step`` on, each a list of micro-batches, each a list of pieces."""
+        samples = self._samples(number)
+        steps = ([self._pieces(m) for m in self._micro_batches(samples[k])] for k in range(first_step, len(samples)))
+        for step in prefetch(steps, self.data.prefetch):
+            self.bytes_read += sum(count for _, count in step)
+            yield [found for found, _ in step]
+
+    def _samples(self, epoch: int) -> Sequence[list[Sample]]:
+        batch = self.groups * self.accumulate * self.data.images
+        return epoch_samples(self.store, self.split, self.data, self.seed, epoch, batch)
+
+    def _micro_batches(self, step: list[Sample]) -> list[list[Sample]]:
+        first = self.group * self.accumulate
+        return [step[m * self.data.images : (m + 1) * self.data.images] for m in range(first, first + self.accumulate)]
+
+    def _pieces(self, samples: list[Sample]) -> tuple[list[Piece], int]:
+        """The pieces of a micro-batch and the bytes that were read for them."""
+        found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach)
+        return found, sum(self._bytes(samples, piece.place) for piece in found)
+
+    def _bytes(self, samples: list[Sample], place: Place) -> int:
+        pixel = sum(self.store.dtype(samples[i].image).itemsize for i in place.images) * self.store.bands
+        return pixel * place.window.pixels + len(place.images) * place.tile.pixels
+
+    def _check_images(self) -> None:
+        fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
+        for name in self.store.split(self.split):
+            if not self.store.has_labels(name):
+                raise ValueError(f"image {name!r} of the split {self.split!r} of {self.store.path} has no labels: prepare the store with masks")
+            try:
+                check_grid(crop_size(self.store.size(name), self.data.crop), fine, self.reach.stride)
+            except ValueError as e:
+                raise ValueError(f"image {name!r} of {self.store.path}: {e}") from None

@@ -1,0 +1,60 @@
+"""Reads ahead: a thread makes the next items while the main thread computes."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import Iterable, Iterator, TypeVar
+
+T = TypeVar("T")
+_END = object()
+
+
+def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
+    """Yield ``items``, at most ``depth`` of them made ahead by a thread (0: none, no thread).
+
+    An error while making an item is raised where that item was due. The thread ends with the items, or when the
+    consumer stops.
+    """
+    if depth < 1:
+        yield from items
+        return
+    reader = _Reader(items, depth)
+    try:
+        yield from reader
+    finally:
+        reader.stop()
+
+
+class _Reader:
+    def __init__(self, items: Iterable, depth: int):
+        self._items, self._ready = items, SimpleQueue()
+        self._free, self._stopped = threading.Semaphore(depth), False
+        self._thread = threading.Thread(target=self._work, name="distseg-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator:
+        while True:
+            item, error = self._ready.get()
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            self._free.release()
+            yield item
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._free.release()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            source = iter(self._items)
+            while self._free.acquire() and not self._stopped:
+                item = next(source, _END)
+                self._ready.put((item, None))
+                if item is _END:
+                    return
+        except BaseException as e:
+            self._ready.put((None, e))

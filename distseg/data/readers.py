@@ -1,0 +1,169 @@
+"""Opens an image file of any common format as something that hands out boxes: ``open_image(path).read(box)``.
+
+TIFF and npy files are read box by box. PNG and JPEG can only be decoded whole: that happens at the first read, and the
+decoded image is kept until the reader is dropped.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+
+from distseg.geometry.tile import Box
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
+_MOST_TRAILING_BANDS = 4
+
+
+class Reader:
+    """An image: ``size`` (slowest dim first), ``bands``, ``dtype``, and ``read``."""
+
+    size: tuple[int, ...]
+    bands: int
+    dtype: np.dtype
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def read(self, box: Box) -> np.ndarray:
+        """(bands, *box.size), a copy. ValueError where the file turns out to be damaged."""
+        with readable(self.path):
+            return np.ascontiguousarray(self._read(box), self.dtype)
+
+    def _read(self, box: Box) -> np.ndarray:
+        raise NotImplementedError
+
+
+def open_image(path: str | Path, dims: int | None = None) -> Reader:
+    """Open an image or a volume.
+
+    Args:
+        dims: spatial dims, for npy and TIFF; by default an array of three axes, or a stack of unnamed pages, is an image with bands.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: not an image, a damaged one, or one whose values the reader would have to change.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no image file {path}")
+    suffix = path.suffix.lower()
+    with readable(path):
+        if suffix == ".npy":
+            return NpyReader(path, dims)
+        if suffix in (".tif", ".tiff"):
+            from distseg.data.tiff import open_tiff
+
+            return open_tiff(path, dims)
+        return PillowReader(path)
+
+
+def open_mask(path: str | Path, dims: int = 2) -> Reader:
+    """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
+    path = Path(path)
+    reader = open_image(path, dims)
+    if isinstance(reader, PillowReader):
+        reader = PillowReader(path, palette=True)
+    if reader.bands != 1 or reader.dtype.kind not in "iu":
+        raise ValueError(
+            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
+            "convert colours to the numbers of the classes"
+        )
+    return reader
+
+
+def plain(dtype) -> np.dtype:
+    """The type of the numbers handed out: this machine's byte order, bits as bytes 0 and 1."""
+    return np.dtype(np.uint8) if dtype == bool else np.dtype(dtype).newbyteorder("=")
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever a decoder throws becomes a ValueError that names the file."""
+    try:
+        yield
+    except (FileNotFoundError, MemoryError):
+        raise
+    except Exception as e:
+        if isinstance(e, ValueError) and str(path) in str(e):
+            raise
+        raise ValueError(f"{path} can not be read as an image ({str(e) or type(e).__name__}): is it damaged, or of another format than its name says?") from e
+
+
+class NpyReader(Reader):
+    """A memory-mapped array: (bands, *size), or (*size) of one band.
+
+    An image (height, width, bands) is taken as such if its last axis has at most 4 entries and its first has more.
+    """
+
+    def __init__(self, path: Path, dims: int | None = None):
+        super().__init__(path)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        dims = dims or max(2, array.ndim - 1)
+        if array.ndim == dims:
+            array = array[None]
+        if array.ndim != dims + 1:
+            raise ValueError(f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has {dims} or, with bands first, {dims + 1}")
+        if array.shape[-1] <= _MOST_TRAILING_BANDS < array.shape[0]:
+            array = np.moveaxis(array, -1, 0)
+        self._array = array
+        self.bands, self.size, self.dtype = array.shape[0], array.shape[1:], plain(array.dtype)
+
+    def _read(self, box: Box) -> np.ndarray:
+        return np.array(self._array[(slice(None), *box.slices)])
+
+
+class PillowReader(Reader):
+    """What Pillow decodes, pixels as they are stored: no colour management, no rotation by EXIF."""
+
+    def __init__(self, path: Path, palette: bool = False):
+        super().__init__(path)
+        self._palette, self._array = palette, None
+        with _pillow(path) as image:
+            _refuse_lost_bits(path, image)
+            self.size = image.size[::-1]
+            sample = self._decoded(_tiny(image))
+            self.bands, self.dtype = sample.shape[0], plain(sample.dtype)
+
+    def _read(self, box: Box) -> np.ndarray:
+        if self._array is None:
+            with _pillow(self.path) as image:
+                self._array = self._decoded(image)
+        return np.array(self._array[(slice(None), *box.slices)])
+
+    def _decoded(self, image) -> np.ndarray:
+        """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers."""
+        if image.mode == "P" and not self._palette:
+            image = image.convert("RGBA" if "transparency" in image.info else "RGB")
+        array = np.asarray(image)
+        return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+
+
+def _tiny(image):
+    """An image of the same kind with one pixel, to learn what decoding gives."""
+    from PIL import Image
+
+    tiny = Image.new(image.mode, (1, 1))
+    tiny.info = image.info
+    return tiny
+
+
+@contextmanager
+def _pillow(path: Path):
+    """Open with Pillow. Its limit on the number of pixels is lifted: huge images are what distseg is for."""
+    from PIL import Image
+
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(path) as image:
+            yield image
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _refuse_lost_bits(path: Path, image) -> None:
+    if image.mode in ("RGB", "RGBA", "LA") and image.tile and ";16" in str(image.tile[0][3]):
+        raise ValueError(f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy")

@@ -1,0 +1,121 @@
+"""Which images, or crops of them, make up an epoch: a pure function of (seed, epoch, number of the sample).
+
+Every rank can name any sample without drawing those before it, so the order does not depend on the layout, and a run
+that is resumed goes on where it was, on any mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distseg import rng
+from distseg.config import DataConfig
+from distseg.data.augment import Turn
+from distseg.data.focus import Focus
+from distseg.data.store import Store
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The box of an image, to be turned; ``number`` is its position in the epoch."""
+
+    image: str
+    box: Box
+    turn: Turn
+    number: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """After the turn."""
+        return self.turn.size(self.box.size)
+
+
+def epoch_samples(store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int) -> Sequence[list[Sample]]:
+    """The steps of an epoch, each of exactly ``batch`` samples; a step is computed when it is asked for.
+
+    Whole images come in random order and start anew from its beginning to fill the last step. Crops are drawn
+    independently: the image by its pixels, the place evenly, or near a pixel of ``data.focus_class``.
+
+    Raises:
+        ValueError: an unknown split, a crop of other dims than the images, or a focus class that is not there.
+    """
+    return Epoch(store, split, data, seed, epoch, batch)
+
+
+def crop_size(image, crop: Extents | None) -> tuple[int, ...]:
+    """The size of the samples of an image: the crop, as far as the image goes."""
+    return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
+
+
+class Epoch(Sequence):
+    """The steps of an epoch: ``epoch[step]`` is a list of samples."""
+
+    def __init__(self, store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int):
+        self._store, self._data, self._batch, self._keys = store, data, batch, (seed, epoch)
+        self._names = store.split(split)
+        _check(store, self._names, data)
+        self._focus = Focus(store, split, data.focus_class) if data.focus_class is not None else None
+        pixels = np.array([Extents(store.size(name)).volume for name in self._names], dtype=np.float64)
+        self._shares = pixels.cumsum() / pixels.sum()  # the last is 1, above any random number
+        self._order = rng.permutation(rng.key(seed, epoch, "order"), len(self._names))
+        samples = len(self._names)
+        if data.crop is not None:
+            samples = data.epoch_samples or -(-int(pixels.sum()) // data.crop.volume)
+        self._steps = -(-samples // batch)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> list[Sample]:
+        if not 0 <= step < self._steps:
+            raise IndexError(step)  # which also ends a loop
+        numbers = range(step * self._batch, (step + 1) * self._batch)
+        return [self._crop(number) if self._data.crop is not None else self._whole(number) for number in numbers]
+
+    def _whole(self, number: int) -> Sample:
+        name = self._names[self._order[number % len(self._names)]]
+        turn, size = self._turned(name, number)
+        return Sample(name, Box.whole(size), turn, number)
+
+    def _crop(self, number: int) -> Sample:
+        near, where, block, pixel, *place = rng.uniform(rng.key(*self._keys, number, "crop"), 4 + len(self._data.crop))
+        if self._focus is not None and near < self._data.focus_share:
+            name, target = self._focus.pixel(where, block, pixel)
+        else:
+            name, target = self._names[int(np.searchsorted(self._shares, where, "right"))], None
+        turn, size = self._turned(name, number)
+        return Sample(name, Box.whole(size).shifted(_origin(self._store.size(name), size, place, target)), turn, number)
+
+    def _turned(self, name: str, number: int) -> tuple[Turn, tuple[int, ...]]:
+        """A random turn, and the size of what is read so that it has the sample's size when turned."""
+        image = self._store.size(name)
+        size, dims = crop_size(image, self._data.crop), len(image)
+        quarter, *mirror = rng.uniform(rng.key(*self._keys, number, "turn"), 1 + dims)
+        flips, quarters = (False,) * dims, 0
+        if "flip" in self._data.augment:
+            flips = tuple(bool(m < 0.5) for m in mirror)
+        if "turn" in self._data.augment:
+            fits = all(n <= m for n, m in zip(Turn(flips, 1).size(size), image))
+            quarters = int(4 * quarter) if fits else 2 * int(2 * quarter)
+        turn = Turn(flips, quarters)
+        return turn, turn.size(size)
+
+
+def _origin(image, size, place, target) -> tuple[int, ...]:
+    """Where a crop of ``size`` begins: anywhere in the image, or such that ``target`` is in its central half where the image allows."""
+    if target is None:
+        return tuple(int(u * (n - c + 1)) for u, n, c in zip(place, image, size))
+    return tuple(max(0, min(n - c, t - int((0.25 + u / 2) * c))) for u, n, c, t in zip(place, image, size, target))
+
+
+def _check(store: Store, names: list[str], data: DataConfig) -> None:
+    if data.crop is None and data.focus_class is not None:
+        raise ValueError(f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set data.crop, or leave it out")
+    for name in names:
+        if data.crop is not None and len(data.crop) != len(store.size(name)):
+            raise ValueError(f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims ({Extents(store.size(name))})")

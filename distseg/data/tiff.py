@@ -1,0 +1,128 @@
+"""TIFF files read box by box: a memory map where nothing is compressed, else only the strips or tiles that a box touches.
+
+tifffile reads any number of bands and all number types. Without it, or without the decoder of a compression, Pillow has
+to do, which knows the files of everyday cameras and scanners.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from distseg.data.readers import PillowReader, Reader, plain
+from distseg.geometry.tile import Box
+
+_BANDS = "SCQI"  # samples, channels, and pages that say nothing about what they are
+_UNNAMED = "QI"
+
+
+def open_tiff(path: Path, dims: int | None = None) -> Reader:
+    """A reader of the first image in a file; with ``dims`` 3, unnamed pages are slices of a volume instead of bands.
+
+    Raises:
+        ValueError: neither tifffile nor Pillow can decode it; says what to install.
+    """
+    try:
+        import tifffile
+    except ImportError:
+        return _with_pillow(path, "pip install tifffile, which reads more kinds of TIFF")
+    reader = TiffReader(path, tifffile.TiffFile(path), dims)
+    try:
+        reader.read(Box((0,) * len(reader.size), (1,) * len(reader.size)))
+    except ValueError as e:
+        if "imagecodecs" not in str(e):
+            raise
+        return _with_pillow(path, "pip install imagecodecs, which decodes this compression")
+    return reader
+
+
+def _with_pillow(path: Path, hint: str) -> Reader:
+    try:
+        reader = PillowReader(path)
+        reader.read(Box.whole(reader.size))
+        return reader
+    except Exception as e:
+        raise ValueError(f"{path} is beyond Pillow ({e}): {hint}") from e
+
+
+class TiffReader(Reader):
+    """The first series of a file. Its axes, such as YXS, CYX or ZYX, say which are space and which are bands."""
+
+    def __init__(self, path: Path, file, dims: int | None = None):
+        super().__init__(path)
+        self._file, self._series = file, file.series[0]
+        weakref.finalize(self, file.close)
+        self._axes, shape = _named(path, self._series, dims)
+        self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
+        self.bands = int(np.prod([n for a, n in zip(self._axes, shape) if a in _BANDS]))
+        self.dtype = plain(self._series.dtype)
+        self._map = None
+        if self._series.dataoffset is not None:
+            stored = np.dtype(self._series.dtype).newbyteorder(file.byteorder)
+            self._map = np.memmap(path, stored, "r", self._series.dataoffset, tuple(shape))
+        elif len(self._pages_axes) > 1:
+            raise ValueError(f"{path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy")
+
+    @property
+    def _pages_axes(self) -> str:
+        """The axes that run over pages; the others lie within each."""
+        spread = len(self._series.pages) > 1
+        inside = sum(n > 1 or a in "YX" for a, n in zip(self._series.keyframe.axes, self._series.keyframe.shape))
+        return self._axes[: len(self._axes) - inside] if spread else ""
+
+    def _read(self, box: Box) -> np.ndarray:
+        """(bands, *box.size)"""
+        if self._map is None:
+            return self._decoded(box).reshape(self.bands, *box.size)
+        where = dict(zip((a for a in self._axes if a in "ZYX"), box.slices))
+        part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
+        order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")  # bands first, else as it was
+        return np.array(part.transpose(order)).reshape(self.bands, *box.size)
+
+    def _decoded(self, box: Box) -> np.ndarray:
+        """(bands, depth, height, width) of a box, from the pages it lies on."""
+        pages, depth, plane = self._series.pages, slice(0, 1), box.slices[-2:]
+        if len(box.start) == 3:
+            depth = box.slices[0]
+        if self._pages_axes != "Z":
+            return np.concatenate([self._page(page, (depth, *plane)) for page in pages])
+        return np.concatenate([self._page(pages[z], (slice(0, 1), *plane)) for z in range(depth.start, depth.stop)], axis=1)
+
+    def _page(self, page, wanted: tuple[slice, ...]) -> np.ndarray:
+        """(bands, depth, height, width) of a page: the overlap of each strip or tile with the wanted slices."""
+        layout = self._series.keyframe
+        planes, *_, samples = layout.shaped  # (separate bands, depth, height, width, interleaved bands)
+        out = np.zeros((planes, *(s.stop - s.start for s in wanted), samples), self.dtype)
+        for index, (offset, count) in enumerate(zip(page.dataoffsets, page.databytecounts)):
+            _, at, shape = layout.decode(None, index)
+            if count and all(a < s.stop and s.start < a + n for a, n, s in zip(at[1:4], shape, wanted)):
+                segment, at, _ = layout.decode(self._bytes(offset, count), index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
+                target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], segment.shape, wanted)))
+                out[(at[0], *target)] = segment[source]
+        return np.moveaxis(out, -1, 1).reshape(-1, *out.shape[1:4])
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        self._file.filehandle.seek(offset)
+        return self._file.filehandle.read(count)
+
+
+def _named(path: Path, series, dims: int | None) -> tuple[str, list[int]]:
+    """The axes that matter and their lengths; ValueError for axes that are neither space nor bands."""
+    kept = [(a, n) for a, n in zip(series.axes, series.shape) if n > 1 or a in "YX"]
+    if dims == 3 and not any(a == "Z" for a, _ in kept):
+        kept = [("Z" if a in _UNNAMED else a, n) for a, n in kept]
+    axes = "".join(a for a, _ in kept)
+    if set(axes) - set(_BANDS + "ZYX") or sum(a in _BANDS for a in axes) > 1:
+        raise ValueError(
+            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has space and one axis of bands: "
+            "write one file for each entry of the others"
+        )
+    return axes, [n for _, n in kept]
+
+
+def _overlap(at: int, length: int, wanted: slice) -> tuple[slice, slice]:
+    """Where a segment's pixels [at, at + length) go in the wanted slice, and which of its own those are."""
+    a, b = max(at, wanted.start), min(at + length, wanted.stop)
+    return slice(a - wanted.start, b - wanted.start), slice(a - at, b - at)

@@ -1,0 +1,38 @@
+"""How good a network is on whole images: one confusion matrix over all images, tiles and ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distseg.data.store import Store
+from distseg.predict import Predictor, store_scene
+from distseg.report.progress import progress
+from distseg.train.metrics import confusion, most_likely, scores
+
+
+def evaluate(predictor: Predictor, store: Store, split: str) -> np.ndarray:
+    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective."""
+    world, classes = predictor.world, len(store.classes)
+    total = np.zeros((classes, classes))
+    names = store.split(split)
+    with progress(len(names), "image", f"evaluate {split}", enabled=world.rank == 0) as bar:
+        for name in names:
+            for tile, logits in predictor(store_scene(store, name)):
+                total += confusion(store.labels(name, tile), most_likely(logits), classes, store.ignore)
+            bar.advance(pixels=int(np.prod(store.size(name))))
+    return sum(world.allgather(total)).astype(np.int64)
+
+
+def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:
+    """Rows of the table that compares methods: a row a class, then the means; a column a method and score."""
+    found = {method: scores(matrix, classes) for method, matrix in matrices.items()}
+    rows = []
+    for c in classes:
+        row = {"class": c, "pixels": next(iter(found.values()))["classes"][c]["pixels"]}
+        for method, score in found.items():
+            row.update({f"{method} {kind}": score["classes"][c][kind] for kind in ("iou", "dice", "accuracy")})
+        rows.append(row)
+    mean = {"class": "mean", "pixels": sum(row["pixels"] for row in rows)}
+    for method, score in found.items():
+        mean.update({f"{method} iou": score["mean_iou"], f"{method} dice": score["mean_dice"], f"{method} accuracy": score["accuracy"]})
+    return [*rows, mean]

@@ -1,0 +1,185 @@
+"""Who am I: rank, node and device of this process under any launcher, and how a job of many ends as one.
+
+mpirun, srun and jsrun each tell their processes who they are by environment variables of their own; MPI itself agrees
+or the installation is broken, which is checked. A failure on any rank ends all of them: a hang is never an answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Callable, Mapping
+
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a job. ``local_*`` count on its node; None where the launcher does not say."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+_LONE = Process(0, 1, 0, 1)
+
+
+def identify(environment: Mapping[str, str] = os.environ) -> Process:
+    """This process by the first launcher whose variables are set; a lone process if there is none.
+
+    torchrun's names come first because they are what a user sets by hand. Slurm's come last: an mpirun inside an
+    allocation inherits the allocation's, which name another number of tasks.
+    """
+    for rank, size, local_rank, local_size in _LAUNCHERS:
+        if rank in environment and size in environment:
+            return Process(
+                int(environment[rank]), int(environment[size]), _leading_int(environment.get(local_rank)), _leading_int(environment.get(local_size))
+            )
+    return _LONE
+
+
+def _leading_int(text: str | None) -> int | None:
+    """``4`` of '4' and of Slurm's '4(x2),3'."""
+    digits = "".join(c if c.isdigit() else " " for c in text or "").split()
+    return int(digits[0]) if digits else None
+
+
+def world():
+    """MPI's communicator of all ranks.
+
+    Raises:
+        ValueError: the launcher started another number of processes than MPI sees.
+    """
+    process = identify()
+    if process == _LONE:
+        os.environ.setdefault("OMPI_MCA_btl", "self")  # one process needs no shared memory, of which Open MPI would leave a file behind
+    from mpi4py import MPI
+
+    if process.size != MPI.COMM_WORLD.size and process.size > 1:
+        raise ValueError(
+            f"the launcher started {process.size} processes, but MPI sees {MPI.COMM_WORLD.size}: mpi4py "
+            f"({MPI.Get_library_version().split(',')[0].strip()}) was built for another MPI than the launcher's; "
+            "use the mpirun of the same MPI, or reinstall mpi4py against it (docs/install.md)"
+        )
+    return MPI.COMM_WORLD
+
+
+def fair_threads(cores: list[frozenset[int]], me: int) -> int:
+    """CPU threads of process ``me`` of a node whose processes may run on these cores: each core is shared evenly."""
+    share = sum(1 / sum(core in allowed for allowed in cores) for core in cores[me])
+    return max(1, int(share + 1e-9))
+
+
+def set_up(comm, device: str = "auto", threads: int | None = None):
+    """Choose this rank's device and CPU threads; returns the ``torch.device``. Collective.
+
+    One GPU a rank, by its rank on the node; more ranks than GPUs share them in turn.
+    """
+    import torch
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cores = node.allgather(frozenset(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or fair_threads(cores, node.rank))
+    keep_freed_memory()
+    local_rank, local_size = node.rank, node.size
+    node.Free()
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cuda" and not gpus:
+        raise ValueError("run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto, or load the CUDA build of torch")
+    if not gpus:
+        return torch.device("cpu")
+    chosen = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(chosen)
+    if local_rank == 0 and local_size > gpus > 1:
+        print(f"distseg: {local_size} ranks share the {gpus} GPUs of a node", file=sys.stderr)
+    return chosen
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep big freed blocks instead of returning them to the system.
+
+    An activation of more than 32 MB is otherwise mapped, zeroed page by page and unmapped in every layer, which costs
+    more than most layers' arithmetic (docs/performance.md). Without effect on other C libraries.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        pass
+
+
+class JointFailure(ValueError):
+    """An error that every rank knows of: all of them end by themselves, and rank 0 tells the user."""
+
+
+@contextmanager
+def together(comm):
+    """An error inside, on any rank, becomes a :class:`JointFailure` on all. The body must not communicate."""
+    error = None
+    try:
+        yield
+    except Exception as e:
+        error = e
+    texts = comm.allgather(None if error is None else _text(error))
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        where = "" if len(failed) == comm.size else f"rank {failed[0]}: "
+        raise JointFailure(where + texts[failed[0]]) from error
+
+
+def end_as_one(main: Callable[[], int | None]) -> None:
+    """Run ``main`` as the whole life of this process, and leave with its exit code.
+
+    A joint failure is told by rank 0 alone. Any other error is told by the rank that has it, which then aborts the
+    job; later ranks wait a moment, so that a message which all of them have comes from the first.
+    """
+    try:
+        code = main() or 0
+    except JointFailure as e:
+        if identify().rank == 0:
+            print(f"distseg: error: {e}", file=sys.stderr, flush=True)
+        code = 2
+    except BrokenPipeError:  # the reader of our output has had enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except (KeyboardInterrupt, Exception) as e:
+        _abort(e)
+        code = 2
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _abort(error: BaseException) -> None:
+    process = identify()
+    if process.size == 1:
+        print(f"distseg: error: {_text(error)}", file=sys.stderr, flush=True)
+        return
+    time.sleep(min(process.rank, 1) * 0.5)
+    print(f"distseg: error: rank {process.rank}: {_text(error)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(2)
+
+
+def _text(error: BaseException) -> str:
+    """A user's mistake in one line; our own with its traceback."""
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    return "".join(traceback.format_exception(error)).strip()

@@ -1,0 +1,77 @@
+"""The layers that PyTorch lacks for a flat U-Net: skips as a pair of layers, ``Stash(name)`` and ``Pop(name)``.
+
+A flat ``nn.Sequential`` can be cut between any two layers, which is what pipelines and the joint execution of tiles
+need. A skip then is a tensor put aside under a name by one layer and taken up by a later one. In a plain forward pass
+they meet in a store of the current thread; an executor that runs several tiles or stages gives each its own with
+:func:`skip_store`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_local = threading.local()
+
+
+def _store() -> dict[str, Tensor]:
+    if not hasattr(_local, "store"):
+        _local.store = {}
+    return _local.store
+
+
+@contextmanager
+def skip_store(store: dict[str, Tensor]):
+    """Layers inside stash to and pop from ``store``."""
+    outer = _store()
+    _local.store = store
+    try:
+        yield store
+    finally:
+        _local.store = outer
+
+
+class Stash(nn.Module):
+    """Put the input aside under ``name`` and pass it on."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        _store()[self.name] = x
+        return x
+
+    def extra_repr(self) -> str:
+        return repr(self.name)
+
+
+class Pop(nn.Module):
+    """Concatenate the skip ``name`` with the input: (N, C1, ...), (N, C2, ...) -> (N, C1 + C2, ...).
+
+    After ceil-mode pooling and x2 up-sampling the input may be one pixel longer than the skip (odd sizes): it is cut.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            skip = _store().pop(self.name)
+        except KeyError:
+            raise ValueError(f"pop({self.name!r}) comes before any stash({self.name!r}) in this model") from None
+        return torch.cat((skip, cut_to(x, skip)), 1)
+
+    def extra_repr(self) -> str:
+        return repr(self.name)
+
+
+def cut_to(x: Tensor, like: Tensor) -> Tensor:
+    """The part of ``x`` that has the spatial size of ``like``."""
+    if x.shape[2:] == like.shape[2:]:
+        return x
+    return x[(slice(None), slice(None), *(slice(n) for n in like.shape[2:]))]

@@ -1,0 +1,99 @@
+"""Models by name: the four networks of the paper's table, small ones for demos and tests, and a user's own function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from distseg.config import ModelConfig
+from distseg.models.unet import unet
+
+_FIELDS = ("depth", "num_convs", "base_channels", "in_channels", "out_channels", "norm", "dropout", "up", "groups")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named U-Net. ``levels`` is the L of the paper's slides, None for networks that are not the paper's."""
+
+    arguments: dict
+    levels: int | None = None
+
+    @property
+    def paper_halo(self) -> int | None:
+        """The slides' eps = (3 * 2^(L-2) - 1) * d * n_c with d = 2. It counts the bottleneck as a level (docs/halo.md)."""
+        if self.levels is None:
+            return None
+        return (3 * 2 ** (self.levels - 2) - 1) * 2 * self.arguments["num_convs"]
+
+
+def _summit(depth: int, num_convs: int) -> Entry:
+    return Entry(dict(depth=depth, num_convs=num_convs, base_channels=64, in_channels=4, out_channels=1), levels=depth)
+
+
+ZOO: dict[str, Entry] = {
+    "summit-small": _summit(5, 2),
+    "summit-medium-1": _summit(5, 5),
+    "summit-medium-2": _summit(6, 2),
+    "summit-large": _summit(7, 2),
+    "demo": Entry(dict(depth=5, num_convs=1, base_channels=32, in_channels=3, out_channels=3, norm="batch", dropout=0.0)),
+    "tiny": Entry(dict(depth=2, num_convs=1, base_channels=4, in_channels=3, out_channels=2)),
+}
+
+
+def build_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
+    """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU, or torch's default device).
+
+    Args:
+        in_channels, out_channels: the data's bands and classes, for fields the config leaves open.
+
+    Raises:
+        ValueError: an unknown name, an argument out of range, or channels that disagree with the data.
+    """
+    arguments = {f: getattr(config, f) for f in _FIELDS if getattr(config, f) is not None}
+    for field, wanted in (("in_channels", in_channels), ("out_channels", out_channels)):
+        if wanted is not None and arguments.setdefault(field, wanted) != wanted:
+            raise ValueError(
+                f"model.{field} is {arguments[field]}, but the data has {wanted}: leave model.{field} out and it follows the data"
+            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return _builder(config.name)(**arguments)
+
+
+def _builder(name: str):
+    if name == "unet":
+        return unet
+    if name in ZOO:
+        return lambda **given: unet(**{**ZOO[name].arguments, **given})
+    if ":" in name:
+        return _users(name)
+    raise ValueError(f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function")
+
+
+def _users(name: str):
+    module, _, function = name.partition(":")
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(f"model {name!r} can not be imported ({e}): is its folder on PYTHONPATH?") from e
+
+
+def describe(name: str) -> dict:
+    """A row of ``distseg models``: name, parameters, layers, stride, halo, paper_halo. Nothing is allocated."""
+    from distseg.geometry.receptive import receptive_field
+
+    with torch.device("meta"):
+        model = _builder(name)()
+    reach = receptive_field(model)
+    return {
+        "name": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": len(model),
+        "stride": math.lcm(*reach.stride),
+        "halo": max(reach.halo),
+        "paper_halo": ZOO[name].paper_halo if name in ZOO else None,
+    }

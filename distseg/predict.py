@@ -1,0 +1,204 @@
+"""Whole images through a trained network in bounded memory, spread over all ranks, equal to the whole-image result.
+
+An image is split into tiles on the stride grid, tile i is computed by rank i modulo the number of ranks from its
+window, and only tiles are kept: there are no seams because nothing is blended.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator
+
+import h5py
+import numpy as np
+import torch
+
+from distseg.config import ModelConfig, SpatialConfig
+from distseg.data.readers import open_image
+from distseg.data.store import Store
+from distseg.extents import Extents
+from distseg.geometry.tile import Box, Place, tiles, window
+from distseg.models.zoo import build_model
+from distseg.report.progress import progress
+from distseg.spatial.context import Context
+from distseg.spatial.parallelize import TiledModel, parallelize
+from distseg.spatial.stream import stream
+from distseg.train.checkpoint import find, load_weights, read_manifest
+from distseg.train.engine import place_model, used_reach
+from distseg.train.metrics import most_likely
+
+
+_LARGEST_PNG = 1 << 28  # pixels; a larger class map stays in HDF5 only
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image to predict: its size, and normalised pixels (C, *box.size) float32 of any box."""
+
+    name: str
+    size: tuple[int, ...]
+    read: Callable[[Box], np.ndarray]
+
+
+class Predictor:
+    """A model in evaluation mode over whole images; every rank calls it alike.
+
+    Args:
+        model: already parallelized and on its device; its context's communicators are set here.
+        autocast: makes the context in which the network runs.
+    """
+
+    def __init__(self, model: TiledModel, world, device, autocast, tile: Extents, scratch: str | None = None, channels_last: bool = False):
+        self.model, self.world, self.device, self.autocast = model, world, device, autocast
+        self.tile, self.scratch, self.channels_last = tile, scratch, channels_last
+        self._workers = {world.size: world}
+
+    def tiles_of(self, size) -> list[Box]:
+        """The tiles of an image, of at most the configured size, or a stride cell more."""
+        stride = self.model.reach.stride
+        steps = (max(1, t // s) * s for t, s in zip(self.tile, stride))
+        return tiles(size, Extents(-(-n // step) for n, step in zip(size, steps)), stride)
+
+    def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits (C', *tile.size) float32) for the tiles of this rank."""
+        every = self.tiles_of(scene.size)
+        workers = self._first(min(self.world.size, len(every)))
+        if self.world.rank >= workers.size:
+            return
+        mine = every[self.world.rank :: workers.size]
+        places = [Place(tuple(scene.size), t, window(t, scene.size, self.model.reach), (0,), (0,)) for t in mine]
+
+        def load(i: int) -> torch.Tensor:
+            x = torch.from_numpy(scene.read(places[i].window)).unsqueeze(0).to(self.device, self._dtype)
+            return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
+
+        with self._evaluating(workers), self.autocast():
+            for i, output in stream(self.model, places, load, self.scratch):
+                yield mine[i], output[0].float().cpu().numpy()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def _first(self, count: int):
+        """The communicator of the first ``count`` ranks, for images with fewer tiles than ranks (collective)."""
+        if count not in self._workers:
+            self._workers[count] = self.world.Split(int(self.world.rank >= count), self.world.rank)
+        return self._workers[count] if self.world.rank < count else _NoWork(count)
+
+    @contextmanager
+    def _evaluating(self, workers):
+        """Evaluation mode, with instance and group statistics shared by the ranks at work on the image."""
+        context, training = self.model.context, self.model.training
+        before = context.norm_comm, context.batch_comm
+        context.norm_comm = context.batch_comm = workers
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+            context.norm_comm, context.batch_comm = before
+
+
+@dataclass(frozen=True)
+class _NoWork:
+    """Stands for the communicator of the others on a rank without a tile."""
+
+    size: int
+
+
+def load_model(run: str, device, precision: str, channels_last: bool, spatial: SpatialConfig) -> tuple[TiledModel, dict]:
+    """The network of a run or checkpoint, ready for windows, and its manifest."""
+    checkpoint = find(run)
+    manifest = read_manifest(checkpoint)
+    model = build_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
+    load_weights(checkpoint, model)
+    reach = used_reach(model, spatial)
+    place_model(model, device, precision, channels_last)
+    return parallelize(model, reach, Context(per_window=spatial.norm_scope == "window")), manifest
+
+
+def store_scene(store: Store, name: str) -> Scene:
+    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box))
+
+
+def file_scene(path: str, manifest: dict) -> Scene:
+    """An image file, normalised with the constants of the store that the network was trained on."""
+    reader = open_image(path)
+    data = manifest["data"]
+    if reader.bands != len(data["mean"]):
+        raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(data['mean'])}: predict images like those it knows")
+    shape = (-1, *(1 for _ in reader.size))
+    mean, std = (np.asarray(data[k], dtype=np.float32).reshape(shape) for k in ("mean", "std"))
+    return Scene(Path(path).stem, tuple(reader.size), lambda box: (reader.read(box).astype(np.float32) - mean) / std)
+
+
+def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str], probabilities: bool = False) -> Path | None:
+    """Write ``output/NAME.h5`` with ``classes`` (*size) uint8 and, on request, ``probabilities`` (C, *size) float16.
+
+    Rank 0 writes, a tile of each rank at a time; the file appears when it is whole. Returns its path on rank 0.
+    """
+    world = predictor.world
+    rounds = -(-len(predictor.tiles_of(scene.size)) // min(world.size, len(predictor.tiles_of(scene.size))))
+    mine = predictor(scene)
+    with _writer(world.rank, output, scene, classes, probabilities) as write, progress(rounds, "round", scene.name, enabled=world.rank == 0) as bar:
+        for _ in range(rounds):
+            done = next(mine, None)
+            parts = world.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
+            for part in filter(None, parts or []):
+                write(*part)
+            bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
+        next(mine, None)  # lets the generator leave evaluation mode
+    return _drawn(Path(output) / f"{scene.name}.h5", classes) if world.rank == 0 else None
+
+
+def _drawn(path: Path, classes: list[str]) -> Path:
+    """Draw the class map of ``path`` as a PNG beside it, a pixel a pixel, in the classes' colours; volumes and giants stay undrawn."""
+    from PIL import Image
+
+    from distseg.report.style import class_colors
+
+    with h5py.File(path) as f:
+        if f["classes"].ndim == 2 and f["classes"].size <= _LARGEST_PNG:
+            found = f["classes"][:]
+            picture = Image.frombytes("P", found.shape[::-1], found.tobytes())
+            picture.putpalette(np.asarray(class_colors(classes), dtype=np.uint8).ravel().tolist())
+            picture.save(path.with_suffix(".png"))
+    return path
+
+
+def _likelihood(logits: np.ndarray) -> np.ndarray:
+    z = torch.from_numpy(logits)
+    return (z.sigmoid() if len(z) == 1 else z.softmax(0)).to(torch.float16).numpy()
+
+
+@contextmanager
+def _writer(rank: int, output: str, scene: Scene, classes: list[str], probabilities: bool):
+    """``write(box, class map, probabilities)`` into a file that is renamed when it is whole; nothing on other ranks."""
+    if rank:
+        yield lambda *_: None
+        return
+    Path(output).mkdir(parents=True, exist_ok=True)
+    final = Path(output) / f"{scene.name}.h5"
+    partial = final.with_suffix(".h5.partial")
+    try:
+        with h5py.File(partial, "w") as f:
+            chunks = tuple(min(256, n) for n in scene.size)
+            f.attrs["class_names"] = classes
+            f.create_dataset("classes", scene.size, "u1", chunks=chunks, compression="gzip", compression_opts=1)
+            if probabilities:
+                count = max(1, len(classes)) if len(classes) > 2 else len(classes)
+                f.create_dataset("probabilities", (count, *scene.size), "f2", chunks=(1, *chunks), compression="lzf")
+
+            def write(box: Box, found: np.ndarray, likely: np.ndarray | None) -> None:
+                f["classes"][box.slices] = found
+                if likely is not None:
+                    f["probabilities"][(slice(None), *box.slices)] = likely
+
+            yield write
+        os.replace(partial, final)
+    finally:
+        partial.unlink(missing_ok=True)

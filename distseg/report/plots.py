@@ -1,0 +1,155 @@
+"""Pictures of runs and benchmarks: training curves, the overlay of one segmented image, scaling against the ideal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Mapping, Sequence
+
+import numpy as np
+
+from distseg.report.log import read_log
+from distseg.report.overlay import plot_overlay
+from distseg.report.style import FAINT, INK, PALETTE, new_figure
+
+__all__ = ["plot_curves", "plot_overlay", "plot_scaling", "smooth"]
+
+_STYLES = ("-", "--", ":", "-.")
+
+
+def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
+    """Loss (raw and smoothed), validation IoU per class and learning rate over optimizer steps, of one run or several.
+
+    Args:
+        log_paths: logs, or folders of runs.
+
+    Raises:
+        ValueError: no path, no such log, or a log without a step.
+    """
+    if not log_paths:
+        raise ValueError("no log to draw: give the folder of at least one run (train.output)")
+    logs = [read_log(path) for path in log_paths]
+    for path, log in zip(log_paths, logs):
+        if not any(line["kind"] == "step" for line in log):
+            raise ValueError(f"{path} holds no line of kind 'step': nothing was trained there yet")
+    panels = [(_draw_loss, 3.0)]
+    panels += [(_draw_iou, 2.6)] if any("iou" in line for log in logs for line in log) else []
+    panels += [(_draw_rate, 1.3)] if any("lr" in line for log in logs for line in log) else []
+    heights = [height for _, height in panels]
+    with new_figure(output, (8.5, sum(heights) + 0.8), layout="constrained") as figure:
+        axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+        for axis, (draw, _) in zip(axes, panels):
+            draw(axis, logs, _run_names(log_paths))
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
+        axes[-1].set_xlabel("optimizer step")
+
+
+def series(log: list[dict], kind: str, field: str, key: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a field (of one ``key`` of a dict), where the log has it; null is NaN."""
+    lines = [line for line in log if line["kind"] == kind and field in line]
+    values = [line[field] if key is None else (line[field] or {}).get(key) for line in lines]
+    return np.array([line["step"] for line in lines]), np.array([np.nan if v is None else v for v in values], dtype=float)
+
+
+def smooth(values: np.ndarray, span: float) -> np.ndarray:
+    """Exponential mean over about ``span`` values, without the pull to zero at the start; NaN counts nowhere."""
+    keep = 1 - 2 / (span + 1)
+    total, weight, means = 0.0, 0.0, []
+    for value in values:
+        if np.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        means.append(total / weight if weight else np.nan)
+    return np.array(means)
+
+
+def _run_names(paths: Sequence[str | Path]) -> list[str]:
+    """The runs' folders; with their parents where two have the same name."""
+    folders = [path.parent if path.suffix == ".jsonl" else path for path in map(Path, paths)]
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
+    for index, (log, name) in enumerate(zip(logs, names)):
+        steps, loss = series(log, "step", "loss")
+        prefix, color = (f"{name}: " if len(logs) > 1 else ""), PALETTE[index % len(PALETTE)]
+        span = len(loss) // 40
+        if span > 1:
+            axis.plot(steps, loss, color=color, alpha=0.22, linewidth=0.8, label="_" if prefix else "each step")
+            axis.plot(steps, smooth(loss, span), color=color, linewidth=1.8, label=f"{prefix}mean of ~{span}")
+        else:
+            axis.plot(steps, loss, color=color, linewidth=1.5, label=f"{prefix}training")
+        steps, loss = series(log, "validation", "loss")
+        if len(steps):
+            axis.plot(steps, loss, color=INK if len(logs) == 1 else color, marker="o", markersize=3.5, linewidth=1.0, label=f"{prefix}validation")
+    axis.set(title="Loss")
+    _stretch(axis, [series(log, "step", "loss")[1] for log in logs])
+
+
+def _stretch(axis, losses: list[np.ndarray]) -> None:
+    """A logarithmic axis where the loss falls by more than a factor of 20; else from zero, without the outliers of the start."""
+    values = np.concatenate(losses)
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() > 20 * np.median(values):
+        axis.set_yscale("log")
+    elif len(values) and values.min() >= 0:
+        axis.set_ylim(bottom=0)
+
+
+def _draw_iou(axis, logs: list[list[dict]], names: list[str]) -> None:
+    classes = list(dict.fromkeys(key for log in logs for line in log for key in (line.get("iou") or {})))
+    for index, (log, name) in enumerate(zip(logs, names)):
+        for number, label in enumerate(classes):
+            steps, iou = series(log, "validation", "iou", label)
+            text = f"{name}: {label}" if len(logs) > 1 else label
+            last = f" {iou[-1]:.3f}" if len(iou) and np.isfinite(iou[-1]) else ""
+            axis.plot(
+                steps, iou, linestyle=_STYLES[index % len(_STYLES)], color=PALETTE[number % len(PALETTE)],
+                marker="o", markersize=3.5, linewidth=1.6, label=text + last,
+            )  # fmt: skip
+    axis.set(title="Validation IoU", ylim=(-0.02, 1.02))
+
+
+def _draw_rate(axis, logs: list[list[dict]], names: list[str]) -> None:
+    for index, log in enumerate(logs):
+        axis.plot(*series(log, "step", "lr"), color=PALETTE[index % len(PALETTE)], linewidth=1.5)
+    axis.set(title="Learning rate")
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    axis.set_ylim(bottom=0)
+
+
+def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Speed-up") -> None:
+    """Measured speed-up against the ideal line, with the parallel efficiency at each point.
+
+    Args:
+        rows: ``processes`` and ``speedup`` (median), if known ``low`` and ``high`` (the range), and ``series`` (one line each).
+    """
+    for row in rows:
+        if not {"processes", "speedup"} <= set(row):
+            raise ValueError(f"a row of a scaling plot needs processes and speedup, got {', '.join(row) or 'nothing'}")
+    counts = sorted({row["processes"] for row in rows})
+    with new_figure(output, (6.0, 4.6), layout="constrained") as figure:
+        axis = figure.subplots()
+        axis.plot(counts, counts, color=FAINT, linestyle="--", linewidth=1.2, label="ideal")
+        for index, name in enumerate(dict.fromkeys(row.get("series", "measured") for row in rows)):
+            _draw_series(axis, [row for row in rows if row.get("series", "measured") == name], name, PALETTE[index % len(PALETTE)])
+        for scale in (axis.set_xscale, axis.set_yscale):
+            scale("log", base=2)
+        axis.set_xticks(counts, [str(n) for n in counts])
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axis.set(title=title, xlabel="processes", ylabel="times as fast as one process")
+        axis.margins(0.12)
+        axis.legend(loc="upper left")
+
+
+def _draw_series(axis, rows: list[Mapping], name: str, color: str) -> None:
+    from matplotlib.patheffects import withStroke
+
+    rows = sorted(rows, key=lambda row: row["processes"])
+    counts, speedups = [row["processes"] for row in rows], [row["speedup"] for row in rows]
+    ranges = [[s - row.get("low", s) for s, row in zip(speedups, rows)], [row.get("high", s) - s for s, row in zip(speedups, rows)]]
+    axis.errorbar(counts, speedups, yerr=ranges, color=color, marker="o", linewidth=1.8, markersize=5, capsize=3, label=name)
+    for n, speedup in zip(counts, speedups):
+        if n > 1:
+            text = axis.annotate(f"{speedup / n:.0%}", (n, speedup), xytext=(7, -11), textcoords="offset points", color=color, fontsize=9)
+            text.set_path_effects([withStroke(linewidth=3, foreground="white")])

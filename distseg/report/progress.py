@@ -1,0 +1,138 @@
+"""Progress of long work: a bar for a person at a terminal, a line now and then for a batch job's log, nothing on other ranks.
+
+The factory :func:`progress` chooses once; the work itself then reads the same on every rank::
+
+    with progress(len(batches), "step", "epoch 3", enabled=mesh.rank == 0) as bar:
+        for batch in batches:
+            bar.advance(pixels=batch.pixels, loss=loss)
+
+    epoch 3: 120/400 steps (30%), 12.3 Mpx/s, 0:42 left, loss 0.3451
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Callable, TextIO
+
+from distseg.report.units import duration, si
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class SilentProgress:
+    """Shows nothing: the progress of the ranks that do not talk."""
+
+    def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
+        """``n`` more units of work are done, in all ``pixels`` pixels; ``fields`` are shown beside them (loss)."""
+
+    def __enter__(self) -> "SilentProgress":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+
+class Progress(SilentProgress):
+    """Counts work, pixels and seconds, and puts them in words; its children say where the words go."""
+
+    def __init__(self, total: int, unit: str, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self.total, self.unit, self.label = total, unit, label
+        self.done, self.pixels, self.fields = 0, 0, {}
+        self.stream = stream or sys.stderr
+        self._clock, self._start = clock, clock()
+
+    def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
+        self.done += n
+        self.pixels += pixels
+        self.fields.update(fields)
+        self._show()
+
+    def __exit__(self, *error) -> None:
+        self._finish()
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._start
+
+    def details(self) -> list[str]:
+        """The rate, then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``."""
+        rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
+        return rate + [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items()]
+
+    def count(self) -> str:
+        return f"{self.done}/{self.total} {self.unit}s"
+
+    def _show(self) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        raise NotImplementedError
+
+
+class LineProgress(Progress):
+    """A plain line at most every 10 s, and one at the end."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._last = self._start
+
+    def _show(self) -> None:
+        if self.done < self.total and self._clock() - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = self._clock()
+            left = self.seconds * (self.total - self.done) / self.done if self.done else None
+            time_left = [] if left is None else [f"{duration(left)} left"]
+            self._print([f"{self.count()} ({self.done / self.total:.0%})", *self.details()[:1], *time_left, *self.details()[1:]])
+
+    def _finish(self) -> None:
+        spent = duration(self.seconds)
+        ended = f"{self.count()} in {spent}" if self.done >= self.total else f"stopped at {self.count()} after {spent}"
+        self._print([ended, *self.details()])
+
+    def _print(self, parts: list[str]) -> None:
+        print(f"{self.label}: {', '.join(parts)}", file=self.stream, flush=True)
+
+
+class BarProgress(Progress):
+    """A tqdm bar that ends as one line."""
+
+    _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}s [{elapsed}<{remaining}{postfix}]"
+
+    def __init__(self, *args, **kwargs):
+        from tqdm import tqdm
+
+        super().__init__(*args, **kwargs)
+        self._bar = tqdm(
+            total=self.total, unit=self.unit, desc=self.label, file=self.stream, bar_format=self._FORMAT, dynamic_ncols=True
+        )
+
+    def _show(self) -> None:
+        self._bar.set_postfix_str(", ".join(self.details()), refresh=False)
+        self._bar.update(self.done - self._bar.n)
+
+    def _finish(self) -> None:
+        self._bar.close()  # which draws it once more
+
+
+def progress(total: int, unit: str, label: str, enabled: bool = True, stream: TextIO | None = None) -> SilentProgress:
+    """The progress that fits: silent where not ``enabled``, a bar at a terminal, lines elsewhere (or without tqdm).
+
+    Args:
+        total: units of work.
+        unit: what is counted, in the singular (``step``, ``tile``).
+        label: what the work is (``epoch 3``).
+        enabled: true on the one rank that talks.
+        stream: stderr by default.
+    """
+    if not enabled:
+        return SilentProgress()
+    stream = stream or sys.stderr
+    return (BarProgress if stream.isatty() and _has_tqdm() else LineProgress)(total, unit, label, stream)
+
+
+def _has_tqdm() -> bool:
+    try:
+        import tqdm  # noqa: F401
+    except ImportError:
+        return False
+    return True

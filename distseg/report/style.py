@@ -1,0 +1,70 @@
+"""How all pictures of distseg look: one place for matplotlib, its settings and the colours.
+
+matplotlib is imported at the first picture only. Figures are made without pyplot, so no display is needed and a
+notebook's own figures are left alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+
+# Okabe and Ito: told apart by colour-blind readers too.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A3D9A", "#333333")
+
+# Classes whose names say how they look in nature. Their lightness differs, so they are told apart without colour as well.
+NATURAL = {
+    "ocean": "#163E6C", "sea": "#163E6C", "water": "#2F6FA8", "lake": "#00B4E6", "river": "#00B4E6",
+    "land": "#DCD0A0", "soil": "#B08D57", "forest": "#2E6B3E", "grass": "#A9C46C", "crop": "#D9B23D",
+    "snow": "#F4F7FA", "ice": "#DDEBF2", "cloud": "#FFFFFF", "road": "#555555", "building": "#B5533C",
+    "urban": "#B5533C", "background": "#D9D9D9",
+}  # fmt: skip
+
+ERROR = "#D81B60"
+UNLABELLED = "#9A9A9A"
+INK = "#222222"
+FAINT = "#777777"
+
+SETTINGS = {
+    "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": "#AAAAAA",
+    "xtick.color": "#555555", "ytick.color": "#555555", "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E8E8E8",
+    "legend.frameon": False, "legend.fontsize": 9, "lines.solid_capstyle": "round", "figure.facecolor": "white",
+}  # fmt: skip
+
+
+def need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise ImportError(f"pictures need matplotlib, which can not be imported ({e}): pip install matplotlib") from e
+
+
+@contextmanager
+def new_figure(output: str | Path, size: tuple[float, float], dpi: int = 150, **options):
+    """A figure of ``size`` inches, saved to ``output`` (its ending chooses the format) when the block ends without error."""
+    need_matplotlib()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    output = Path(output)
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=size, dpi=dpi, **options)
+        yield figure
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=dpi)
+
+
+def class_colors(classes: Sequence[str], colors: Sequence | None = None) -> np.ndarray:
+    """One colour a class, uint8 (K, 3): the given ones (``#rrggbb``, names or three ints 0..255), else nature's or the palette's."""
+    need_matplotlib()
+    from matplotlib.colors import to_rgb
+
+    if colors is not None and len(colors) != len(classes):
+        raise ValueError(f"{len(colors)} colours do not fit {len(classes)} classes ({', '.join(classes)}): give one a class, or none")
+    free = iter(PALETTE * (len(classes) // len(PALETTE) + 1))
+    chosen = colors if colors is not None else [NATURAL.get(name.lower()) or next(free) for name in classes]
+    return np.array([np.round(np.multiply(to_rgb(c), 255)) if isinstance(c, str) else c for c in chosen], dtype=np.uint8)

@@ -1,0 +1,74 @@
+"""Tables of results, for a terminal and for a markdown page.
+
+Rows are dicts. A column of numbers stands right, with the same decimals in all its cells where one width suits them all::
+
+    model             parameters  halo  time [s]
+    ---------------  -----------  ----  --------
+    summit-small      72,301,856   190      1.25
+    summit-medium-1  232,687,904     -     10.30
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from numbers import Integral, Real
+from typing import Any, Mapping, Sequence
+
+Rows = Sequence[Mapping[str, Any]]
+
+MISSING = "-"
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)? ?[^\s\d]{0,6}")  # also 12.3 ms, 45%, 1.9x
+
+
+def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
+    """Aligned text with a ruled header. ``columns`` chooses and orders; by default every key, in order of appearance."""
+    names, cells, rights = _layout(rows, columns)
+    if not names:
+        return "(no rows)"
+    widths = [max(map(len, column)) for column in zip(names, *cells)]
+    lines = [names, ["-" * w for w in widths], *cells]
+    return "\n".join("  ".join(_pad(c, w, r) for c, w, r in zip(line, widths, rights)).rstrip() for line in lines)
+
+
+def markdown_table(rows: Rows, columns: Sequence[str] | None = None) -> str:
+    """The same table for a markdown page."""
+    names, cells, rights = _layout(rows, columns)
+    lines = [names, ["---:" if right else "---" for right in rights], *cells]
+    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+
+
+def _layout(rows: Rows, columns: Sequence[str] | None) -> tuple[list[str], list[list[str]], list[bool]]:
+    names = list(columns or dict.fromkeys(key for row in rows for key in row))
+    texts = [format_column([row.get(name) for row in rows]) for name in names]
+    rights = [all(t == MISSING or _NUMBER.fullmatch(t) for t in column) for column in texts]
+    return names, [list(cells) for cells in zip(*texts)], rights
+
+
+def _pad(text: str, width: int, right: bool) -> str:
+    return text.rjust(width) if right else text.ljust(width)
+
+
+def format_column(values: Sequence[Any]) -> list[str]:
+    """The cells of a column: floats with common decimals if that shows at least two digits of each, else by themselves."""
+    sizes = [abs(v) for v in values if _is_finite_float(v) and v]
+    decimals = max(0, 3 - math.floor(math.log10(max(sizes)))) if sizes else 0
+    common = bool(sizes) and max(sizes) < 1e6 and min(sizes) >= 10.0 ** (1 - decimals)
+    return [f"{v:,.{decimals}f}" if common and _is_finite_float(v) else format_value(v) for v in values]
+
+
+def format_value(value: Any) -> str:
+    """One cell: thousands separated, floats with four significant digits, ``-`` for None and NaN."""
+    if value is None or value != value:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Integral):
+        return f"{value:,}"
+    if isinstance(value, Real):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+    return str(value)
+
+
+def _is_finite_float(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, Integral) and math.isfinite(value)

@@ -1,0 +1,69 @@
+"""A counter-based generator: the same numbers wherever and in whatever order they are asked for.
+
+A layout must not change dropout masks, augmentation or the order of samples, so no number may depend on how many
+were drawn before. Each is a hash of what it is for: (seed, epoch, sample, layer, position). The hash is SplitMix64
+(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), whose output is a bijective mix
+of a counter that advances by the golden ratio.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _MIX1) & _MASK
+    z = ((z ^ (z >> 27)) * _MIX2) & _MASK
+    return z ^ (z >> 31)
+
+
+def key(*parts: int | str) -> int:
+    """The 64-bit key of a path such as ``(seed, epoch, sample, 'enc0.dropout')``; strings count by their CRC."""
+    k = 0
+    for part in parts:
+        number = zlib.crc32(part.encode()) if isinstance(part, str) else int(part)
+        k = _mix((k + _GOLDEN * ((number & _MASK) + 1)) & _MASK)
+    return k
+
+
+def uniform(k: int, count: int) -> np.ndarray:
+    """``count`` float64 numbers in [0, 1): positions 0 .. count-1 of the key's stream."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(k) + np.uint64(_GOLDEN) * np.arange(1, count + 1, dtype=np.uint64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
+        z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(k: int, count: int) -> np.ndarray:
+    """A random order of 0 .. count-1."""
+    return np.argsort(uniform(k, count), kind="stable")
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def uniform_at(k: int, positions: torch.Tensor) -> torch.Tensor:
+    """The same numbers as :func:`uniform`, at any int64 positions, computed on the positions' device (float64).
+
+    torch has no unsigned 64-bit arithmetic: products wrap as wanted, and a right shift is masked to be a logical one.
+    """
+
+    def shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+        return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+    z = (positions + 1) * _signed(_GOLDEN) + _signed(k)
+    z = (z ^ shift(z, 30)) * _signed(_MIX1)
+    z = (z ^ shift(z, 27)) * _signed(_MIX2)
+    z = z ^ shift(z, 31)
+    return shift(z, 11).to(torch.float64) * 2.0**-53

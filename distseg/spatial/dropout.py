@@ -1,0 +1,50 @@
+"""Dropout whose masks depend on (seed, epoch, sample, layer, position) only, so every layout draws the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distseg import rng
+from distseg.geometry.tile import Box
+from distseg.spatial.context import Context
+
+CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS)
+
+
+def channel_mask(p: float, k: int, channels: int) -> Tensor:
+    """(C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
+    return torch.from_numpy((rng.uniform(k, channels) >= p) / (1 - p))
+
+
+def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Box, device) -> Tensor:
+    """(C, *box.size) float64: the part inside ``box`` of the mask of a feature map of this size."""
+    position = torch.arange(channels, device=device)
+    for n, a, b in zip(size, box.start, box.stop):
+        position = position.unsqueeze(-1) * n + torch.arange(a, b, device=device)
+    return (rng.uniform_at(k, position) >= p) / (1 - p)
+
+
+class KeyedDropout(nn.Module):
+    """The twin of PyTorch's dropout layers for a window of an image; ``stride`` is the layer's cumulative one."""
+
+    def __init__(self, dropout: nn.Module, context: Context, stride: tuple[int, ...], name: str):
+        super().__init__()
+        self.p, self.context, self.stride, self.name = dropout.p, context, stride, name
+        self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        return x * self.mask(x).to(x.device, x.dtype)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """(B, C, 1, ...) by channel, (B, C, *size) by element."""
+        place, context = self.context.place, self.context
+        keys = [rng.key(context.seed, context.epoch, sample, self.name, "dropout") for sample in place.samples]
+        if self.by_channel:
+            return torch.stack([channel_mask(self.p, k, x.shape[1]) for k in keys]).view(*x.shape[:2], *(1 for _ in self.stride))
+        box = place.window.coarsened(self.stride)
+        size = Box.whole(place.image).coarsened(self.stride).stop
+        return torch.stack([element_mask(self.p, k, x.shape[1], size, box, x.device) for k in keys])

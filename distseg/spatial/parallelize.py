@@ -1,0 +1,152 @@
+"""From a plain model to one that computes windows: plain layers are swapped for their distributed twins, in place.
+
+The twins keep the parameters, buffers and names of the layers they replace, so optimizers, checkpoints and the state
+dict of the model do not notice. What is left as it is (convolutions, poolings, activations) is local: its result on a
+tile is right as long as the window around it is.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from distseg.geometry.tile import Place, Reach
+from distseg.models.layers import skip_store
+from distseg.spatial.context import Context
+from distseg.spatial.dropout import DROPOUTS, KeyedDropout
+from distseg.spatial.norm import NORMS, DistributedNorm, commit
+
+_GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class TiledModel(nn.Module):
+    """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
+
+    A flat ``nn.Sequential`` runs layer by layer over the windows, so that a norm sees them all; any other module runs
+    one window at a time, and only one where norms are live.
+    """
+
+    def __init__(self, model: nn.Module, context: Context, reach: Reach):
+        super().__init__()
+        self.model, self.context, self.reach = model, context, reach
+        self.layers = _flattened(model)
+        self.flat = self.layers is not None
+        self.norms = [m for m in model.modules() if isinstance(m, DistributedNorm)]
+
+    @property
+    def live_norms(self) -> bool:
+        """Whether the windows of an image must be computed together."""
+        return any(n.live for n in self.norms)
+
+    def forward(self, windows: list[Tensor], places: list[Place]) -> list[Tensor]:
+        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles."""
+        self.context.places = places
+        if self.flat:
+            return self._layer_by_layer(list(windows))
+        if len(windows) > 1 and self.live_norms:
+            raise ValueError(
+                f"a rank holds {len(windows)} windows of one micro-batch, but with live norms only a flat nn.Sequential computes several "
+                "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten the model"
+            )
+        return [self._one(self.model, x, i, {}) for i, x in enumerate(windows)]
+
+    def _layer_by_layer(self, xs: list[Tensor]) -> list[Tensor]:
+        skips: list[dict] = [{} for _ in xs]
+        for layer in self.layers:
+            if isinstance(layer, DistributedNorm):
+                xs = layer.joint(xs)
+            else:
+                xs = [self._one(layer, x, i, skips[i]) for i, x in enumerate(xs)]
+        return xs
+
+    def _one(self, layer: nn.Module, x: Tensor, index: int, skips: dict) -> Tensor:
+        self.context.current = index
+        with skip_store(skips):
+            return layer(x)
+
+    def freeze_norms(self) -> None:
+        """Let batch norms use and keep their running statistics in training."""
+        for n in self.norms:
+            if not n.tracks:
+                raise ValueError(f"{n.name} ({n.kind} norm) has no running statistics to freeze: spatial.frozen_norm needs batch norm")
+            n.frozen = True
+
+    def commit_statistics(self) -> None:
+        """Update the running statistics of batch norms, once an optimizer step; collective over the sample groups."""
+        commit(self.norms, self.context.groups_comm)
+
+
+def _flattened(model: nn.Module) -> list[nn.Module] | None:
+    """The layers of a Sequential, and of Sequentials inside it, in order; None where a norm hides in another kind of module."""
+    if type(model).forward is not nn.Sequential.forward:
+        return None
+    layers: list[nn.Module] = []
+    for layer in model:
+        inner = _flattened(layer)
+        if inner is None and not isinstance(layer, DistributedNorm) and any(isinstance(m, DistributedNorm) for m in layer.modules()):
+            return None
+        layers += [layer] if inner is None else inner
+    return layers
+
+
+def parallelize(model: nn.Module, reach: Reach, context: Context | None = None) -> TiledModel:
+    """Swap the layers of ``model`` that look beyond a window for their distributed twins.
+
+    Args:
+        model: (N, C, *size) -> (N, C', *size), any module; changed in place.
+        reach: its halo and stride, from :func:`distseg.receptive_field`.
+        context: who shares statistics; by default one rank.
+
+    Raises:
+        ValueError: a layer that can not be computed from windows, by name.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, _GLOBAL):
+            raise ValueError(
+                f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and has no distributed twin: "
+                "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
+            )
+    _check_own_layers(model)
+    context = context or Context()
+    strides = cumulative_strides(model, reach)
+    for name, stride in strides.items():
+        parent, _, child = name.rpartition(".")
+        layer = model.get_submodule(name)
+        twin = KeyedDropout if isinstance(layer, DROPOUTS) else DistributedNorm
+        setattr(model.get_submodule(parent), child, twin(layer, context, stride, name))
+    return TiledModel(model, context, reach)
+
+
+def _check_own_layers(model: nn.Module) -> None:
+    """Refuse one norm or dropout layer at several places of the model: statistics and masks belong to a place."""
+    places: dict[nn.Module, str] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, (*NORMS, *DROPOUTS)) and places.setdefault(layer, name) != name:
+            raise ValueError(f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own")
+
+
+def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:
+    """Name of each norm and dropout layer -> pixels per cell of its feature map, per dim. Computed on the meta device."""
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, (*NORMS, *DROPOUTS))]
+    if not layers:
+        return {}
+    shadow = copy.deepcopy(model).to("meta").eval()
+    size = tuple(s * 8 for s in reach.stride)
+    found: dict[str, tuple[int, ...]] = {}
+
+    def note(name):
+        def hook(_, inputs):
+            stride = tuple(n // m for n, m in zip(size, inputs[0].shape[2:]))
+            if found.setdefault(name, stride) != stride:
+                raise ValueError(f"layer {name} is called on feature maps of different strides: give each place a layer of its own")
+
+        return hook
+
+    for name in layers:
+        shadow.get_submodule(name).register_forward_pre_hook(note(name))
+    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    with torch.no_grad(), skip_store({}):
+        shadow(torch.empty(1, first.in_channels, *size, device="meta", dtype=next(model.parameters()).dtype))
+    return {name: found[name] for name in layers if name in found}

@@ -1,0 +1,119 @@
+"""Windows one after another, without gradients, in the memory of one: how whole images are evaluated and predicted.
+
+Where every norm has fixed statistics a window's result depends on nothing else. A live norm (instance, group) needs
+the statistics of the whole image first: the network then runs in segments from norm to norm, over all windows each,
+and between segments a window's activations and skips wait in a scratch folder. Both give the whole-image result.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Callable, Iterator
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from distseg.geometry.tile import Place
+from distseg.models.layers import skip_store
+from distseg.spatial.norm import DistributedNorm
+from distseg.spatial.parallelize import TiledModel
+
+
+@torch.no_grad()
+def stream(model: TiledModel, places: list[Place], load: Callable[[int], Tensor], scratch: str | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Yield (index, output on the tile (1, C', *tile.size)) for each place of one image.
+
+    Args:
+        places: this rank's windows; with live norms every rank of the context's communicator has at least one.
+        load: index -> the window's pixels (1, C, *window.size).
+        scratch: folder for activations between norms; by default the system's temporary folder.
+    """
+    if not model.live_norms or (len(places) == 1 and model.context.norm_comm.size == 1):
+        for i, place in enumerate(places):
+            yield i, _tile(model([load(i)], [place])[0], place)
+        return
+    if not model.flat:
+        raise ValueError("a model with live norms that is not a flat nn.Sequential can not be streamed over windows: flatten it, or use batch norm")
+    with tempfile.TemporaryDirectory(prefix="distseg-", dir=scratch) as folder:
+        yield from _by_segments(model, places, load, Path(folder))
+
+
+def _by_segments(model: TiledModel, places: list[Place], load: Callable[[int], Tensor], folder: Path) -> Iterator[tuple[int, Tensor]]:
+    model.context.places = places
+    *segments, last = _segments(model)
+    waiting = _Waiting(folder, load)
+    norm = statistics = None
+    for segment in segments:
+        parts = []
+        for i in range(len(places)):
+            x, skips = _run(model, segment[:-1], *waiting.take(i), i, norm, statistics)
+            parts += segment[-1].moments(x, i)
+            waiting.put(i, x, skips)
+        norm, statistics = segment[-1], segment[-1].statistics(parts)
+    for i, place in enumerate(places):
+        x, _ = _run(model, last, *waiting.take(i), i, norm, statistics)
+        yield i, _tile(x, place)
+
+
+def _segments(model: TiledModel) -> list[list]:
+    """The layers cut behind each live norm."""
+    segments: list[list] = [[]]
+    for layer in model.layers:
+        segments[-1].append(layer)
+        if isinstance(layer, DistributedNorm) and layer.live:
+            segments.append([])
+    return segments
+
+
+def _run(model: TiledModel, layers: list, x: Tensor, skips: dict, index: int, norm: DistributedNorm | None, statistics):
+    """The norm that ended the last segment, then the layers of this one."""
+    model.context.current = index
+    if norm is not None:
+        x = norm.normalise(x, index, statistics)
+    with skip_store(skips):
+        for layer in layers:
+            x = layer(x)
+    return x, skips
+
+
+def _tile(output: Tensor, place: Place) -> Tensor:
+    return output[(slice(None), slice(None), *place.owned.slices)]
+
+
+class _Waiting:
+    """Activations and skips of windows between two segments: a file a window."""
+
+    def __init__(self, folder: Path, load: Callable[[int], Tensor]):
+        self.folder, self.load = folder, load
+        self.layout: dict[int, tuple[torch.device, bool]] = {}
+
+    def take(self, i: int) -> tuple[Tensor, dict[str, Tensor]]:
+        if i not in self.layout:
+            return self.load(i), {}
+        device, last = self.layout[i]
+        tensors = {name: _restored(t.to(device), last) for name, t in load_file(self._file(i)).items()}
+        return tensors.pop("x"), {name.partition("/")[2]: t for name, t in tensors.items()}
+
+    def put(self, i: int, x: Tensor, skips: dict[str, Tensor]) -> None:
+        self.layout[i] = x.device, x.dim() in (4, 5) and x.stride(1) == 1 and x.shape[1] > 1
+        tensors = {"x": x, **{f"skip/{name}": skip for name, skip in skips.items()}}
+        try:
+            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, self._file(i))
+        except Exception as e:
+            free = os.statvfs(self.folder)
+            raise OSError(
+                f"activations could not be written to the scratch folder {self.folder} ({e}; {free.f_bavail * free.f_frsize / 2**30:.1f} GiB free there): "
+                "name a folder with more room as predict.scratch"
+            ) from e
+
+    def _file(self, i: int) -> Path:
+        return self.folder / f"{i}.safetensors"
+
+
+def _restored(t: Tensor, last: bool) -> Tensor:
+    if not last:
+        return t
+    return t.contiguous(memory_format=torch.channels_last if t.dim() == 4 else torch.channels_last_3d)

@@ -1,0 +1,185 @@
+"""Checkpoints: weights, buffers and optimizer state as safetensors, all else as a JSON manifest; nothing is unpickled.
+
+A checkpoint is a folder that appears whole or not at all: it is written under another name, flushed to disk, renamed.
+Tensors are keyed by the layer's name, so any mesh can load what any other wrote::
+
+    runs/demo/checkpoints/step-00000600/manifest.json
+                                        weights.safetensors      enc0_conv0.weight, ...
+                                        optimizer.safetensors    enc0_conv0.weight/exp_avg, ...
+    runs/demo/checkpoints/last.json     which one is the last, which one the best
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+VERSION = 1
+_INDEX = "last.json"
+
+
+class Checkpoints:
+    """The checkpoints of a run; writes on rank 0 only (see :class:`SilentCheckpoints`)."""
+
+    def __init__(self, run: str | Path, keep: int = 2, afresh: bool = False):
+        """``afresh``: a new run in an old folder; the old checkpoints are set aside as ``checkpoints.1`` and so on."""
+        self.folder, self.keep = Path(run) / "checkpoints", keep
+        if afresh and self.folder.exists():
+            number = 1 + sum(1 for _ in self.folder.parent.glob("checkpoints.*"))
+            os.replace(self.folder, self.folder.with_name(f"checkpoints.{number}"))
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: dict, score: float | None) -> Path:
+        """Write the state after ``manifest['step']`` steps; keep the last ``keep`` and the one with the best score."""
+        name = f"step-{manifest['step']:08d}"
+        partial = self.folder / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _save_tensors(partial / "weights.safetensors", dict(model.state_dict()))
+        _save_tensors(partial / "optimizer.safetensors", optimizer_state(model, optimizer))
+        _write_json(partial / "manifest.json", {"format": "distseg checkpoint", "version": VERSION, "score": score, **manifest})
+        final = self.folder / name
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        self._note(name, score)
+        return final
+
+    def _note(self, name: str, score: float | None) -> None:
+        index = read_index(self.folder) or {"best": None, "best_score": None}
+        index["last"] = name
+        # Without any score so far, the last one is as good as any.
+        if index["best_score"] is None or (score is not None and score >= index["best_score"]):
+            index.update(best=name, best_score=score)
+        _write_json(self.folder / _INDEX, index)
+        kept = {name, index["best"], *sorted(p.name for p in self.folder.glob("step-*"))[-max(1, self.keep) :]}
+        for old in self.folder.glob("step-*"):
+            if old.name not in kept:
+                shutil.rmtree(old)
+
+
+class SilentCheckpoints:
+    """Of the ranks that do not write."""
+
+    def save(self, *_, **__) -> None:
+        pass
+
+
+def find(path: str | Path, which: str = "best") -> Path:
+    """The folder of a checkpoint: ``path`` itself, or the best or last one of the run ``path``.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    if (path / "manifest.json").exists():
+        return path
+    index = read_index(path / "checkpoints")
+    if index is None:
+        raise FileNotFoundError(f"no checkpoint in {path}: train first, or name the folder of a run or of one of its checkpoints")
+    return path / "checkpoints" / index[which]
+
+
+def read_index(folder: Path) -> dict | None:
+    try:
+        return json.loads((folder / _INDEX).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def read_manifest(checkpoint: Path) -> dict:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: not a checkpoint of ours, or of a newer version.
+    """
+    file = checkpoint / "manifest.json"
+    try:
+        manifest = json.loads(file.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{file} is damaged ({e}): use another checkpoint of the run") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != "distseg checkpoint":
+        raise ValueError(f"{file} is not the manifest of a distseg checkpoint")
+    if manifest["version"] > VERSION:
+        raise ValueError(f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: update distseg")
+    return manifest
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Copy a checkpoint's weights and buffers into ``model``.
+
+    Raises:
+        ValueError: names or shapes differ; says which, both shapes, and that the model is another.
+    """
+    tensors = _load_tensors(checkpoint / "weights.safetensors")
+    own = model.state_dict()
+    for name in [*own, *tensors]:
+        if name not in tensors or name not in own or tensors[name].shape != own[name].shape:
+            raise ValueError(
+                f"checkpoint {checkpoint} is of another model: {name} is {_shape(tensors, name)} in the checkpoint and {_shape(own, name)} in the "
+                "model: use the model section of the checkpoint's manifest.json"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+@torch.no_grad()
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer's state, bit by bit."""
+    saved = _load_tensors(checkpoint / "optimizer.safetensors")
+    names = {p: name for name, p in model.named_parameters()}
+    known = {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else {"step", "exp_avg", "exp_avg_sq"}
+    others = {key.rpartition("/")[2] for key in saved} - known
+    if others:
+        raise ValueError(
+            f"checkpoint {checkpoint} holds the state of another optimizer ({', '.join(sorted(others))}) than {type(optimizer).__name__}: "
+            "resume with the optim section of its manifest.json"
+        )
+    for p in optimizer.param_groups[0]["params"]:
+        state = {key.rpartition("/")[2]: value for key, value in saved.items() if key.rpartition("/")[0] == names[p]}
+        for key, value in state.items():
+            # Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA.
+            like = torch.empty_like(p) if value.shape == p.shape else torch.empty_like(value, device=p.device)
+            optimizer.state[p][key] = like.copy_(value)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors keyed as ``parameter/field``."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _shape(tensors: dict[str, Tensor], name: str) -> str:
+    return "x".join(map(str, tensors[name].shape)) or "a number" if name in tensors else "missing"
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    _flush(path)
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing: the checkpoint is not whole; use another one of the run") from None
+    except SafetensorError as e:
+        raise ValueError(f"{path} is damaged or cut off ({e}): use another checkpoint of the run") from None
+
+
+def _write_json(path: Path, content: dict) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, default=str))
+    _flush(partial)
+    os.replace(partial, path)
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())

@@ -1,0 +1,121 @@
+"""Everything a rank needs for optimizer steps, made from a config, a mesh and a plain model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Callable, ContextManager
+
+import torch
+from torch import nn
+
+from distseg.comm.reducer import Gradients, make_reducer
+from distseg.comm.replicas import broadcast
+from distseg.config import Config, SpatialConfig
+from distseg.data.loader import Piece
+from distseg.geometry.receptive import receptive_field
+from distseg.geometry.tile import Reach
+from distseg.mesh import Mesh
+from distseg.models.unet import channels_of
+from distseg.spatial.context import Context
+from distseg.spatial.parallelize import parallelize
+from distseg.train.loss import Loss
+from distseg.train.optim import make_optimizer, set_learning_rate
+from distseg.train.step import GradientStep, Rows
+
+
+class Engine:
+    """A model ready to train on this rank's windows.
+
+    Args:
+        model: the plain model, in its final dtype; it is moved to ``device`` and changed in place.
+        precision: fp32, bf16 (autocast) or fp64.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, model: nn.Module, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False):
+        self.config, self.mesh, self.device, self.channels_last = config, mesh, device, channels_last
+        self.precision = precision
+        self.autocast = autocast(precision, device)
+        self.reach = used_reach(model, config.spatial)
+        self.loss = Loss(config.loss, channels_of(model)[1])
+        place_model(model, device, precision, channels_last)
+        broadcast(model, mesh.replicas)
+        self.context = _context(config, mesh)
+        self.model = parallelize(model, self.reach, self.context).train()
+        if config.spatial.frozen_norm:
+            self.model.freeze_norms()
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = Gradients(self.parameters)
+        self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
+        self.optimizer = make_optimizer(config.optim, self.parameters)
+        rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
+        self.gradient_step = GradientStep(self.model, self.loss, rows, mesh.replicas, self.autocast)
+
+    def to_device(self, piece: Piece) -> Piece:
+        """The piece where the model is, in its dtype and memory format."""
+        last = torch.channels_last if piece.pixels.dim() == 4 else torch.channels_last_3d
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        pixels = piece.pixels.to(self.device, dtype, non_blocking=True)
+        if self.channels_last:
+            pixels = pixels.contiguous(memory_format=last)
+        return Piece(pixels, piece.labels.to(self.device, non_blocking=True), piece.place)
+
+    def backward(self, micro_batches: list[list[Piece]]) -> float:
+        """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss."""
+        self.gradients.zero()
+        loss = self.gradient_step([[self.to_device(p) for p in pieces] for pieces in micro_batches])
+        self.reducer.sum(self.gradients.buckets)
+        return loss
+
+    def update(self, rate: float) -> float:
+        """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
+        norm = self.gradients.clip(self.config.optim.clip) if self.config.optim.clip else self.gradients.norm()
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.model.commit_statistics()
+        return norm.item()
+
+
+def _context(config: Config, mesh: Mesh) -> Context:
+    """Who shares statistics, by ``norm_scope``."""
+    scope = config.spatial.norm_scope
+    return Context(
+        norm_comm=mesh.tiles,
+        batch_comm=mesh.replicas if scope == "step" else mesh.tiles,
+        groups_comm=mesh.replicas if scope == "window" else mesh.groups,
+        per_window=scope == "window",
+        seed=config.train.seed,
+    )
+
+
+def place_model(model: nn.Module, device, precision: str, channels_last: bool) -> None:
+    """Move a plain model to its device, dtype (fp32 under bf16 autocast) and memory format."""
+    model.to(device, torch.float64 if precision == "fp64" else torch.float32)
+    if channels_last:
+        volumes = any(p.dim() == 5 for p in model.parameters())
+        model.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)
+
+
+def autocast(precision: str, device) -> Callable[[], ContextManager]:
+    """Makes the context in which the network runs: bf16 autocast or nothing."""
+    return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
+
+
+def used_reach(model: nn.Module, spatial: SpatialConfig) -> Reach:
+    """The model's exact halo and stride, or the halo that the config sets."""
+    exact = receptive_field(model)
+    if spatial.halo is None:
+        return exact
+    return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)
+
+
+def approximations(config: Config, reach: Reach, exact: Reach) -> list[str]:
+    """What in this config gives up the serial program's gradient, each in a sentence."""
+    found = []
+    tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
+    if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
+        found.append(f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo {max(exact.halo)}: pixels near tile borders are approximate")
+    if tiled and config.spatial.norm_scope == "window":
+        found.append("spatial.norm_scope is window: each norm sees the pixels of one window, halo included, not those of the image")
+    if config.mesh.compression == "fp16":
+        found.append("mesh.compression is fp16: gradients are rounded to 11 bits before they are summed")
+    return found

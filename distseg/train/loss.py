@@ -1,0 +1,204 @@
+"""Losses as functions of sums over pixels, so that pieces of an image add up to the loss of the whole.
+
+A loss here never is a mean of means. Each image contributes a row of sums (of -log p, of class weights, of overlaps),
+rows of all tiles and ranks are added, and the loss is a function L(S) of the table S (images x sums) of the whole step.
+By the chain rule a tile's part of the gradient is dL/dS (the same on every rank) times its own rows' gradients.
+
+Definitions, with labels y, valid pixels those with y != ignore_index:
+
+    cross_entropy         sum w_y * -log p_y / sum w_y                    (PyTorch's, label smoothing included)
+    binary_cross_entropy  mean over valid pixels (and classes, one against the rest)
+    focal                 mean of w_y * (1 - p_y)^gamma * -log p_y        (Lin et al., 2017)
+    dice                  mean over classes of 1 - (2 sum p t + s) / (sum p + sum t + s), of each image or of all
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distseg.config import LossConfig
+
+
+class CrossEntropy:
+    sums, linear = 2, True
+
+    def __init__(self, config: LossConfig, classes: int):
+        if classes < 2:
+            raise ValueError(f"cross_entropy needs at least 2 classes, but the model has {classes} output: use binary_cross_entropy or dice")
+        self.config = config
+        self.weights = _class_weights(config, classes)
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        c = self.config
+        weights = None if self.weights is None else self.weights.to(logits)
+        total = F.cross_entropy(
+            logits, labels, weights, ignore_index=c.ignore_index, reduction="sum", label_smoothing=c.label_smoothing
+        )
+        return torch.stack((total, self.counts(labels)[1].to(total)))
+
+    def counts(self, labels: Tensor) -> Tensor:
+        valid = labels[labels != self.config.ignore_index]
+        weight = valid.numel() if self.weights is None else self.weights.to(labels.device)[valid].sum()
+        return torch.stack((torch.zeros(()), torch.as_tensor(weight, dtype=torch.float64).cpu()))
+
+    def value(self, table: Tensor) -> Tensor:
+        return _ratio(table[:, 0].sum(), table[:, 1].sum())
+
+
+class PixelMean:
+    """A loss that is the plain mean of a value per valid pixel."""
+
+    sums, linear = 2, True
+
+    def __init__(self, config: LossConfig, classes: int):
+        self.config, self.classes = config, classes
+
+    def counts(self, labels: Tensor) -> Tensor:
+        return torch.tensor([0.0, int((labels != self.config.ignore_index).sum())], dtype=torch.float64)
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        valid = labels != self.config.ignore_index
+        each = self.each(logits, labels.where(valid, 0))
+        total = each.where(valid, 0).sum()
+        return torch.stack((total, valid.sum().to(total)))
+
+    def value(self, table: Tensor) -> Tensor:
+        return _ratio(table[:, 0].sum(), table[:, 1].sum())
+
+
+class BinaryCrossEntropy(PixelMean):
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, _targets(labels, self.classes, logits), reduction="none").mean(1)
+
+
+class Focal(PixelMean):
+    def __init__(self, config: LossConfig, classes: int):
+        super().__init__(config, classes)
+        self.weights = _class_weights(config, max(2, classes))
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.classes == 1:
+            log_p = F.logsigmoid(torch.where(labels.unsqueeze(1) == 1, logits, -logits)).squeeze(1)
+        else:
+            log_p = F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).squeeze(1)
+        rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)  # 1 - p; 0 has no finite slope for gamma < 1
+        loss = -(rest**self.config.gamma) * log_p
+        return loss if self.weights is None else loss * self.weights.to(loss)[labels]
+
+
+class Dice:
+    linear = False
+
+    def __init__(self, config: LossConfig, classes: int):
+        self.config, self.classes = config, classes
+        self.sums = 3 * classes
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        valid = labels != self.config.ignore_index
+        p = (logits.sigmoid() if self.classes == 1 else logits.softmax(1)) * valid.unsqueeze(1)
+        t = _targets(labels.where(valid, 0), self.classes, p) * valid.unsqueeze(1)
+        dims = (0, *range(2, p.dim()))
+        return torch.cat(((p * t).sum(dims), p.sum(dims), t.sum(dims)))
+
+    def counts(self, labels: Tensor) -> Tensor:
+        return torch.zeros(self.sums, dtype=torch.float64)
+
+    def value(self, table: Tensor) -> Tensor:
+        if self.config.dice_over == "batch":
+            table = table.sum(0, keepdim=True)
+        overlap, p, t = table.unflatten(1, (3, self.classes)).unbind(1)  # (I, C) each
+        whole = p + t + self.config.smooth
+        empty = whole == 0  # no valid pixel, and nothing added to it
+        return (1 - (2 * overlap + self.config.smooth) / whole.masked_fill(empty, 1)).masked_fill(empty, 0).mean()
+
+
+_TERMS = {"cross_entropy": CrossEntropy, "binary_cross_entropy": BinaryCrossEntropy, "focal": Focal, "dice": Dice}
+
+
+class Loss:
+    """A weighted sum of terms, such as ``cross_entropy + 0.5*dice``.
+
+    Attributes:
+        sums: numbers K a row of the table.
+        linear: dL/dS of what depends on the logits is known from the labels alone, before any forward pass.
+    """
+
+    def __init__(self, config: LossConfig, classes: int):
+        _check(config)
+        self.config = config
+        self.terms = [(weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)]
+        self.sums = sum(term.sums for _, term in self.terms)
+        self.linear = all(term.linear for _, term in self.terms)
+
+    def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(B, C, *size) and (B, *size) -> one row of sums an image, (B, K), differentiable, at least float32."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.stack(
+            [torch.cat([term.of(logits[b : b + 1], labels[b : b + 1]) for _, term in self.terms]) for b in range(len(logits))]
+        )
+
+    def counts(self, labels: Tensor) -> Tensor:
+        """The part of :meth:`rows` that labels determine, zeros elsewhere; float64 on the CPU."""
+        return torch.stack([torch.cat([term.counts(y) for _, term in self.terms]) for y in labels])
+
+    def value(self, table: Tensor) -> Tensor:
+        """L(S) of the table (images, K) of a whole step."""
+        parts = table.split([term.sums for _, term in self.terms], 1)
+        return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
+
+    def slope(self, table: Tensor) -> tuple[float, Tensor]:
+        """L(S) and dL/dS."""
+        table = table.detach().requires_grad_()
+        value = self.value(table)
+        (slope,) = torch.autograd.grad(value, table)
+        return value.item(), slope
+
+
+def _check(config: LossConfig) -> None:
+    if not 0 <= config.label_smoothing < 1:
+        raise ValueError(f"loss.label_smoothing is in [0, 1), got {config.label_smoothing}")
+    for field in ("gamma", "smooth"):
+        if not 0 <= getattr(config, field) < math.inf:
+            raise ValueError(f"loss.{field} is a number of at least 0, got {getattr(config, field)}")
+
+
+def parse(text: str) -> list[tuple[float, str]]:
+    """``cross_entropy + 0.5*dice`` -> [(1.0, 'cross_entropy'), (0.5, 'dice')]."""
+    terms = []
+    for part in text.split("+"):
+        weight, _, name = part.strip().rpartition("*")
+        name = name.strip()
+        try:
+            value = float(weight) if weight else 1.0
+            if not math.isfinite(value):
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example 'cross_entropy + 0.5*dice'") from None
+        if name not in _TERMS:
+            raise ValueError(f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a weighted sum of them")
+        terms.append((value, name))
+    return terms
+
+
+def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
+    """(B, *size) -> (B, C, *size) of 0 and 1; with one class the labels 0 and 1 themselves."""
+    if classes == 1:
+        return labels.unsqueeze(1).to(like.dtype)
+    return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1), 1)
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    """total / count, and 0 for a step without a valid pixel."""
+    return total / count if count > 0 else total * 0
+
+
+def _class_weights(config: LossConfig, classes: int) -> Tensor | None:
+    if config.class_weights is None:
+        return None
+    if len(config.class_weights) != classes:
+        raise ValueError(f"loss.class_weights has {len(config.class_weights)} numbers, but the model has {classes} classes: give one a class")
+    return torch.tensor(config.class_weights, dtype=torch.float64)

@@ -1,0 +1,51 @@
+"""IoU, Dice and accuracy per class, all from one confusion matrix of pixel counts, which adds up over tiles and ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def confusion(truth: np.ndarray, prediction: np.ndarray, classes: int, ignore: int) -> np.ndarray:
+    """(classes, classes) int64: pixels of true class (row) predicted as class (column); ignored pixels count nowhere."""
+    valid = truth != ignore
+    index = truth[valid].astype(np.int64) * classes + prediction[valid]
+    return np.bincount(index, minlength=classes * classes).reshape(classes, classes)
+
+
+def scores(matrix: np.ndarray, names: list[str]) -> dict:
+    """From a confusion matrix: per class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp + fn).
+
+    A class that is neither in the truth nor predicted has no score (None) and is left out of the means.
+    """
+    hit = np.diag(matrix).astype(float)
+    truth, predicted = matrix.sum(1), matrix.sum(0)
+    union = truth + predicted - hit
+    table = {
+        name: {
+            "iou": _ratio(hit[c], union[c]),
+            "dice": _ratio(2 * hit[c], truth[c] + predicted[c]),
+            "accuracy": _ratio(hit[c], truth[c]),
+            "pixels": int(truth[c]),
+        }
+        for c, name in enumerate(names)
+    }
+    return {
+        "classes": table,
+        "mean_iou": _mean(row["iou"] for row in table.values()),
+        "mean_dice": _mean(row["dice"] for row in table.values()),
+        "accuracy": _ratio(hit.sum(), matrix.sum()),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return float(part / whole) if whole else None
+
+
+def _mean(values) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def most_likely(logits: np.ndarray) -> np.ndarray:
+    """Logits (C, *size) -> class map (*size) uint8; with one channel the class is 1 where the logit is positive."""
+    return (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)

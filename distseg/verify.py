@@ -1,0 +1,225 @@
+"""The promise made checkable: one optimizer step on the mesh and the same step serially, in float64, compared.
+
+``mpirun -n 6 distseg verify --mesh.tiles 2x3 ...`` runs any config's step on its mesh and the serial program
+(:mod:`distseg.serial`) on rank 0, on the config's own images or on random ones, and prints the relative errors of the
+loss, of every parameter's gradient, of the updated weights and of the norms' running statistics.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distseg import rng
+from distseg.config import Config
+from distseg.data.loader import Piece, pieces
+from distseg.data.sampler import epoch_samples
+from distseg.data.store import Store
+from distseg.extents import Extents
+from distseg.geometry.receptive import receptive_field
+from distseg.geometry.tile import Place, Reach, owned_tiles
+from distseg.launch import together
+from distseg.mesh import Mesh
+from distseg.models.unet import channels_of
+from distseg.models.zoo import build_model
+from distseg.serial import Image, Outcome, serial_step
+from distseg.train.engine import Engine, approximations
+from distseg.train.loss import parse
+
+
+class RandomImages:
+    """Images of noise with random labels, a twentieth of them ignored; the same on every rank."""
+
+    def __init__(self, size: Extents, channels: int, classes: int, config: Config):
+        self.size, self.channels, self.classes = tuple(size), channels, max(2, classes)
+        self.seed, self.ignore = config.train.seed, config.loss.ignore_index
+
+    def whole(self, number: int) -> tuple[Tensor, Tensor]:
+        """(C, *size) float64 of mean 0 and variance 1, and (*size) labels."""
+        count = int(np.prod(self.size))
+        noise = rng.uniform(rng.key(self.seed, number, "pixels"), self.channels * count)
+        pixels = torch.from_numpy((noise - 0.5) * 12**0.5).view(self.channels, *self.size)
+        labels = torch.from_numpy((rng.uniform(rng.key(self.seed, number, "labels"), count) * self.classes).astype(np.int64))
+        labels[torch.from_numpy(rng.uniform(rng.key(self.seed, number, "ignored"), count) < 0.05)] = self.ignore
+        return pixels, labels.view(self.size)
+
+    def mine(self, numbers: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
+        wholes = [self.whole(n) for n in numbers]
+        found = []
+        for tile, window in owned_tiles(self.size, grid, per_rank, coordinates, reach):
+            place = Place(self.size, tile, window, tuple(range(len(numbers))), tuple(numbers))
+            pixels = torch.stack([x[(slice(None), *window.slices)] for x, _ in wholes])
+            found.append(Piece(pixels, torch.stack([y[tile.slices] for _, y in wholes]), place))
+        return found
+
+
+class StoreImages:
+    """The first step's images of a store, as training would read them."""
+
+    def __init__(self, store: Store, config: Config, batch: int):
+        self.store = store
+        self.samples = epoch_samples(store, "train", config.data, config.train.seed, 0, batch)[0]
+
+    def whole(self, number: int) -> tuple[Tensor, Tensor]:
+        dims = len(self.samples[number].size)
+        one = Extents((1,) * dims)
+        (piece,) = pieces(self.store, [self.samples[number]], one, one, (0,) * dims, Reach((0,) * dims, (1,) * dims))
+        return piece.pixels[0].double(), piece.labels[0]
+
+    def mine(self, numbers: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
+        return pieces(self.store, [self.samples[n] for n in numbers], grid, per_rank, coordinates, reach)
+
+
+def verify(config: Config, world, image: Extents | None = None, dump: str | None = None) -> dict:
+    """Run the step both ways; the report on rank 0, None elsewhere. Collective.
+
+    Args:
+        image: size of random images; by default those of ``data.store``.
+        dump: a safetensors file for the initial weights, the input, the labels and the distributed gradients.
+    """
+    with together(world):
+        config, model, images = _prepare(config, image)
+    mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+    initial = copy.deepcopy(model)
+    engine = Engine(config, mesh, model, precision="fp64")
+    with together(world):
+        own = [
+            images.mine(_numbers(config, mesh.sample, m), config.mesh.tiles, config.spatial.tiles_per_rank, mesh.tile, engine.reach)
+            for m in range(config.train.accumulate)
+        ]
+    loss = engine.backward(own)
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+    engine.update(config.optim.lr)
+    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+    outcome = Outcome(loss, gradients, {n: p.detach() for n, p in model.named_parameters()}, buffers)
+    report = None
+    with together(world):
+        if world.rank == 0:
+            report = _compare_with_serial(config, engine, initial, images, outcome, dump)
+    return report
+
+
+def _prepare(config: Config, image: Extents | None):
+    """The config with what the data settles, the plain model in float64 and the source of images."""
+    if config.data.store and image is None:
+        store = Store(config.data.store)
+        config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
+        classes = None if config.model.out_channels == 1 else len(store.classes)
+        model = build_model(config.model, store.bands, classes).double()
+        return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
+    if image is None:
+        raise ValueError("verify needs images: give --image 97x131 for random ones, or --data.store PATH")
+    many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal") for _, name in parse(config.loss.name)) else 3
+    model = build_model(config.model, out_channels=many).double()
+    return config, model, RandomImages(image, *channels_of(model), config)
+
+
+def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
+    """The sample numbers of a group's micro-batch, as the loader deals them."""
+    first = (group * config.train.accumulate + micro_batch) * config.data.images
+    return list(range(first, first + config.data.images))
+
+
+def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, images, outcome: Outcome, dump: str | None) -> dict:
+    wholes = [
+        Image(*images.whole(n), number=n, group=d, micro_batch=m)
+        for d in range(config.mesh.samples)
+        for m in range(config.train.accumulate)
+        for n in _numbers(config, d, m)
+    ]
+    if dump:
+        write_dump(dump, initial, wholes, outcome.gradients)
+    serial = serial_step(initial, wholes, config)
+    errors = {part: relative_errors(getattr(outcome, part), getattr(serial, part)) for part in ("gradients", "weights", "buffers")}
+    loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
+    return {
+        "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
+        "images": [str(Extents(w.labels.shape)) for w in wholes],
+        "halo": list(engine.reach.halo),
+        "stride": list(engine.reach.stride),
+        "reducer": engine.reducer.name,
+        "approximations": approximations(config, engine.reach, receptive_field(initial)),
+        "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},
+        **errors,
+        "max_error": max([loss_error, *(e for part in errors.values() for e in part.values())], key=_badness),
+    }
+
+
+def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """|a - b| / |b| in the 2-norm, tensor by tensor; a tensor that is zero but for rounding (below 1e-9 of the largest) is held against the largest."""
+    largest = max((w.norm().item() for w in wanted.values()), default=0.0)
+    errors = {}
+    for name, w in wanted.items():
+        size = w.norm().item()
+        errors[name] = (found[name] - w).norm().item() / max(size if size > 1e-9 * largest else largest, 1e-300)
+    return errors
+
+
+def _badness(error: float) -> float:
+    """An order in which NaN is the worst."""
+    return math.inf if math.isnan(error) else error
+
+
+def write_dump(path: str, model: nn.Module, images: list[Image], gradients: dict[str, Tensor]) -> None:
+    """Write what an outside program needs to check the step, in layer order.
+
+    Tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels`` (N, *size) and ``gradients/NAME``;
+    images of different sizes are ``input/0``, ``input/1`` and so on.
+    """
+    tensors = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
+    tensors.update({f"buffers/{name}": b for name, b in model.named_buffers()})
+    if len({i.pixels.shape for i in images}) == 1:
+        tensors["input"] = torch.stack([i.pixels for i in images])
+        tensors["labels"] = torch.stack([i.labels for i in images])
+    else:
+        for n, i in enumerate(images):
+            tensors[f"input/{n}"], tensors[f"labels/{n}"] = i.pixels, i.labels
+    tensors.update({f"gradients/{name}": g for name, g in gradients.items()})
+    _write_safetensors(path, tensors)
+
+
+def _write_safetensors(path: str, tensors: dict[str, Tensor]) -> None:
+    """The format by hand (a JSON header, then the data), because the library's writer sorts by name and layer order is wanted."""
+    kinds = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64"}
+    arrays = {name: t.contiguous().cpu().numpy() for name, t in tensors.items()}
+    header, offset = {"__metadata__": {"order": "layers"}}, 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": kinds[tensors[name].dtype], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(Path(path), "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays.values():
+            f.write(array.tobytes())
+
+
+def passed(report: dict, tolerance: float) -> bool:
+    """Whether every error is a number and at most the tolerance."""
+    return report["max_error"] <= tolerance  # false for NaN
+
+
+def summary(report: dict, tolerance: float) -> str:
+    """The report as text: a line a part, with its worst tensor."""
+    mesh = report["mesh"]
+    lines = [
+        f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, images {', '.join(report['images'])}, "
+        f"halo {Extents(report['halo'])}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
+    ]
+    lines += [f"approximation: {text}" for text in report["approximations"]]
+    lines.append(f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} against {report['loss']['serial']:.15g}")
+    for part in ("gradients", "weights", "buffers"):
+        if report[part]:
+            worst = max(report[part], key=lambda name: _badness(report[part][name]))
+            lines.append(f"{part:<12}{report[part][worst]:.1e}   largest of {len(report[part])}, at {worst}")
+    verdict = "exact" if passed(report, tolerance) else "NOT EXACT"
+    lines.append(f"{verdict}: largest relative error {report['max_error']:.1e}, tolerance {tolerance:.0e}")
+    return "\n".join(lines)

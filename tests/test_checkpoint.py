@@ -1,0 +1,236 @@
+"""Checkpoints come back bit by bit, appear whole or not at all, and are refused when they are not ours."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from distseg.config import OptimConfig
+from distseg.train import checkpoint
+from distseg.train.checkpoint import Checkpoints, SilentCheckpoints, find, load_optimizer, load_weights, read_index, read_manifest
+from distseg.train.optim import make_optimizer
+
+
+def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int = 0):
+    """A small model after some steps, its weights in channels_last."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).to(dtype, memory_format=torch.channels_last)
+    optimizer = make_optimizer(OptimConfig(optim, lr=0.1), list(model.parameters()))
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 8, 8, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def save(run, step: int, score=None, keep: int = 2, model=None):
+    return Checkpoints(run, keep).save(*(model or trained()), {"step": step}, score)
+
+
+def names(run) -> list[int]:
+    return sorted(int(p.name[5:]) for p in (run / "checkpoints").glob("step-*"))
+
+
+def state(optimizer) -> list:
+    return [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_round_trip_is_exact_and_training_goes_on_alike(tmp_path, optim, dtype):
+    model, optimizer = trained(3, optim, dtype)
+    folder = save(tmp_path, 3, model=(model, optimizer))
+    again, fresh = trained(0, optim, dtype, seed=9)
+    load_weights(folder, again)
+    load_optimizer(folder, again, fresh)
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride(), name
+    for a, b in zip(state(optimizer), state(fresh), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[k], b[k]) and a[k].stride() == b[k].stride() and a[k].dtype == b[k].dtype for k in a)
+    x = torch.randn(2, 3, 8, 8, dtype=dtype)
+    for m, o in ((model, optimizer), (again, fresh)):
+        o.zero_grad()
+        m(x).square().mean().backward()
+        o.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+def test_the_manifest_comes_back(tmp_path):
+    folder = Checkpoints(tmp_path).save(*trained(), {"step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}, 0.5)
+    assert folder.name == "step-00000007"
+    assert read_manifest(folder) == {"format": "distseg checkpoint", "version": 1, "score": 0.5, "step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}
+
+
+@pytest.mark.parametrize(
+    "scores, kept, best",
+    [
+        ([0.1, 0.2, 0.3, 0.4], [3, 4], 4),
+        ([0.1, 0.9, 0.3, 0.4], [2, 3, 4], 2),
+        ([0.9, 0.1, 0.2, 0.3], [1, 3, 4], 1),
+        ([0.5, 0.5, 0.1, 0.1], [2, 3, 4], 2),
+        ([None, 0.0, None, None], [2, 3, 4], 2),
+        ([None, None, None, None], [3, 4], 4),  # never validated: the last one is as good as any
+    ],
+)
+def test_the_last_two_and_the_best_are_kept(tmp_path, scores, kept, best):
+    for step, score in enumerate(scores, 1):
+        save(tmp_path, step, score)
+    assert (names(tmp_path), find(tmp_path).name, find(tmp_path, "last").name) == (kept, f"step-{best:08d}", "step-00000004")
+
+
+@pytest.mark.parametrize("keep, kept", [(1, [3]), (3, [1, 2, 3]), (0, [3])])
+def test_keep(tmp_path, keep, kept):
+    for step in (1, 2, 3):
+        save(tmp_path, step, step / 10, keep)
+    assert names(tmp_path) == kept
+
+
+def test_what_was_just_saved_is_there_even_in_an_older_runs_folder(tmp_path):
+    for step in (600, 700, 800):
+        save(tmp_path, step, 0.9)
+    save(tmp_path, 5, 0.1)
+    assert find(tmp_path, "last").name == "step-00000005"
+    assert read_manifest(find(tmp_path, "last"))["step"] == 5
+
+
+def test_the_same_step_again_replaces(tmp_path):
+    save(tmp_path, 1)
+    model, optimizer = trained(seed=5)
+    folder = save(tmp_path, 1, model=(model, optimizer))
+    again, _ = trained(0)
+    load_weights(folder, again)
+    assert torch.equal(again[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("broken", ["save_file", "_write_json", "_flush"])
+def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch, broken):
+    save(tmp_path, 1, 0.5)
+    before = {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, broken, full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2, 0.9)
+    monkeypatch.undo()
+    assert {p: p.read_bytes() for p in before} == before
+    assert (names(tmp_path), find(tmp_path, "last").name) == ([1], "step-00000001")
+    save(tmp_path, 2, 0.9)
+    assert names(tmp_path) == [1, 2] and not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_an_index_cut_off_in_the_middle_leaves_the_old_one(tmp_path, monkeypatch):
+    save(tmp_path, 1, 0.5)
+    write = Path.write_text
+
+    def cut(self, text):
+        write(self, text[: len(text) // 2])
+        if "last.json" in self.name:
+            raise OSError("No space left on device")
+        return write(self, text)
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2, 0.9)
+    assert find(tmp_path, "last").name == "step-00000001"
+
+
+def test_find_takes_a_run_or_a_checkpoint(tmp_path):
+    folder = save(tmp_path, 1)
+    assert find(folder) == find(tmp_path) == find(str(tmp_path), "last") == folder
+    with pytest.raises(FileNotFoundError, match="no checkpoint in .*nothing: train first, or name the folder of a run"):
+        find(tmp_path / "nothing")
+    assert read_index(tmp_path / "nothing") is None
+
+
+def damage(file, content: bytes | None = None):
+    def act(folder):
+        path = folder / file
+        path.write_bytes(path.read_bytes()[:-7] if content is None else content)
+
+    return act
+
+
+def remove(file):
+    return lambda folder: (folder / file).unlink()
+
+
+def edit(**fields):
+    def act(folder):
+        path = folder / "manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return act
+
+
+def load(folder):
+    model, optimizer = trained(0)
+    read_manifest(folder)
+    load_weights(folder, model)
+    load_optimizer(folder, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "harm, error, message",
+    [
+        (damage("weights.safetensors"), ValueError, "weights.safetensors is damaged or cut off .*: use another checkpoint"),
+        (damage("weights.safetensors", b""), ValueError, "weights.safetensors is damaged or cut off"),
+        (damage("optimizer.safetensors", b"\x80\x04garbage of a pickle"), ValueError, "optimizer.safetensors is damaged"),
+        (damage("manifest.json"), ValueError, "manifest.json is damaged .*: use another checkpoint"),
+        (damage("manifest.json", b"[]"), ValueError, "manifest.json is not the manifest of a distseg checkpoint"),
+        (remove("weights.safetensors"), FileNotFoundError, "weights.safetensors is missing: the checkpoint is not whole"),
+        (remove("optimizer.safetensors"), FileNotFoundError, "optimizer.safetensors is missing"),
+        (edit(format="other"), ValueError, "is not the manifest of a distseg checkpoint"),
+        (edit(version=2), ValueError, "has version 2, this distseg reads up to 1: update distseg"),
+    ],
+)
+def test_what_can_not_be_read_says_why(tmp_path, harm, error, message):
+    folder = save(tmp_path, 1)
+    load(folder)
+    harm(folder)
+    with pytest.raises(error, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)), "2.weight is 2x4x1x1 in the checkpoint and 3x4x1x1 in the model"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "2.bias is 2 in the checkpoint and missing in the model"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.PReLU()), "3.weight is missing in the checkpoint and 1 in the model"),
+    ],
+)
+def test_another_model_is_named(tmp_path, model, message):
+    folder = save(tmp_path, 1)
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=f"is of another model: {message}: use the model section of the checkpoint's manifest"):
+        load_weights(folder, model)
+    assert torch.equal(model[0].weight, before), "nothing was copied"
+
+
+def test_another_optimizer_is_not_taken_without_a_word(tmp_path):
+    folder = save(tmp_path, 1, model=trained(3, "adam"))
+    model, optimizer = trained(0, "sgd")
+    with pytest.raises(ValueError, match="optim"):
+        load_optimizer(folder, model, optimizer)
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    import pickle
+
+    folder = save(tmp_path, 1)
+    forbidden = lambda *_, **__: pytest.fail("pickle was used")
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    load(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "optimizer.safetensors", "weights.safetensors"]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    assert SilentCheckpoints().save(*trained(), {"step": 1}, None) is None
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,165 @@
+"""The console command: what it prints, its exit codes, and the file of `verify --dump` checked by plain PyTorch."""
+
+import json
+import re
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_models import plain_unet
+
+from distseg.cli import main
+
+SMALL = ["--image", "29x43", "--model.depth", "2", "--model.num_convs", "1", "--model.base_channels", "4", "--model.out_channels", "3"]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``distseg ARGUMENTS`` in this process."""
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    return end.value.code or 0, *capsys.readouterr()
+
+
+def test_usage_and_version(capsys):
+    main(["--help"])
+    usage = capsys.readouterr().out
+    main([])
+    assert capsys.readouterr().out == usage
+    assert usage.startswith("usage: distseg COMMAND")
+    assert all(f"\n{command} " in usage for command in ("prepare", "train", "evaluate", "predict", "plot", "models", "verify"))
+    main(["--version"])
+    from distseg import __version__
+
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_help_lists_every_field_with_its_words(capsys):
+    code, out, _ = run(capsys, "verify", "--help")
+    words = " ".join(out.split())
+    assert code == 0
+    for text in ("--model.depth", "--mesh.tiles", "Number of poolings; the total stride is 2^depth.", "--tolerance"):
+        assert text in words, text
+
+
+def test_models_as_json(capsys):
+    code, out, _ = run(capsys, "models", "tiny", "demo", "--json")
+    assert code == 0
+    assert json.loads(out)[0] == {"name": "tiny", "parameters": 1696, "layers": 29, "stride": 4, "halo": 11, "paper_halo": None}
+    assert [row["name"] for row in json.loads(out)] == ["tiny", "demo"]
+
+
+def test_models_as_a_table(capsys):
+    code, out, _ = run(capsys, "models", "summit-small")
+    assert code == 0
+    header, *_, row = out.strip().splitlines()
+    assert header.split()[0] == "name" and row.split()[0] == "summit-small"
+    assert "109" in row.split() and row.replace(",", "").split()[1] == "72301856"
+
+
+@pytest.mark.parallel([1, 2])
+def test_verify_passes_and_fails_by_exit_code(comm, capsys):
+    mesh = ["--mesh.tiles", f"1x{comm.size}"]
+    code, out, err = run(capsys, "verify", *SMALL, *mesh, "--model.norm", "batch")
+    assert (code, err) == (0, "")
+    assert ("\nexact: largest relative error" in out) == (comm.rank == 0)
+    code, out, _ = run(capsys, "verify", *SMALL, *mesh, "--tolerance", "0")
+    assert code == 1 and ("NOT EXACT" in out) == (comm.rank == 0)
+
+
+@pytest.mark.parallel(2)
+def test_verify_fails_with_a_halo_too_small_and_says_so_as_json(comm, capsys):
+    code, out, _ = run(capsys, "verify", *SMALL, "--mesh.tiles", "1x2", "--spatial.halo", "3", "--json")
+    assert code == 1
+    if comm.rank == 0:
+        report = json.loads(out)
+        assert report["passed"] is False and report["tolerance"] == 1e-12 and report["max_error"] > 1e-6
+        assert "smaller than this model's exact halo 11" in report["approximations"][0]
+
+
+@pytest.mark.parallel(1)
+def test_a_config_file_and_flags_over_it(comm, capsys, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {depth: 1, num_convs: 1, base_channels: 2, out_channels: 2}\nspatial: {tiles_per_rank: 1x2}\n")
+    code, out, _ = run(capsys, "verify", str(file), "--image", "9x11", "--model.depth", "2", "--json")
+    assert code == 0
+    assert (json.loads(out)["stride"], json.loads(out)["images"]) == ([4, 4], ["9x11"])
+    code, _, err = run(capsys, "verify", str(tmp_path / "none.yaml"))
+    assert code == 2 and "none.yaml" in err
+
+
+def header_of(path) -> dict[str, dict]:
+    """The tensors of a safetensors file in the order of their bytes."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    entries = json.loads(raw[8 : 8 + length])
+    entries.pop("__metadata__")
+    assert 8 + length + max(e["data_offsets"][1] for e in entries.values()) == len(raw)
+    return dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_dump_is_what_an_outside_program_computes(comm, capsys, shared_path):
+    path = shared_path / "step.safetensors"
+    code, *_ = run(capsys, "verify", *SMALL, "--mesh.tiles", f"{comm.size}x1", "--model.norm", "instance", "--model.dropout", "0", "--data.images", "2", "--dump", str(path))
+    assert code == 0
+    if comm.rank:
+        return
+    layers = "enc0_conv0 enc1_conv0 mid_conv0 dec1_conv0 dec0_conv0 head".split()
+    assert list(header_of(path)) == [*(f"weights/{n}.weight" for n in layers), "input", "labels", *(f"gradients/{n}.weight" for n in layers)]
+    dump = load_file(path)
+    assert (dump["input"].shape, dump["input"].dtype, dump["labels"].shape) == ((2, 4, 29, 43), torch.float64, (2, 29, 43))
+
+    weights = {n: dump[f"weights/{n}.weight"].requires_grad_() for n in layers}
+    network = type("Network", (), {"named_parameters": lambda self: {f"{n}.weight": w for n, w in weights.items()}.items()})()
+    F.cross_entropy(plain_unet(network, dump["input"], 2, 1), dump["labels"], ignore_index=255).backward()
+    for n, w in weights.items():
+        assert (dump[f"gradients/{n}.weight"] - w.grad).norm() <= 1e-10 * w.grad.norm(), n
+
+
+@pytest.mark.parallel(1)
+def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_path):
+    path = tmp_path / "step.safetensors"
+    run(capsys, "verify", *SMALL, "--model.norm", "batch", "--dump", str(path))
+    names = list(header_of(path))
+    kinds = [n.partition("/")[0] for n in names]
+    assert list(dict.fromkeys(kinds)) == ["weights", "buffers", "input", "labels", "gradients"]
+    assert load_file(path)["buffers/enc0_norm0.running_var"].tolist() == [1.0] * 4, "of before the step"
+    gradients = [n.partition("/")[2] for n in names if n.startswith("gradients")]
+    assert gradients == [n.partition("/")[2] for n in names if n.startswith("weights")]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["trian"], "unknown command 'trian': choose prepare, train, evaluate, predict, plot, models, verify"),
+        (["--verbose"], "unknown command '--verbose'"),
+        (["verify", "--model.deep", "2"], "--model.deep"),
+        (["verify", "--model.depth", "deep"], "model.depth"),
+        (["verify", "--model.norm", "layer"], "instance.*batch.*group.*none"),
+        (["verify", "--mesh.tiles", "axb"], "expected whole numbers joined by 'x', such as 97x131, got 'axb'"),
+        (["verify", "--mesh.tiles", "0x1"], "positive, got 0x1"),
+        (["verify", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["models", "--jsn"], "--jsn"),
+        (["models", "resnet"], "unknown model 'resnet': choose unet, summit-small"),
+        (["plot", "curve", "runs/a"], "curve.*choose from"),
+        (["plot"], "what"),
+        (["evaluate"], "name the folder of a run or of a checkpoint first: distseg evaluate RUN"),
+        (["predict", "/nowhere"], "no checkpoint in /nowhere: train first"),
+        (["prepare"], "source"),
+    ],
+)
+def test_what_can_not_be_is_one_line_and_exit_code_2(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert re.search(message, err), err
+    assert err.startswith("distseg: error: ") and err.count("\n") == 1, err
+
+
+@pytest.mark.timeout(60)
+def test_as_a_program_on_two_ranks(mpirun):
+    done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x2", timeout=40)
+    assert done.returncode == 0 and done.stdout.count("exact: ") == 1, str(done)
+    done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x3", timeout=40)
+    assert done.returncode == 2 and done.stderr.count("needs 3 ranks, but 2 are running") == 1, str(done)

@@ -1,0 +1,139 @@
+"""The promise: on every mesh one optimizer step equals the serial program's, in float64, to a relative 1e-12.
+
+Loss, every gradient, every updated weight and the running statistics of batch norm are compared (distseg.verify), with
+dropout on, a twentieth of the pixels ignored, and sizes that divide nothing.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
+from distseg.extents import Extents
+from distseg.verify import verify
+
+TOLERANCE = 1e-12
+BASE = Config(
+    model=ModelConfig(depth=2, num_convs=2, base_channels=4, norm="instance", dropout=0.1, in_channels=3, out_channels=3, groups=2),
+    optim=OptimConfig(name="adamw", weight_decay=0.01, clip=0.1),
+)
+
+
+def config(samples=1, tiles="1x1", norm="instance", up="nearest", loss="cross_entropy", **more) -> Config:
+    """BASE on a mesh; ``more`` are fields of any other section."""
+    sections = {
+        "model": replace(BASE.model, norm=norm, up=up, **_of(ModelConfig, more)),
+        "mesh": MeshConfig(samples=samples, tiles=Extents(tiles), **_of(MeshConfig, more)),
+        "loss": LossConfig(name=loss, **_of(LossConfig, more)),
+        "spatial": SpatialConfig(**_of(SpatialConfig, more)),
+        "data": DataConfig(**_of(DataConfig, more)),
+        "train": TrainConfig(**_of(TrainConfig, more)),
+    }
+    return replace(BASE, **sections)
+
+
+def _of(section, fields):
+    return {k: v for k, v in fields.items() if k in section.__dataclass_fields__}
+
+
+def check(comm, image: str, **settings) -> None:
+    found = config(**settings)
+    report = verify(found, comm, Extents(image))
+    error = comm.bcast(report and report["max_error"])
+    assert error <= TOLERANCE, report or "see rank 0"
+    norm = found.model.norm
+    if report and norm == "batch" and not found.spatial.frozen_norm:
+        assert report["buffers"], "batch norm has running statistics to compare"
+
+
+NORMS = ["instance", "batch", "group", "none"]
+UPS = ["nearest", "bilinear", "transposed"]
+LOSSES = ["cross_entropy", "binary_cross_entropy", "dice", "focal", "cross_entropy + 0.5*dice"]
+
+
+@pytest.mark.parallel([1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_norm_on_every_number_of_ranks(comm, norm):
+    grid = {1: "1x1", 2: "2x1", 3: "1x3", 4: "2x2", 6: "3x2", 8: "2x4"}[comm.size]
+    check(comm, "97x131", tiles=grid, norm=norm)
+
+
+@pytest.mark.parallel([2, 6])
+@pytest.mark.parametrize("up", UPS)
+def test_every_up_sampling(comm, up):
+    check(comm, "61x203", tiles={2: "1x2", 6: "2x3"}[comm.size], up=up, norm="group")
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("over", ["image", "batch"])
+def test_every_loss(comm, loss, over):
+    check(comm, "61x75", tiles={1: "1x1", 4: "1x2"}[comm.size], samples={1: 1, 4: 2}[comm.size], loss=loss, dice_over=over, images=2)
+
+
+@pytest.mark.parallel(3)
+@pytest.mark.parametrize("loss", ["binary_cross_entropy", "dice", "focal"])
+def test_one_foreground_class(comm, loss):
+    check(comm, "61x75", tiles="3x1", loss=loss, out_channels=1)
+
+
+@pytest.mark.parallel(2)
+def test_class_weights_and_label_smoothing(comm):
+    weights = [0.2, 1.0, 3.0]
+    check(comm, "61x75", tiles="1x2", class_weights=weights, label_smoothing=0.1)
+    check(comm, "61x75", tiles="1x2", loss="focal + dice", class_weights=weights, gamma=1.5, smooth=0.5)
+
+
+@pytest.mark.parallel([4, 6, 8])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("scope", ["group", "step"])
+def test_samples_times_tiles(comm, norm, scope):
+    samples, tiles = {4: (2, "1x2"), 6: (3, "2x1"), 8: (2, "2x2")}[comm.size]
+    check(comm, "61x75", samples=samples, tiles=tiles, norm=norm, norm_scope=scope, images=2, accumulate=2)
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("norm", NORMS)
+def test_many_tiles_a_rank(comm, norm):
+    check(comm, "97x131", tiles={1: "1x1", 2: "2x1"}[comm.size], tiles_per_rank=Extents("2x3"), norm=norm, loss="dice", images=2)
+
+
+@pytest.mark.parallel([1, 2])
+def test_frozen_batch_norm_one_tile_after_another(comm):
+    check(comm, "61x75", tiles={1: "1x1", 2: "1x2"}[comm.size], tiles_per_rank=Extents("2x2"), norm="batch", frozen_norm=True, loss="dice")
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("loss", ["cross_entropy", "dice"])
+def test_accumulation_without_norms_keeps_the_gradient(comm, loss):
+    check(comm, "61x75", tiles="1x2", norm="none", loss=loss, dice_over="batch", accumulate=3)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("reducer", ["mpi", "auto"])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_optimizers_and_reducers(comm, reducer, name):
+    found = config(tiles="1x2", reducer=reducer)
+    report = verify(replace(found, optim=OptimConfig(name=name, clip=0.05)), comm, Extents("33x47"))
+    assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+@pytest.mark.parallel(4)
+def test_deeper_network_on_a_size_below_its_stride(comm):
+    check(comm, "61x203", tiles="1x4", depth=5, num_convs=1, base_channels=2, norm="group", groups=1)
+
+
+@pytest.mark.parallel(3)
+def test_a_halo_too_small_is_found_and_named(comm):
+    report = verify(config(tiles="1x3", halo=4), comm, Extents("61x203"))
+    if report:
+        assert report["max_error"] > 1e-6
+        assert "smaller than this model's exact halo 22" in report["approximations"][0]
+
+
+@pytest.mark.parallel(2)
+def test_statistics_per_window_are_found_and_named(comm):
+    report = verify(config(tiles="1x2", norm_scope="window"), comm, Extents("61x203"))
+    if report:
+        assert report["max_error"] > 1e-6
+        assert "norm_scope is window" in report["approximations"][0]

@@ -1,0 +1,42 @@
+"""Sizes as a user writes them."""
+
+import pytest
+
+from distseg.extents import Extents
+
+
+@pytest.mark.parametrize(
+    "given, values, text, volume",
+    [
+        ("97x131", (97, 131), "97x131", 12707),
+        ("4X5×6", (4, 5, 6), "4x5x6", 120),
+        (" 2 x 3 ", (2, 3), "2x3", 6),
+        ("8", (8,), "8", 8),
+        (8, (8,), "8", 8),
+        ([2, 3], (2, 3), "2x3", 6),
+        (Extents("2x3"), (2, 3), "2x3", 6),
+    ],
+)
+def test_reads_what_it_writes(given, values, text, volume):
+    found = Extents(given)
+    assert (found, str(found), repr(found), found.volume) == (values, text, text, volume)
+    assert Extents(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("97y131", "expected whole numbers joined by 'x', such as 97x131, got '97y131'"),
+        ("1.5x2", "expected whole numbers"),
+        ("-1x2", "expected whole numbers"),
+        ("3x", "expected whole numbers"),
+        ("", "expected whole numbers"),
+        ([1.5, 2], "whole numbers"),
+        ((0, 2), "positive, got 0x2"),
+        ((3, -1), "positive, got 3x-1"),
+        ((), "positive, got nothing"),
+    ],
+)
+def test_says_what_is_wrong(given, message):
+    with pytest.raises(ValueError, match=message):
+        Extents(given)

@@ -1,0 +1,77 @@
+"""Skips as a pair of layers."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from distseg.models.layers import Pop, Stash, cut_to, skip_store
+
+
+class Add(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def test_a_skip_comes_first_in_the_channels():
+    x = torch.zeros(1, 2, 3, 3)
+    y = nn.Sequential(Stash("a"), Add(), Pop("a"))(x)
+    assert y[0, :, 0, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_nested_skips_meet_their_own():
+    x = torch.zeros(1, 1, 1, 1)
+    y = nn.Sequential(Stash("a"), Add(), Stash("b"), Add(), Pop("b"), Add(), Pop("a"))(x)
+    assert y.flatten().tolist() == [0, 2, 3]
+
+
+def test_pop_cuts_what_rounding_up_added():
+    with skip_store({"a": torch.ones(1, 1, 3, 5)}):
+        y = Pop("a")(torch.arange(24.0).view(1, 1, 4, 6))
+    assert y[0, 1].tolist() == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10], [12, 13, 14, 15, 16]]
+    volume = torch.zeros(2, 1, 4, 4, 4)
+    assert cut_to(volume, torch.zeros(2, 3, 4, 3, 2)).shape == (2, 1, 4, 3, 2)
+
+
+def test_gradients_flow_through_both_ways():
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    nn.Sequential(Stash("a"), Add(), Pop("a"))(x).sum().backward()
+    assert x.grad.flatten().tolist() == [2, 2, 2, 2]
+
+
+def test_pop_before_stash_is_named():
+    with skip_store({}), pytest.raises(ValueError, match=r"pop\('a'\) comes before any stash\('a'\)"):
+        Pop("a")(torch.zeros(1, 1, 1, 1))
+
+
+def test_every_store_is_its_own():
+    outer, inner = {}, {}
+    with skip_store(outer):
+        with pytest.raises(RuntimeError), skip_store(inner):
+            Stash("a")(torch.ones(1))
+            raise RuntimeError
+        Stash("b")(torch.zeros(1))
+    assert (list(outer), list(inner)) == (["b"], ["a"])
+
+
+def test_threads_do_not_see_each_others_skips():
+    seen = []
+
+    def other():
+        try:
+            Pop("a")(torch.zeros(1, 1, 1, 1))
+        except ValueError:
+            seen.append("nothing")
+
+    with skip_store({}):
+        Stash("a")(torch.ones(1, 1, 1, 1))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert seen == ["nothing"]
+        assert Pop("a")(torch.zeros(1, 1, 1, 1)).flatten().tolist() == [1, 0]
+
+
+def test_layers_show_their_skip():
+    assert (repr(Stash("a")), repr(Pop("b"))) == ("Stash('a')", "Pop('b')")

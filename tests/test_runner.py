@@ -1,0 +1,205 @@
+"""The runner of the `parallel` tests, itself under test: whatever a rank does, each test gets the right verdict."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpirunner import launch, marks
+
+pytestmark = pytest.mark.last
+
+ODD_ONES = """
+import os, time, pytest
+
+@pytest.mark.parallel(3)
+def test_sum(comm, ranks):
+    assert comm.allreduce(1) == comm.size == ranks == 3
+
+@pytest.mark.parallel(3)
+def test_all_ranks_fail(comm):
+    assert comm.size == 4
+
+@pytest.mark.parallel(3)
+def test_one_rank_fails(comm):
+    assert comm.rank != 1, "rank one is bad"
+
+@pytest.mark.parallel(3)
+def test_one_rank_fails_and_the_others_wait(comm):
+    assert comm.rank != 1, "rank one is bad"
+    comm.Barrier()
+
+@pytest.mark.parallel(3)
+@pytest.mark.timeout(1)
+def test_hang(comm):
+    if comm.rank == 2:
+        time.sleep(1000)
+    comm.Barrier()
+
+@pytest.mark.parallel(3)
+def test_death(comm):
+    if comm.rank == 2:
+        os.kill(os.getpid(), 11)
+    comm.Barrier()
+
+@pytest.mark.parallel(3)
+def test_silent_exit(comm):
+    if comm.rank == 0:
+        os._exit(0)
+    comm.Barrier()
+
+@pytest.mark.parallel(3)
+def test_skipped_on_some(comm):
+    if comm.rank == 0:
+        pytest.skip("not here")
+
+@pytest.mark.parallel([1, 3])
+def test_folders(comm, ranks, tmp_path, shared_path):
+    (shared_path / str(comm.rank)).touch()
+    comm.Barrier()
+    assert len(list(shared_path.iterdir())) == ranks
+    assert len(set(comm.allgather(str(tmp_path)))) == ranks
+"""
+
+STUCK = """
+import os, pytest
+
+@pytest.mark.parallel(2)
+def test_stuck(comm):
+    if comm.rank == 0:
+        with open("writing", "w") as file:
+            file.write(os.environ["MPIRUNNER_JOB"])
+        os.rename("writing", "started")
+        comm.recv()
+    comm.Barrier()
+"""
+
+SERIAL = """
+import time, pytest
+
+@pytest.mark.timeout(0.5)
+def test_hang():
+    time.sleep(1000)
+
+def test_without_ranks(comm):
+    pass
+
+def test_command(mpirun):
+    done = mpirun(2, "-c", "from mpi4py.MPI import COMM_WORLD as c; print(c.size); raise SystemExit(3 * c.rank)")
+    assert (done.returncode, done.stdout.split()) == (3, ["2", "2"]), str(done)
+
+def test_command_hangs(mpirun):
+    mpirun(2, "-c", "import time; time.sleep(1000)", timeout=1)
+"""
+
+
+def start(folder: Path, *args: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    argv = [sys.executable, "-m", "pytest", "-p", "mpirunner.plugin", "-p", "no:cacheprovider", "-v", *args]
+    return subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def pytest_on(folder: Path, *args: str) -> str:
+    return start(folder, *args).communicate()[0]
+
+
+def wait_for(happened) -> None:
+    """The test's own limit ends the wait."""
+    while not happened():
+        time.sleep(0.02)
+
+
+def verdicts(output: str) -> list[tuple[str, str]]:
+    return re.findall(r"^\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)", output, re.MULTILINE)
+
+
+def about(output: str, test: str) -> str:
+    """What the output tells about one failed test."""
+    return re.search(rf"\n_+ {re.escape(test)} _+\n(.*?)\n(?:_+ test|=====)", output, re.DOTALL)[1]
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "test_odd.py").write_text(ODD_ONES)
+    return pytest_on(folder)
+
+
+def test_every_test_has_its_own_verdict(odd):
+    assert verdicts(odd) == [
+        ("test_folders[ranks=1]", "PASSED"),
+        ("test_sum[ranks=3]", "PASSED"),
+        ("test_all_ranks_fail[ranks=3]", "FAILED"),
+        ("test_one_rank_fails[ranks=3]", "FAILED"),
+        ("test_one_rank_fails_and_the_others_wait[ranks=3]", "FAILED"),
+        ("test_hang[ranks=3]", "FAILED"),
+        ("test_death[ranks=3]", "FAILED"),
+        ("test_silent_exit[ranks=3]", "FAILED"),
+        ("test_skipped_on_some[ranks=3]", "FAILED"),
+        ("test_folders[ranks=3]", "PASSED"),
+    ], odd
+
+
+@pytest.mark.parametrize(
+    "test, told",
+    [
+        ("test_all_ranks_fail", ["all 3 ranks", "assert 3 == 4"]),
+        ("test_one_rank_fails", ["rank 1 of 3", "rank one is bad"]),
+        ("test_one_rank_fails_and_the_others_wait", ["rank 1 of 3", "rank one is bad", "stack of ranks 0, 2 of 3"]),
+        ("test_hang", ["timed out after 1 s", "stack of ranks 0, 1 of 3", "stack of rank 2 of 3", "in test_hang"]),
+        ("test_death", ["died (status 139)", "Segmentation fault", "stack of rank 2 of 3"]),
+        ("test_silent_exit", ["died", "process rank 0"]),
+        ("test_skipped_on_some", ["passed on ranks 1, 2 of 3", "skipped on rank 0 of 3"]),
+    ],
+)
+def test_a_failure_says_which_ranks_and_where(odd, test, told):
+    text = about(odd, f"{test}[ranks=3]")
+    assert [part for part in told if part not in text] == [], text
+
+
+def test_a_message_is_shown_once_not_once_a_rank(odd):
+    assert about(odd, "test_all_ranks_fail[ranks=3]").count("E       assert 3 == 4") == 1
+
+
+def test_ordinary_tests_and_command_lines(tmp_path):
+    (tmp_path / "test_serial.py").write_text(SERIAL)
+    output = pytest_on(tmp_path)
+    assert verdicts(output) == [
+        ("test_hang", "FAILED"), ("test_without_ranks", "ERROR"), ("test_command", "PASSED"), ("test_command_hangs", "FAILED"),
+    ], output  # fmt: skip
+    assert "timed out after 0.5 s" in about(output, "test_hang")
+    assert "in <module>" in about(output, "test_command_hangs"), "the stack of every rank"
+    assert "mark the test with @pytest.mark.parallel(n)" in output
+
+
+def test_nothing_survives_a_killed_run(tmp_path):
+    (tmp_path / "test_stuck.py").write_text(STUCK)
+    process = start(tmp_path)
+    try:
+        wait_for(lambda: list(tmp_path.glob("started")))
+        job = Path((tmp_path / "started").read_text())
+        assert len(launch.members(job)) >= 2
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: not launch.members(job))  # mpirun ends its ranks when its parent is gone
+    launch.remove(job)
+
+
+def test_a_selection_runs_as_selected(tmp_path):
+    (tmp_path / "test_odd.py").write_text(ODD_ONES)
+    output = pytest_on(tmp_path, "-x", "test_odd.py::test_one_rank_fails[ranks=3]", "test_odd.py::test_folders")
+    assert verdicts(output) == [("test_folders[ranks=1]", "PASSED"), ("test_one_rank_fails[ranks=3]", "FAILED")], output
+
+
+def test_marks_are_read_as_written():
+    mark = pytest.mark.parallel
+    assert marks.sizes(mark.mark) == [1, 2, 4, 6]
+    assert marks.sizes(mark(4).mark) == [4]
+    assert marks.sizes(mark(1, 2).mark) == marks.sizes(mark([1, 2]).mark) == [1, 2]
+    with pytest.raises(ValueError, match=r"not \[0\]: write parallel\(4\)"):
+        marks.sizes(mark(0).mark)

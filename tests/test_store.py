@@ -1,0 +1,288 @@
+"""The HDF5 store: what goes in comes out, statistics by definition, and clear words for every bad file."""
+
+import os
+import pickle
+import threading
+
+import h5py
+import numpy as np
+import pytest
+from made_store import CLASSES, made_store, random_image, random_store, write_image
+
+from distseg.data.statistics import Moments
+from distseg.data.store import Store, StoreWriter
+from distseg.geometry.tile import Box
+
+ODD = Box((13, 60), (77, 131))
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """A training image, a validation image without labels, and the arrays of the first."""
+    pixels, labels = random_image((97, 131))
+    other, _ = random_image((64, 70), seed=1)
+    store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, labels), "b": ("val", other + 100, None)}, provenance={"from": "chance"})
+    return store, pixels, labels
+
+
+# what goes in comes out
+
+
+def test_a_window_comes_back_as_it_was_written(filled):
+    store, pixels, labels = filled
+    assert np.array_equal(store.read("a", ODD), pixels[:, 13:77, 60:131])
+    assert store.read("a", ODD).dtype == np.uint8
+    assert np.array_equal(store.labels("a", ODD), labels[13:77, 60:131])
+
+
+def test_the_index_tells_what_there_is(filled):
+    store, _, _ = filled
+    assert (store.bands, store.band_names, store.classes, store.ignore) == (2, ["band0", "band1"], CLASSES, 255)
+    assert store.splits == {"train": ["a"], "val": ["b"]} and store.split("val") == ["b"]
+    assert store.size("a") == (97, 131) and store.dtype("a") == np.uint8
+    assert store.has_labels("a") and not store.has_labels("b")
+    assert store.provenance == {"from": "chance"}
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "i4", "f2", "f4", "f8"])
+def test_any_number_type_is_kept(tmp_path, dtype):
+    pixels = np.arange(2 * 30 * 20).reshape(2, 30, 20).astype(dtype)
+    store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, None)})
+    assert store.dtype("a") == np.dtype(dtype) and np.array_equal(store.read("a", Box.whole((30, 20))), pixels)
+
+
+def test_volumes_and_other_dims(tmp_path):
+    pixels, labels = random_image((70, 45, 50), bands=1)
+    store = made_store(tmp_path / "s.h5", {"v": ("train", pixels, labels)}, bands=["density"])
+    box = Box((3, 0, 9), (69, 45, 11))
+    assert np.array_equal(store.read("v", box), pixels[(slice(None), *box.slices)])
+    assert np.array_equal(store.labels("v", box), labels[box.slices])
+    assert store.block_counts("v").shape == (3, 2, 1, 1)
+
+
+# statistics
+
+
+def test_mean_and_deviation_are_those_of_all_training_pixels(filled):
+    store, pixels, _ = filled
+    assert np.allclose(store.mean, pixels.mean((1, 2)), rtol=1e-13) and np.allclose(store.std, pixels.std((1, 2)), rtol=1e-13)
+    assert store.mean.dtype == store.std.dtype == np.float64
+
+
+def test_normalised_pixels_have_mean_0_and_deviation_1(filled):
+    store, pixels, _ = filled
+    whole = store.read_normalised("a", Box.whole((97, 131)))
+    assert whole.dtype == np.float32
+    assert np.allclose(whole.mean((1, 2)), 0, atol=1e-5) and np.allclose(whole.std((1, 2)), 1, atol=1e-5)
+    assert np.array_equal(store.read_normalised("a", ODD), whole[:, 13:77, 60:131])
+
+
+def test_a_small_deviation_of_large_values_survives():
+    """E(x^2) - E(x)^2 would give 0 or worse: 1e9^2 has no digits left for a deviation of 1."""
+    values = 1e9 + np.random.default_rng(0).normal(size=(1, 1000, 100))
+    moments = Moments(1)
+    for strip in np.split(values, [1, 400, 990], axis=1):
+        moments.add(strip)
+    assert abs(moments.std[0] - values.std()) < 1e-6 and abs((values**2).mean() - values.mean() ** 2 - 1) > 1
+
+
+def test_a_constant_band_is_only_shifted(tmp_path):
+    store = made_store(tmp_path / "s.h5", {"a": ("train", np.full((2, 5, 5), 7, np.uint8), None)})
+    assert store.std.tolist() == [1, 1] and not store.read_normalised("a", Box.whole((5, 5))).any()
+
+
+def test_block_counts_are_those_of_each_block(filled):
+    store, _, labels = filled
+    counts = store.block_counts("a")
+    assert counts.shape == (3, 2, 3)
+    for k, y, x in np.ndindex(counts.shape):
+        assert counts[k, y, x] == (labels[64 * y : 64 * y + 64, 64 * x : 64 * x + 64] == k).sum()
+    assert store.class_counts("a") == counts.sum((1, 2)).tolist()
+
+
+def test_block_counts_do_not_depend_on_how_it_was_written(tmp_path):
+    pixels, labels = random_image((150, 140))
+    with StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
+        image = writer.add_image("a", (150, 140), "u1", "train", True)
+        for box in (Box((0, 0), (150, 33)), Box((0, 33), (70, 140)), Box((70, 33), (150, 140))):
+            image.write(box, pixels[(slice(None), *box.slices)], labels[box.slices].astype(np.int64))
+    once = made_store(tmp_path / "t.h5", {"a": ("train", pixels, labels)})
+    assert np.array_equal(Store(tmp_path / "s.h5").block_counts("a"), once.block_counts("a"))
+
+
+# several readers
+
+
+def test_threads_read_at_once(filled):
+    store, pixels, labels = filled
+    wrong = []
+
+    def work(seed):
+        random = np.random.default_rng(seed)
+        for _ in range(60):
+            y, x = random.integers(0, 60, 2)
+            box = Box((y, x), (y + 37, x + 41))
+            good = np.array_equal(store.read("a", box), pixels[(slice(None), *box.slices)]) and np.array_equal(store.labels("a", box), labels[box.slices])
+            wrong.extend([] if good else [box])
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert not wrong
+
+
+def test_a_forked_process_and_a_pickled_store_open_it_anew(filled):
+    store, pixels, _ = filled
+    child = os.fork()
+    if not child:
+        os._exit(0 if np.array_equal(store.read("a", ODD), pixels[:, 13:77, 60:131]) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert np.array_equal(pickle.loads(pickle.dumps(store)).read("a", ODD), store.read("a", ODD))
+
+
+# bad files
+
+
+def test_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no store .*nowhere.h5.*distseg prepare"):
+        Store(tmp_path / "nowhere.h5")
+
+
+def test_not_hdf5(tmp_path):
+    (tmp_path / "s.h5").write_text("hello")
+    with pytest.raises(ValueError, match="s.h5 is no HDF5 file"):
+        Store(tmp_path / "s.h5")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9, 0.999])
+def test_cut_off(tmp_path, share):
+    random_store(tmp_path / "s.h5", train=[(97, 131)])
+    with open(tmp_path / "s.h5", "r+b") as f:
+        f.truncate(int(share * os.path.getsize(tmp_path / "s.h5")))
+    with pytest.raises(ValueError, match="s.h5 is damaged or cut off"):
+        Store(tmp_path / "s.h5")
+
+
+def test_another_hdf5_file(tmp_path):
+    with h5py.File(tmp_path / "s.h5", "w") as f:
+        f["x"] = [1, 2]
+    with pytest.raises(ValueError, match="s.h5 is an HDF5 file but no distseg store"):
+        Store(tmp_path / "s.h5")
+
+
+def test_unfinished(tmp_path):
+    with StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
+        write_image(writer, "a", "train", *random_image((30, 30)))
+        writer.file.flush()
+        (tmp_path / "copy.h5").write_bytes(writer.partial.read_bytes())
+    with pytest.raises(ValueError, match="copy.h5 is unfinished"):
+        Store(tmp_path / "copy.h5")
+
+
+def test_a_newer_version(tmp_path):
+    random_store(tmp_path / "s.h5", train=[(30, 30)])
+    with h5py.File(tmp_path / "s.h5", "r+") as f:
+        f.attrs["version"] = 99
+    with pytest.raises(ValueError, match="version 99, this distseg reads up to 1: update"):
+        Store(tmp_path / "s.h5")
+
+
+def test_questions_without_an_answer(filled):
+    store, _, _ = filled
+    with pytest.raises(ValueError, match="no split 'test': choose train, val"):
+        store.split("test")
+    with pytest.raises(ValueError, match="no image 'c': it holds 2, such as a, b"):
+        store.size("c")
+    with pytest.raises(ValueError, match="'b' .*has no labels"):
+        store.labels("b", ODD)
+    with pytest.raises(ValueError, match="'b' .*has no labels"):
+        store.block_counts("b")
+    with pytest.raises(ValueError, match=r"'a' .*has 97x131 pixels, the box \[90:98, 0:5\] reaches beyond"):
+        store.read("a", Box((90, 0), (98, 5)))
+
+
+# bad data
+
+
+def refused(tmp_path, message, pixels=None, labels=None, size=(60, 50), box=None, dtype="f4", **options):
+    good_pixels, good_labels = random_image(size)
+    with pytest.raises(ValueError, match=message):
+        with StoreWriter(tmp_path / "s.h5", CLASSES, ["red", "near infrared"], **options) as writer:
+            image = writer.add_image("a", size, dtype, "train", True)
+            image.write(
+                box or Box.whole(size), good_pixels.astype("f4") if pixels is None else pixels, good_labels if labels is None else labels
+            )
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_pixels_that_are_no_number(tmp_path, value):
+    pixels, _ = random_image((60, 50))
+    pixels = pixels.astype("f4")
+    pixels[1, 7, 11] = value
+    refused(tmp_path, rf"'a': band near infrared is {value} at \(7, 11\)", pixels=pixels)
+
+
+@pytest.mark.parametrize("value", [3, 254, -1, 1000])
+def test_labels_that_are_no_class(tmp_path, value):
+    _, labels = random_image((60, 50))
+    labels = labels.astype(np.int32)
+    labels[8, 12] = value
+    refused(tmp_path, rf"'a': label {value} at \(8, 12\) is no class: there are 0 ocean, 1 land, 2 lake, and 255 is ignored", labels=labels)
+
+
+def test_wrong_shapes(tmp_path):
+    refused(tmp_path, r"shape \(2, 60, 50\), got \(3, 60, 50\)", pixels=np.zeros((3, 60, 50), "f4"))
+    refused(tmp_path, r"shape \(60, 50\), got \(50, 60\)", labels=np.zeros((50, 60), int))
+    refused(tmp_path, r"block \[0:61, 0:50\] is empty or outside an image of 60x50", box=Box((0, 0), (61, 50)))
+    refused(tmp_path, r"labels are whole numbers, got float64", labels=np.zeros((60, 50)))
+    refused(tmp_path, r"float32 pixels do not fit into the uint8", dtype="u1")
+
+
+def test_an_image_that_is_not_whole(tmp_path):
+    pixels, labels = random_image((30, 50))
+    refused(tmp_path, "'a': 1500 of its 60x50 pixels were never written", pixels=pixels.astype("f4"), labels=labels, box=Box((0, 0), (30, 50)))
+
+
+def test_no_training_image(tmp_path):
+    with pytest.raises(ValueError, match="no image is in the split 'train'"):
+        random_store(tmp_path / "s.h5", val=[(30, 30)])
+
+
+@pytest.mark.parametrize(
+    "classes, ignore, message",
+    [
+        (["lake"], 255, "2 to 255 classes"),
+        (["a", "a"], 255, "different names"),
+        (["a", "b"], 1, "label 1 of ignored pixels must be no class.*2 to 255"),
+        (["a", "b"], -1, "label -1 of ignored pixels"),
+    ],
+)
+def test_classes_that_can_not_be(tmp_path, classes, ignore, message):
+    with pytest.raises(ValueError, match=message):
+        StoreWriter(tmp_path / "s.h5", classes, 3, ignore)
+
+
+def test_two_images_of_one_name(tmp_path):
+    with pytest.raises(ValueError, match="two images have the name 'a'"), StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
+        for _ in range(2):
+            write_image(writer, "a", "train", *random_image((30, 30)))
+
+
+# whole or not at all
+
+
+def test_a_store_that_is_there_is_kept(tmp_path):
+    first = random_store(tmp_path / "s.h5", train=[(30, 30)])
+    with pytest.raises(FileExistsError, match="s.h5 is already there.*--overwrite"):
+        random_store(tmp_path / "s.h5", train=[(40, 40)])
+    assert first.size("train0") == (30, 30)
+
+
+def test_overwriting_replaces_it_at_the_end_only(tmp_path):
+    random_store(tmp_path / "s.h5", train=[(30, 30)])
+    with pytest.raises(RuntimeError), StoreWriter(tmp_path / "s.h5", CLASSES, 2, overwrite=True):
+        raise RuntimeError("power cut")
+    assert Store(tmp_path / "s.h5").size("train0") == (30, 30)
+    made_store(tmp_path / "s.h5", {"b": ("train", *random_image((40, 40)))}, overwrite=True)
+    assert Store(tmp_path / "s.h5").split("train") == ["b"]
+    assert [p.name for p in tmp_path.iterdir()] == ["s.h5"]

@@ -1,0 +1,123 @@
+"""The check must see what is wrong, or it is none."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distseg import verify as module
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from distseg.extents import Extents
+from distseg.train.engine import Engine
+from distseg.verify import RandomImages, passed, relative_errors, summary, verify
+
+CONFIG = Config(model=ModelConfig(depth=1, num_convs=1, base_channels=2, norm="batch", dropout=0.1, out_channels=2), optim=OptimConfig("sgd", momentum=0.0))
+SIZE = Extents("13x18")
+
+
+@pytest.mark.parallel(2)
+def test_a_report(comm):
+    report = verify(replace(CONFIG, mesh=MeshConfig(tiles=Extents("1x2"))), comm, SIZE)
+    assert (report is None) == (comm.rank > 0)
+    if report:
+        assert report["max_error"] < 1e-12 and passed(report, 1e-12) and not passed(report, 0.0)
+        assert (report["images"], report["halo"], report["stride"], report["approximations"]) == (["13x18"], [5, 5], [2, 2], [])
+        assert report["gradients"].keys() == report["weights"].keys() and "enc0_norm0.running_var" in report["buffers"]
+        text = summary(report, 1e-12)
+        assert text.startswith("mesh 1 samples x (1x2) tiles x 1 stages, images 13x18, halo 5x5, stride 2x2")
+        assert "\nexact: largest relative error" in text and "NOT EXACT: " in summary(report, 0.0)
+
+
+def wrong_gradient(engine):
+    engine.gradients.buckets[0][3] *= 1 + 1e-9
+
+
+def wrong_weight(engine):
+    engine.optimizer.param_groups[0]["lr"] = 1.0
+    engine.parameters[0].data.view(-1)[0] += 1e-9
+
+
+def wrong_buffer(engine):
+    engine.model.norms[0].running_var.mul_(1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "when, harm, part", [("backward", wrong_gradient, "gradients"), ("update", wrong_weight, "weights"), ("update", wrong_buffer, "buffers")]
+)
+@pytest.mark.parallel(1)
+def test_a_relative_error_of_1e9_is_found_where_it_is(comm, monkeypatch, when, harm, part):
+    right = getattr(Engine, when)
+
+    def wrong(self, argument):
+        result = right(self, argument)
+        harm(self)
+        return result
+
+    monkeypatch.setattr(Engine, when, wrong)
+    report = verify(CONFIG, comm, SIZE)
+    assert not passed(report, 1e-12)
+    assert max(report[part].values()) > 1e-12
+    assert report["loss"]["error"] < 1e-14
+
+
+@pytest.mark.parallel(1)
+def test_a_wrong_loss_is_found(comm, monkeypatch):
+    right = Engine.backward
+    monkeypatch.setattr(Engine, "backward", lambda self, own: right(self, own) * (1 + 1e-9))
+    assert verify(CONFIG, comm, SIZE)["max_error"] == pytest.approx(1e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "found, wanted, errors",
+    [
+        ({"a": [3.0, 4.0]}, {"a": [3.0, 4.0]}, {"a": 0.0}),
+        ({"a": [3.0, 5.0]}, {"a": [3.0, 4.0]}, {"a": 0.2}),
+        ({"a": [3.0, 4.0], "b": [1e-12]}, {"a": [3.0, 4.0], "b": [0.0]}, {"a": 0.0, "b": 2e-13}),  # zero but for rounding
+        ({"a": [0.0]}, {"a": [0.0]}, {"a": 0.0}),
+        ({"a": [3.0, 4.0], "b": [2e-3]}, {"a": [3.0, 4.0], "b": [1e-3]}, {"a": 0.0, "b": 1.0}),  # small is not zero
+    ],
+)
+def test_relative_errors(found, wanted, errors):
+    tensors = lambda d: {k: torch.tensor(v, dtype=torch.float64) for k, v in d.items()}
+    assert relative_errors(tensors(found), tensors(wanted)) == pytest.approx(errors)
+
+
+def test_nan_never_passes():
+    assert max([0.0, math.nan, 1e-3], key=module._badness) != 1e-3
+    assert not passed({"max_error": math.nan}, 1e-12)
+
+
+@pytest.mark.parallel(1)
+def test_a_nan_in_one_gradient_fails_the_whole(comm, monkeypatch):
+    right = Engine.backward
+
+    def wrong(self, own):
+        loss = right(self, own)
+        self.gradients.buckets[0][0] = math.nan
+        return loss
+
+    monkeypatch.setattr(Engine, "backward", wrong)
+    report = verify(CONFIG, comm, SIZE)
+    assert math.isnan(report["max_error"]) and "NOT EXACT" in summary(report, 1e-12)
+
+
+def test_random_images_are_noise_with_some_pixels_ignored():
+    images = RandomImages(Extents("50x60"), 3, 4, Config(train=TrainConfig(seed=1)))
+    pixels, labels = images.whole(0)
+    assert pixels.shape == (3, 50, 60) and pixels.dtype == torch.float64 and labels.dtype == torch.int64
+    assert abs(pixels.mean()) < 0.05 and abs(pixels.var() - 1) < 0.05
+    assert set(labels.unique().tolist()) == {0, 1, 2, 3, 255}
+    assert 0.03 < (labels == 255).double().mean() < 0.07
+    assert torch.equal(pixels, images.whole(0)[0]) and not torch.equal(pixels, images.whole(1)[0])
+
+
+def test_numbers_are_dealt_group_by_group():
+    config = Config(mesh=MeshConfig(samples=2), train=TrainConfig(accumulate=2), data=DataConfig(images=3))
+    assert [[module._numbers(config, d, m) for m in range(2)] for d in range(2)] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+
+
+@pytest.mark.parallel(1)
+def test_no_images_is_said(comm):
+    with pytest.raises(ValueError, match="verify needs images: give --image 97x131 for random ones, or --data.store PATH"):
+        verify(CONFIG, comm)

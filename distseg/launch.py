@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Callable, Mapping
 
@@ -35,6 +35,7 @@ class Process:
 
 
 _LONE = Process(0, 1, 0, 1)
+_TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter: the transports that a process may use
 
 
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
@@ -64,10 +65,8 @@ def world():
         ValueError: the launcher started another number of processes than MPI sees.
     """
     process = identify()
-    if process == _LONE:
-        os.environ.setdefault("OMPI_MCA_btl", "self")  # one process needs no shared memory, of which Open MPI would leave a file behind
-    from mpi4py import MPI
-
+    with _alone_in_open_mpi() if process == _LONE else nullcontext():
+        from mpi4py import MPI
     if process.size != MPI.COMM_WORLD.size and process.size > 1:
         raise ValueError(
             f"the launcher started {process.size} processes, but MPI sees {MPI.COMM_WORLD.size}: mpi4py "
@@ -75,6 +74,20 @@ def world():
             "use the mpirun of the same MPI, or reinstall mpi4py against it (docs/install.md)"
         )
     return MPI.COMM_WORLD
+
+
+@contextmanager
+def _alone_in_open_mpi():
+    """A lone process starts MPI without shared memory, of which Open MPI would leave a file behind; its children, which
+    may be an mpirun, don't inherit that."""
+    if _TRANSPORTS in os.environ:
+        yield
+        return
+    os.environ[_TRANSPORTS] = "self"
+    try:
+        yield
+    finally:
+        del os.environ[_TRANSPORTS]
 
 
 def fair_threads(cores: list[frozenset[int]], me: int) -> int:

@@ -19,9 +19,7 @@ BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if 
 
 
 @pytest.fixture(autouse=True)
-def own_settings(monkeypatch):
-    """Threads as before afterwards; and jobs on two ranks must not inherit what a lone process told MPI."""
-    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+def same_threads_afterwards():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,5 +1,8 @@
 """Who am I under each launcher, fair threads, and how a job ends as one."""
 
+import os
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -121,6 +124,14 @@ def test_a_joint_failure_is_told_by_rank_0_alone(capsys, monkeypatch):
 
 def fail(error: Exception):
     raise error
+
+
+def test_what_a_lone_process_tells_open_mpi_does_not_reach_a_job_that_it_starts():
+    """Else an mpirun below this process has ranks that can't reach each other."""
+    source = "import os; from distseg.launch import world; before = dict(os.environ); world(); assert dict(os.environ) == before"
+    inherited = ("OMPI_", "PMIX_", "PRTE_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(inherited)} | {"PYTHONPATH": str(Path(distseg.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", source], env=environment, check=True, timeout=30)
 
 
 PROGRAM = """

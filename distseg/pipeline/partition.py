@@ -1,0 +1,101 @@
+"""Where a flat model is cut, and what then travels between its stages.
+
+A stage is a run of consecutive layers. Each stage hands its output to the next one, and a skip travels straight from
+the stage that stashes it to the one that pops it, past those in between (a portal; torchgpipe, arXiv 2004.09910)::
+
+    layers   enc0_conv0 ... enc0_stash | enc0_pool ... dec0_up | dec0_pop ... head
+    stages   0                         | 1                     | 2
+    edges    x 0 -> 1,   x 1 -> 2,   skip0 0 -> 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Sequence
+
+from torch import nn
+
+from distseg.models.layers import Pop, Stash
+
+OUTPUT = "x"  # the edge of a stage's output; skips go by their own names
+
+
+@dataclass(frozen=True)
+class Skip:
+    """The layers, by position, between which the skip ``name`` waits."""
+
+    name: str
+    stash: int
+    pop: int
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that stage ``source`` hands to stage ``target``."""
+
+    name: str
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.name} of stage {self.source} for stage {self.target}"
+
+
+def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and layer of a Sequential, and of Sequentials inside it, in order of execution.
+
+    Raises:
+        ValueError: the model is not a Sequential, so it can't be cut.
+    """
+    if type(model).forward is not nn.Sequential.forward:
+        raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is a {type(model).__name__}: flatten it, or set mesh.stages to 1")
+    found: list[tuple[str, nn.Module]] = []
+    for name, layer in model.named_children():
+        if type(layer).forward is nn.Sequential.forward:
+            found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
+        else:
+            found.append((name, layer))
+    return found
+
+
+def skips_of(layers: Sequence[nn.Module]) -> list[Skip]:
+    """The skips of a flat model in order of their stash.
+
+    Raises:
+        ValueError: a skip that is popped before it is stashed, twice, or never.
+    """
+    open_: dict[str, int] = {}
+    found = []
+    for position, layer in enumerate(layers):
+        if isinstance(layer, Stash):
+            if layer.name in open_:
+                raise ValueError(f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {open_[layer.name]}: give it a name of its own")
+            open_[layer.name] = position
+        elif isinstance(layer, Pop):
+            if layer.name not in open_:
+                raise ValueError(f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model")
+            found.append(Skip(layer.name, open_.pop(layer.name), position))
+    if open_:
+        raise ValueError(f"stash({next(iter(open_))!r}) is never popped: remove it from the model")
+    return sorted(found, key=lambda skip: skip.stash)
+
+
+def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
+    """The layers of each stage from their numbers, such as the slides' 14 24 30 22 12 7.
+
+    Raises:
+        ValueError: the numbers do not add up to the model's layers, or a stage has none.
+    """
+    if min(balance) < 1 or sum(balance) != layers:
+        raise ValueError(f"pipeline.balance {' '.join(map(str, balance))} adds up to {sum(balance)} layers, but the model has {layers}, and each stage needs at least one")
+    stops = list(accumulate(balance))
+    return [range(stop - count, stop) for stop, count in zip(stops, balance)]
+
+
+def edges_between(ranges: Sequence[range], skips: Sequence[Skip]) -> list[Edge]:
+    """What travels: outputs stage by stage, then the skips that cross a cut."""
+    stage_of = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
+    outputs = [Edge(OUTPUT, stage, stage + 1) for stage in range(len(ranges) - 1)]
+    portals = [Edge(s.name, stage_of[s.stash], stage_of[s.pop]) for s in skips if stage_of[s.stash] != stage_of[s.pop]]
+    return outputs + portals

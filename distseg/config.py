@@ -113,8 +113,8 @@ class DataConfig:
     """A rare class near which some crops are placed."""
     focus_share: float = 0.5
     """Share of the crops with a pixel of ``focus_class`` in their central half."""
-    augment: List[Literal["flip", "turn"]] = field(default_factory=list)
-    """flip: mirror each dim with probability 1/2; turn: rotate by a random multiple of 90 degrees."""
+    augment: List[Literal["flip", "turn", "colour"]] = field(default_factory=list)
+    """flip: mirror each dim with probability 1/2; turn: rotate by a random multiple of 90 degrees; colour: a random gain and offset of each band."""
     epoch_samples: Optional[int] = None
     """Crops an epoch; by default as many as cover the training pixels once."""
     prefetch: int = 2

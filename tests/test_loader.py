@@ -43,6 +43,9 @@ def whole_samples(store, samples):
     for s in samples:
         mean, std = (v.astype("f4")[:, None, None] for v in (store.mean, store.std))
         pixels = (store.read(s.image, s.box).astype("f4") - mean) / std
+        if s.colour is not None:
+            gains, offsets = (np.array(v, "f4")[:, None, None] for v in (s.colour.gains, s.colour.offsets))
+            pixels = pixels * gains + offsets
         found.append((s.turn.apply(pixels), s.turn.apply(store.labels(s.image, s.box)).astype(np.int64)))
     return found
 
@@ -51,7 +54,7 @@ def whole_samples(store, samples):
 
 
 @pytest.mark.parametrize("grid, per_rank", [("1x1", "1x1"), ("2x3", "1x1"), ("1x2", "3x2"), ("4x1", "1x2"), ("1x1", "4x3")])
-@pytest.mark.parametrize("data", [CROPS, DataConfig(augment=["flip", "turn"])], ids=["crops", "whole images"])
+@pytest.mark.parametrize("data", [CROPS, DataConfig(augment=["flip", "turn", "colour"])], ids=["crops", "whole images"])
 def test_the_pieces_of_all_ranks_are_the_whole_images(store, grid, per_rank, data):
     grid, per_rank = Extents(grid), Extents(per_rank)
     samples = epoch_samples(store, "train", data, 3, 0, 6)[0]

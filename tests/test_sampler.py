@@ -212,3 +212,13 @@ def test_a_focus_class_without_pixels(tmp_path):
     store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image((50, 50), lakes=False)), "b": ("val", *random_image((50, 50)))})
     with pytest.raises(ValueError, match="'lake', of which the split 'train' .* has no pixel"):
         epoch_samples(store, "train", DataConfig(crop=Extents("8x8"), focus_class="lake"), 0, 0, 1)
+
+
+def test_colours_differ_by_sample_and_lie_in_their_range(store):
+    data = DataConfig(crop=Extents("32x32"), augment=["colour"], epoch_samples=200)
+    colours = [s.colour for s in every(epoch_samples(store, "train", data, 0, 0, 1))]
+    assert len(set(colours)) == 200
+    gains, offsets = (np.array([getattr(c, field) for c in colours]) for field in ("gains", "offsets"))
+    assert np.exp(-0.25) <= gains.min() < 0.8 and 1.2 < gains.max() <= np.exp(0.25)
+    assert -0.25 <= offsets.min() < -0.24 and 0.24 < offsets.max() <= 0.25
+    assert abs(np.log(gains).mean()) < 0.02 and abs(offsets.mean()) < 0.02

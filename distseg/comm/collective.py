@@ -42,10 +42,11 @@ def add(x: Tensor, comm) -> Tensor:
 
 def wait(request) -> None:
     """Complete an MPI request without holding the core for longer than a message takes on its way."""
-    patience = time.perf_counter() + 1e-4
+    patience, pause = time.perf_counter() + 1e-4, 5e-5
     while not request.Test():
         if time.perf_counter() > patience:
-            time.sleep(5e-5)
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
 
 
 def _host(x: Tensor) -> np.ndarray:

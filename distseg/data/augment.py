@@ -1,4 +1,4 @@
-"""Mirrored and turned images as index maps: a window of the turned image is the turned content of a window.
+"""Augmentation that commutes with cutting windows: turns as index maps, and colours pixel by pixel.
 
 So a rank that computes one window of an augmented image reads that window only, and all ranks together see exactly what
 one rank would see that turns the whole image.
@@ -42,6 +42,25 @@ class Turn:
         for quarters_left in reversed(range(self.quarters)):
             box = _turned_back(box, Turn(self.flips, quarters_left).size(size))
         return box
+
+
+@dataclass(frozen=True)
+class Colour:
+    """Other light, another sensor: each band of a normalised image times a gain, plus an offset in standard deviations."""
+
+    gains: tuple[float, ...]
+    offsets: tuple[float, ...]
+
+    @classmethod
+    def of(cls, uniform: np.ndarray, strength: float = 0.25) -> "Colour":
+        """From 2 x bands numbers in [0, 1): gains in exp(+- strength), offsets in +- strength."""
+        gains, offsets = (2 * uniform - 1).reshape(2, -1) * strength
+        return cls(tuple(np.exp(gains)), tuple(offsets))
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """(C, *size) float32."""
+        gains, offsets = (np.asarray(v, dtype=np.float32).reshape(-1, *(1,) * (pixels.ndim - 1)) for v in (self.gains, self.offsets))
+        return pixels * gains + offsets
 
 
 def _mirrored(box: Box, size, flips) -> Box:

@@ -46,9 +46,13 @@ def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates,
 
 
 def _read(store: Store, samples: list[Sample], place: Place) -> Piece:
-    pixels = [s.turn.apply(store.read_normalised(s.image, _source(s, place.window))) for s in samples]
+    pixels = [_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, place.window)))) for s in samples]
     labels = [s.turn.apply(store.labels(s.image, _source(s, place.tile))) for s in samples]
     return Piece(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels).astype(np.int64)), place)
+
+
+def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
+    return pixels if sample.colour is None else sample.colour.apply(pixels)
 
 
 def _source(sample: Sample, box: Box) -> Box:

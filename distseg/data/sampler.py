@@ -13,7 +13,7 @@ import numpy as np
 
 from distseg import rng
 from distseg.config import DataConfig
-from distseg.data.augment import Turn
+from distseg.data.augment import Colour, Turn
 from distseg.data.focus import Focus
 from distseg.data.store import Store
 from distseg.extents import Extents
@@ -22,12 +22,13 @@ from distseg.geometry.tile import Box
 
 @dataclass(frozen=True)
 class Sample:
-    """The box of an image, to be turned; ``number`` is its position in the epoch."""
+    """The box of an image, to be turned and recoloured; ``number`` is its position in the epoch."""
 
     image: str
     box: Box
     turn: Turn
     number: int
+    colour: Colour | None = None
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ class Epoch(Sequence):
     def _whole(self, number: int) -> Sample:
         name = self._names[self._order[number % len(self._names)]]
         turn, size = self._turned(name, number)
-        return Sample(name, Box.whole(size), turn, number)
+        return Sample(name, Box.whole(size), turn, number, self._coloured(number))
 
     def _crop(self, number: int) -> Sample:
         near, where, block, pixel, *place = rng.uniform(rng.key(*self._keys, number, "crop"), 4 + len(self._data.crop))
@@ -89,7 +90,12 @@ class Epoch(Sequence):
         else:
             name, target = self._names[int(np.searchsorted(self._shares, where, "right"))], None
         turn, size = self._turned(name, number)
-        return Sample(name, Box.whole(size).shifted(_origin(self._store.size(name), size, place, target)), turn, number)
+        return Sample(name, Box.whole(size).shifted(_origin(self._store.size(name), size, place, target)), turn, number, self._coloured(number))
+
+    def _coloured(self, number: int) -> Colour | None:
+        if "colour" not in self._data.augment:
+            return None
+        return Colour.of(rng.uniform(rng.key(*self._keys, number, "colour"), 2 * self._store.bands))
 
     def _turned(self, name: str, number: int) -> tuple[Turn, tuple[int, ...]]:
         """A random turn, and the size of what is read so that it has the sample's size when turned."""

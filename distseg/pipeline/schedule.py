@@ -1,39 +1,54 @@
-"""Who computes what in which order: pipeline schedules as pure generators of actions for one stage.
+"""Who computes what in which order: pipeline schedules as pure generators of actions for one stage, and as a list a rank.
 
 Every stage runs its own list; what makes them one schedule is that an action waits for what it needs. ``3`` stands for
 the forward pass of micro-batch 3, ``3'`` for its backward pass::
 
     GPipe (Huang et al., 2019), 3 stages, 4 micro-batches          1F1B (PipeDream-Flush; Narayanan et al., 2021)
 
-    stage 0   0 1 2 3         3' 2' 1' 0'                          stage 0   0 1 2     0' 3 1'   2'   3'
-    stage 1     0 1 2 3     3' 2' 1' 0'                            stage 1     0 1   0' 2 1' 3 2'   3'
-    stage 2       0 1 2 3 3' 2' 1' 0'                              stage 2       0 0' 1 1' 2 2' 3 3'
+    stage 0  0 1 2 3             3' 2' 1' 0'                       stage 0  0 1 2     0' 3  1'   2'   3'
+    stage 1    0 1 2 3        3' 2' 1' 0'                          stage 1    0 1  0' 2  1' 3  2'   3'
+    stage 2      0 1 2 3   3' 2' 1' 0'                             stage 2      0  0' 1  1' 2  2' 3  3'
 
 GPipe holds the activations of all micro-batches; 1F1B those of as many as there are stages from here to the last.
+
+A *placement* says which rank of the pipeline holds each stage. ``(0, 1, 2)`` gives each rank one; the V ``(0, 1, 2, 1, 0)``
+gives a rank an encoder's level and the decoder's level that pops its skip, so that no skip ever travels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterator
+from typing import ClassVar, Iterator, Sequence
 
 
 @dataclass(frozen=True)
 class Forward:
     stage: int
     micro_batch: int
+    kind: ClassVar[str] = "forward"
 
     def __str__(self) -> str:
         return str(self.micro_batch)
+
+    @property
+    def name(self) -> str:
+        """F_ij as in torchgpipe's paper: micro-batch i, stage j."""
+        return f"F{self.micro_batch},{self.stage}"
 
 
 @dataclass(frozen=True)
 class Backward:
     stage: int
     micro_batch: int
+    kind: ClassVar[str] = "backward"
 
     def __str__(self) -> str:
         return f"{self.micro_batch}'"
+
+    @property
+    def name(self) -> str:
+        """B_ij: micro-batch i, stage j."""
+        return f"B{self.micro_batch},{self.stage}"
 
 
 Action = Forward | Backward
@@ -66,3 +81,32 @@ def forward_only(stage: int, stages: int, micro_batches: int) -> Iterator[Action
 
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again, 2 * ranks - 1 stages: ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``."""
+    return (*range(ranks), *reversed(range(ranks - 1)))
+
+
+def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
+    """The actions of each rank of the pipeline, in order, for the schedule ``name``.
+
+    Args:
+        placement: rank of each stage; ranks are numbered from 0 without gaps.
+
+    Raises:
+        ValueError: an unknown schedule, ranks with gaps, or no micro-batch.
+    """
+    from distseg.pipeline.listing import LISTED
+
+    stages = len(placement)
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown pipeline schedule {name!r}: choose {' or '.join(SCHEDULES)}")
+    if not placement or set(placement) != set(range(max(placement) + 1)):
+        raise ValueError(f"the ranks of a placement are numbered from 0 without gaps, got {tuple(placement)}")
+    if micro_batches < 1:
+        raise ValueError(f"a pipeline needs at least one micro-batch, got {micro_batches}")
+    if len(set(placement)) < stages:
+        return LISTED[name](placement, micro_batches)
+    of_stage = [list(SCHEDULES[name](stage, stages, micro_batches)) for stage in range(stages)]
+    return [of_stage[list(placement).index(rank)] for rank in range(stages)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
 from distseg.config import Config, LossConfig, ModelConfig, SpatialConfig
-from distseg.data.loader import Piece
+from distseg.spatial.piece import Piece
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place, owned_tiles
@@ -145,7 +145,7 @@ def serially(config: Config, pixels: Tensor, labels: Tensor) -> Exact:
 def compare(case: Case, config: Config, pixels: Tensor, labels: Tensor, exact: Exact) -> tuple[dict, dict]:
     """A row of the table and the error as a function of the distance from the tile border."""
     model = build_model(config.model)
-    engine = Engine(config, Mesh(world()), model, precision="fp64")
+    engine = Engine(config, Mesh(world()), model, labels.shape, precision="fp64")
     size, outputs = tuple(labels.shape), []
     model[-1].register_forward_hook(lambda _, __, y: outputs.append(y.detach()))
     cells = owned_tiles(size, (1, 1), GRID, (0, 0), engine.reach)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, SpatialConfig
-from distseg.data.loader import Piece
+from distseg.spatial.piece import Piece
 from distseg.extents import Extents
 from distseg.geometry.tile import owned_tiles
 from distseg.launch import keep_freed_memory, world
@@ -65,7 +65,7 @@ def distributed_step(setting: Setting, comm=None, reducer: str = "auto") -> tupl
     """distseg's step on the ranks of ``comm`` (by default this one)."""
     config = setting.config(reducer)
     mesh = Mesh(comm or world(), setting.samples, setting.tiles)
-    engine = Engine(config, mesh, build_model(config.model), precision=setting.precision, channels_last=setting.channels_last)
+    engine = Engine(config, mesh, build_model(config.model), setting.size, precision=setting.precision, channels_last=setting.channels_last)
     images = RandomImages(setting.size, 4, CLASSES, config)
     pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reach)]
 

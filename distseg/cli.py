@@ -29,6 +29,7 @@ evaluate  IoU, Dice and accuracy of a run on whole images, beside the colour bas
 predict   class maps of whole images, in bounded memory
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
+plan      pipeline stages of a model: layers, time and memory of each, other splits beside
 verify    one step on the mesh and serially, in float64, compared
 
 distseg COMMAND --help lists a command's flags."""
@@ -109,6 +110,30 @@ def _models(arguments: list[str]) -> int:
         print(json.dumps(rows, indent=1))
     else:
         print(table(rows))
+    return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    parser = _parser("plan", sections=False)
+    parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
+    parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
+    parser.add_argument("--tile", type=Extents, default=Extents("1434"), help="Size of the window in the pipeline, such as 1434 or 512x768.")
+    parser.add_argument("--micro-batches", type=int, default=2, help="Micro-batches of an optimizer step.")
+    parser.add_argument("--batch", type=int, default=1, help="Windows of a micro-batch.")
+    parser.add_argument("--memory", type=str | None, default=None, help="What a stage may take, such as 16GB or 15.5GiB; no limit by default.")
+    parser.add_argument("--recompute", choices=["never", "except_last", "always"], default="never", help="Which activations to compute again.")
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="Order of the forward and backward passes.")
+    parser.add_argument("--costs", choices=["modelled", "measured"], default="modelled", help="By arithmetic, or timed here.")
+    parser.add_argument("--device", type=str | None, default=None, help="Of modelled costs: v100 (the default) or cpu, this one.")
+    parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
+    parsed = _parse_plain(parser, arguments)
+    from distseg.plan import report
+
+    policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
+    limit = report.parse_bytes(parsed.memory)
+    costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
+    found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
+    print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
     return 0
 
 
@@ -210,5 +235,6 @@ _COMMANDS = {
     "predict": _predict,
     "plot": _plot,
     "models": _models,
+    "plan": _plan,
     "verify": _verify,
 }

@@ -69,6 +69,22 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    schedule: Literal["auto", "gpipe", "1f1b"] = "auto"
+    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand."""
+    balance: Optional[List[int]] = None
+    """Layers of each stage; by default the split whose slowest stage is fastest (``distseg plan`` shows it)."""
+    recompute: Literal["never", "except_last", "always"] = "never"
+    """Drop a micro-batch's activations after its forward pass and compute them again before its backward pass; except_last: unless that comes next."""
+    placement: Literal["line", "v"] = "line"
+    """line: a stage a rank. v: down the ranks and up again, so that a skip's two ends are on one rank (2 S - 1 stages on S ranks)."""
+
+    def __post_init__(self):
+        if self.balance is not None and min(self.balance, default=0) < 1:
+            raise ValueError(f"pipeline.balance gives the layers of each stage, at least one each, got {self.balance}")
+
+
+@dataclass(frozen=True)
 class SpatialConfig:
     tiles_per_rank: Extents = Extents((1, 1))
     """The grid of tiles that each rank owns of an image."""
@@ -147,7 +163,7 @@ class TrainConfig:
     max_minutes: Optional[float] = None
     """The schedule still spans all epochs; training stops after this many minutes at an epoch's end."""
     accumulate: int = 1
-    """Micro-batches of a group per optimizer step."""
+    """Micro-batches of a group per optimizer step; with stages, those of the pipeline."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto: bf16 autocast where the device computes it faster, else fp32."""
     channels_last: Optional[bool] = None
@@ -200,6 +216,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     spatial: SpatialConfig = field(default_factory=SpatialConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -69,8 +69,6 @@ class Mesh:
     def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
         self.shape = MeshShape(samples, Extents(tiles), stages)
         self.shape.check(world.size)
-        if stages > 1:
-            raise ValueError(f"mesh.stages is {stages}, but pipelines are not there yet: set mesh.stages to 1")
         grid = world.Create_cart(self.shape.axes, reorder=False)
         self.world = world
         self.sample, *tile, self.stage = grid.Get_coords(grid.rank)

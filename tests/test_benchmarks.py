@@ -26,7 +26,7 @@ def same_threads_afterwards():
 
 
 def test_all_are_found():
-    assert BENCHMARKS == ["freed_memory", "halo_error", "horovod_cycle", "overhead", "precision", "scaling"]
+    assert BENCHMARKS == ["balance", "freed_memory", "halo_error", "horovod_cycle", "overhead", "pipeline_model", "precision", "scaling"]
 
 
 def quick(name: str, folder: Path, capsys) -> dict:

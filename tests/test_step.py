@@ -8,15 +8,18 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.config import LossConfig
-from distseg.data.loader import Piece
+from distseg.spatial.piece import Piece
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Place, tiles, window
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
+from distseg.pipeline.execute import Pipeline
+from distseg.pipeline.partition import Partition
+from distseg.pipeline.stage import Stage
 from distseg.spatial.context import Context
 from distseg.spatial.parallelize import parallelize
 from distseg.train.loss import Loss
-from distseg.train.step import GradientStep, Rows
+from distseg.train.step import GradientStep, LossHead, Rows
 
 SIZE = (21, 27)
 
@@ -46,6 +49,14 @@ def pieces(numbers, grid, reach) -> list[Piece]:
     return found
 
 
+def step_of(tiled, name: str, rows: Rows, replicas) -> GradientStep:
+    """A pipeline of one stage on this rank."""
+    loss, partition = Loss(LossConfig(name), 3), Partition.whole()
+    head = LossHead(loss, rows, replicas)
+    pipeline = Pipeline(partition, [Stage(0, tiled, None, [], [], head)], Alone())
+    return GradientStep(pipeline, head, loss, tiled.context, "1f1b", tiled.live_norms)
+
+
 def step(norm, loss, micro_batches, grid=(1, 1), frozen=False):
     """(loss, gradients, model) of a step over the given sample numbers."""
     model = copy.deepcopy(model_of(norm))
@@ -54,7 +65,7 @@ def step(norm, loss, micro_batches, grid=(1, 1), frozen=False):
     if frozen:
         tiled.freeze_norms()
     rows = Rows(1, 0, len(micro_batches), len(micro_batches[0]))
-    value = GradientStep(tiled, Loss(LossConfig(loss), 3), rows, Alone())([pieces(numbers, grid, reach) for numbers in micro_batches])
+    value = step_of(tiled, loss, rows, Alone())([pieces(numbers, grid, reach) for numbers in micro_batches])
     return value, {name: p.grad for name, p in model.named_parameters()}, tiled
 
 
@@ -136,7 +147,7 @@ def test_two_sample_groups_are_one_step(comm, loss):
     reach = receptive_field(model)
     tiled = parallelize(model, reach, Context()).train()
     mine = [[0, 1], [2, 3]][comm.rank]
-    run = GradientStep(tiled, Loss(LossConfig(loss), 3), Rows(2, comm.rank, 1, 2), comm)
+    run = step_of(tiled, loss, Rows(2, comm.rank, 1, 2), comm)
     value = run([pieces(mine, (1, 1), reach)])
     gradients = {name: torch.from_numpy(comm.allreduce(p.grad.numpy())) for name, p in model.named_parameters()}
     same((value, gradients), step("instance", loss, [[0, 1, 2, 3]]))

@@ -56,16 +56,17 @@ class Gradients:
             bucket.zero_()
 
     def norm(self) -> Tensor:
-        """The global 2-norm."""
+        """The 2-norm of all of them."""
+        if not self.buckets:
+            return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(b) for b in self.buckets]))
 
-    def clip(self, largest: float) -> Tensor:
-        """Scale to at most this global norm, as ``torch.nn.utils.clip_grad_norm_``; returns the norm before."""
-        norm = self.norm()
-        factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-        for bucket in self.buckets:
-            bucket.mul_(factor.to(bucket.dtype))
-        return norm
+    def clip(self, largest: float, norm: float) -> None:
+        """Scale as ``torch.nn.utils.clip_grad_norm_`` does, so that the global norm, ``norm`` now, is at most ``largest``."""
+        factor = largest / (norm + 1e-6)
+        if factor < 1:
+            for bucket in self.buckets:
+                bucket.mul_(factor)
 
 
 def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:

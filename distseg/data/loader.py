@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from distseg.config import DataConfig
 from distseg.data.prefetch import prefetch
@@ -15,18 +13,7 @@ from distseg.data.sampler import Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
-
-
-@dataclass
-class Piece:
-    """The same window of B images of one size.
-
-    pixels (B, C, *window) float32, normalised; labels (B, *tile) int64, of the owned tile only.
-    """
-
-    pixels: Tensor
-    labels: Tensor
-    place: Place
+from distseg.spatial.piece import Piece
 
 
 def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach) -> list[Piece]:

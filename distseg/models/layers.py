@@ -70,6 +70,28 @@ class Pop(nn.Module):
         return repr(self.name)
 
 
+def is_sequential(model: nn.Module) -> bool:
+    """Whether its forward pass is that of nn.Sequential: one child after the other."""
+    return type(model).forward is nn.Sequential.forward
+
+
+def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and layer of a Sequential, and of Sequentials inside it, in order of execution.
+
+    Raises:
+        ValueError: the model is not a Sequential, so it can't be cut.
+    """
+    if not is_sequential(model):
+        raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is a {type(model).__name__}: flatten it, or set mesh.stages to 1")
+    found: list[tuple[str, nn.Module]] = []
+    for name, layer in model._modules.items():  # named_children would leave out a layer's second place
+        if is_sequential(layer):
+            found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
+        else:
+            found.append((name, layer))
+    return found
+
+
 def cut_to(x: Tensor, like: Tensor) -> Tensor:
     """The part of ``x`` that has the spatial size of ``like``."""
     if x.shape[2:] == like.shape[2:]:

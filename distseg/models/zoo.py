@@ -11,16 +11,18 @@ from torch import nn
 
 from distseg.config import ModelConfig
 from distseg.models.unet import unet
+from distseg.models.weights import materialise
 
 _FIELDS = ("depth", "num_convs", "base_channels", "in_channels", "out_channels", "norm", "dropout", "up", "groups")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named U-Net. ``levels`` is the L of the paper's slides, None for networks that are not the paper's."""
+    """A named U-Net. ``levels`` is the L of the paper's slides, ``balance`` their layers on each of six stages; None where there are none."""
 
     arguments: dict
     levels: int | None = None
+    balance: tuple[int, ...] | None = None
 
     @property
     def paper_halo(self) -> int | None:
@@ -30,22 +32,30 @@ class Entry:
         return (3 * 2 ** (self.levels - 2) - 1) * 2 * self.arguments["num_convs"]
 
 
-def _summit(depth: int, num_convs: int) -> Entry:
-    return Entry(dict(depth=depth, num_convs=num_convs, base_channels=64, in_channels=4, out_channels=1), levels=depth)
+def _summit(depth: int, num_convs: int, balance: tuple[int, ...] | None = None) -> Entry:
+    return Entry(dict(depth=depth, num_convs=num_convs, base_channels=64, in_channels=4, out_channels=1), levels=depth, balance=balance)
 
 
 ZOO: dict[str, Entry] = {
-    "summit-small": _summit(5, 2),
+    "summit-small": _summit(5, 2, (14, 24, 30, 22, 12, 7)),
     "summit-medium-1": _summit(5, 5),
-    "summit-medium-2": _summit(6, 2),
-    "summit-large": _summit(7, 2),
+    "summit-medium-2": _summit(6, 2, (16, 26, 38, 26, 12, 11)),
+    "summit-large": _summit(7, 2, (18, 30, 44, 30, 14, 13)),
     "demo": Entry(dict(depth=5, num_convs=1, base_channels=32, in_channels=3, out_channels=3, norm="batch", dropout=0.0)),
     "tiny": Entry(dict(depth=2, num_convs=1, base_channels=4, in_channels=3, out_channels=2)),
 }
 
 
 def build_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
-    """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU, or torch's default device).
+    """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU); arguments as of :func:`outline_model`."""
+    model = outline_model(config, in_channels, out_channels)
+    materialise(model, config.seed)
+    return model
+
+
+def outline_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
+    """The model that a config names, without memory (on the meta device): :func:`materialise` makes the weights of the layers that a rank
+    holds. A user's own function makes its model whole, with weights drawn from ``model.seed``.
 
     Args:
         in_channels, out_channels: the data's bands and classes, for fields the config leaves open.
@@ -59,9 +69,13 @@ def build_model(config: ModelConfig, in_channels: int | None = None, out_channel
             raise ValueError(
                 f"model.{field} is {arguments[field]}, but the data has {wanted}: leave model.{field} out and it follows the data"
             )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return _builder(config.name)(**arguments)
+    builder = _builder(config.name)
+    if ":" in config.name:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            return builder(**arguments)
+    with torch.device("meta"):
+        return builder(**arguments)
 
 
 def _builder(name: str):

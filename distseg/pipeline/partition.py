@@ -16,7 +16,7 @@ from typing import Sequence
 
 from torch import nn
 
-from distseg.models.layers import Pop, Stash
+from distseg.models.layers import Pop, Stash, flat_layers  # noqa: F401
 
 OUTPUT = "x"  # the edge of a stage's output; skips go by their own names
 
@@ -32,31 +32,15 @@ class Skip:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that stage ``source`` hands to stage ``target``."""
+    """A tensor that stage ``source`` hands to stage ``target``; ``gradient``: whether one returns."""
 
     name: str
     source: int
     target: int
+    gradient: bool = True
 
     def __str__(self) -> str:
         return f"{self.name} of stage {self.source} for stage {self.target}"
-
-
-def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of a Sequential, and of Sequentials inside it, in order of execution.
-
-    Raises:
-        ValueError: the model is not a Sequential, so it can't be cut.
-    """
-    if type(model).forward is not nn.Sequential.forward:
-        raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is a {type(model).__name__}: flatten it, or set mesh.stages to 1")
-    found: list[tuple[str, nn.Module]] = []
-    for name, layer in model.named_children():
-        if type(layer).forward is nn.Sequential.forward:
-            found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
-        else:
-            found.append((name, layer))
-    return found
 
 
 def skips_of(layers: Sequence[nn.Module]) -> list[Skip]:
@@ -93,9 +77,53 @@ def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
     return [range(stop - count, stop) for stop, count in zip(stops, balance)]
 
 
-def edges_between(ranges: Sequence[range], skips: Sequence[Skip]) -> list[Edge]:
-    """What travels: outputs stage by stage, then the skips that cross a cut."""
+def edges_between(ranges: Sequence[range], skips: Sequence[Skip], trained_from: int = 0) -> list[Edge]:
+    """What travels: outputs stage by stage, then the skips that cross a cut.
+
+    Args:
+        trained_from: the first layer with a parameter that is trained; what is computed before it wants no gradient.
+    """
     stage_of = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
-    outputs = [Edge(OUTPUT, stage, stage + 1) for stage in range(len(ranges) - 1)]
-    portals = [Edge(s.name, stage_of[s.stash], stage_of[s.pop]) for s in skips if stage_of[s.stash] != stage_of[s.pop]]
-    return outputs + portals
+    outputs = [Edge(OUTPUT, stage, stage + 1, layers.stop > trained_from) for stage, layers in enumerate(ranges[:-1])]
+    crossing = [s for s in skips if stage_of[s.stash] != stage_of[s.pop]]
+    return outputs + [Edge(s.name, stage_of[s.stash], stage_of[s.pop], s.stash > trained_from) for s in crossing]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All stages of a model: their layers, what travels between them, and the pipeline's rank that runs each."""
+
+    ranges: tuple[range, ...]
+    edges: tuple[Edge, ...]
+    placement: tuple[int, ...]
+
+    @classmethod
+    def whole(cls) -> "Partition":
+        """One stage, of any kind of model."""
+        return cls((range(0),), (), (0,))
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], balance: Sequence[int], placement: Sequence[int] | None = None) -> "Partition":
+        """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s."""
+        ranges = stage_ranges(balance, len(layers))
+        trained = [position for position, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+        edges = edges_between(ranges, skips_of(layers), trained[0] if trained else len(layers))
+        return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranges)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank of the pipeline runs."""
+        return [stage for stage, at in enumerate(self.placement) if at == rank]
+
+    def layers_of(self, rank: int) -> set[int]:
+        """The layers, by position, whose weights a rank holds."""
+        return {layer for stage in self.stages_of(rank) for layer in self.ranges[stage]}
+
+    def incoming(self, stage: int) -> list[Edge]:
+        return [edge for edge in self.edges if edge.target == stage]
+
+    def outgoing(self, stage: int) -> list[Edge]:
+        return [edge for edge in self.edges if edge.source == stage]

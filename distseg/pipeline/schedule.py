@@ -5,9 +5,9 @@ the forward pass of micro-batch 3, ``3'`` for its backward pass::
 
     GPipe (Huang et al., 2019), 3 stages, 4 micro-batches          1F1B (PipeDream-Flush; Narayanan et al., 2021)
 
-    stage 0  0 1 2 3             3' 2' 1' 0'                       stage 0  0 1 2     0' 3  1'   2'   3'
-    stage 1    0 1 2 3        3' 2' 1' 0'                          stage 1    0 1  0' 2  1' 3  2'   3'
-    stage 2      0 1 2 3   3' 2' 1' 0'                             stage 2      0  0' 1  1' 2  2' 3  3'
+    stage 0  0 1 2 3           3' 2' 1' 0'                         stage 0  0 1 2       0' 3 1'   2'   3'
+    stage 1    0 1 2 3      3' 2' 1' 0'                            stage 1    0 1    0' 2 1' 3 2'   3'
+    stage 2      0 1 2 3 3' 2' 1' 0'                               stage 2      0 0' 1 1' 2 2' 3 3'
 
 GPipe holds the activations of all micro-batches; 1F1B those of as many as there are stages from here to the last.
 
@@ -97,7 +97,7 @@ def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list
     Raises:
         ValueError: an unknown schedule, ranks with gaps, or no micro-batch.
     """
-    from distseg.pipeline.listing import LISTED
+    from distseg.pipeline.listing import LISTED  # which knows the actions above
 
     stages = len(placement)
     if name not in SCHEDULES:

@@ -1,7 +1,7 @@
 """What a pipeline schedule does in time, without running it: when each action starts and ends, who idles, what is held.
 
 Every rank works through its own list in order. Forward(s, m) needs what the edges into stage s bring; Backward(s, m) needs
-Forward(s, m) and the gradients of what the edges out of s took away. Messages are sent in the background when an action
+Forward(s, m) and the gradients of what the edges out of s took away, where the edges return any. Messages are sent in the background when an action
 ends; those from one rank to another go one after another. No rank waits for its messages to be received.
 """
 
@@ -23,10 +23,12 @@ Message = tuple[Edge, type, int]  # what travels, with a Forward or a Backward, 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Attributes:
-    spans: of computation, in seconds, in the order of each rank.
-    ranks: their number.
-    live: for each stage, the largest number of micro-batches whose activations it holds.
+    """What came of it.
+
+    Attributes:
+        spans: of computation; each rank's in their order.
+        ranks: their number.
+        live: for each stage, the largest number of micro-batches whose activations it holds.
     """
 
     spans: tuple[Span, ...]
@@ -77,21 +79,25 @@ def simulate(
                 run.do(order[position[rank]])
                 position[rank] += 1
         if position == before:
-            stuck = [order[done] for done, order in zip(position, orders) if done < len(order)]
-            raise ValueError("the schedule is a deadlock: " + "; ".join(f"rank {placement[a.stage]} waits in {a.name} for {run.lacks(a)}" for a in stuck))
+            stuck = [(rank, order[done]) for rank, (done, order) in enumerate(zip(position, orders)) if done < len(order)]
+            waits = (f"rank {rank} waits in {action.name} for {run.lacks(action)}" for rank, action in stuck)
+            raise ValueError("the schedule is a deadlock: " + "; ".join(waits))
     return Simulation(tuple(run.spans), len(orders), peak_live(orders, len(placement)))
 
 
 def messages_in(action: Action, edges: Sequence[Edge]) -> list[Message]:
     """What an action waits for from other stages."""
-    side = "target" if isinstance(action, Forward) else "source"
-    return [(edge, type(action), action.micro_batch) for edge in edges if getattr(edge, side) == action.stage]
+    return _messages(action, edges, "target" if isinstance(action, Forward) else "source")
 
 
 def messages_out(action: Action, edges: Sequence[Edge]) -> list[Message]:
     """What an action has for other stages."""
-    side = "source" if isinstance(action, Forward) else "target"
-    return [(edge, type(action), action.micro_batch) for edge in edges if getattr(edge, side) == action.stage]
+    return _messages(action, edges, "source" if isinstance(action, Forward) else "target")
+
+
+def _messages(action: Action, edges: Sequence[Edge], side: str) -> list[Message]:
+    there = [edge for edge in edges if getattr(edge, side) == action.stage and (edge.gradient or isinstance(action, Forward))]
+    return [(edge, type(action), action.micro_batch) for edge in there]
 
 
 def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
@@ -128,7 +134,8 @@ def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro
 
 
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
-    for kind, sender, receiver in ((Forward, edge.source, edge.target), (Backward, edge.target, edge.source)):
+    ways = [(Forward, edge.source, edge.target), (Backward, edge.target, edge.source)]
+    for kind, sender, receiver in ways if edge.gradient else ways[:1]:
         sent, wanted = (
             [a.micro_batch for a in orders[placement[stage]] if isinstance(a, kind) and a.stage == stage] for stage in (sender, receiver)
         )

@@ -8,12 +8,13 @@ tile is right as long as the window around it is.
 from __future__ import annotations
 
 import copy
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
 
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import skip_store
+from distseg.models.layers import flat_layers, is_sequential, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
@@ -33,18 +34,45 @@ class TiledModel(nn.Module):
         self.model, self.context, self.reach = model, context, reach
         self.layers = _flattened(model)
         self.flat = self.layers is not None
-        self.norms = [m for m in model.modules() if isinstance(m, DistributedNorm)]
+
+    @property
+    def norms(self) -> list[DistributedNorm]:
+        return [m for m in self.model.modules() if isinstance(m, DistributedNorm)]
 
     @property
     def live_norms(self) -> bool:
         """Whether the windows of an image must be computed together."""
         return any(n.live for n in self.norms)
 
-    def forward(self, windows: list[Tensor], places: list[Place]) -> list[Tensor]:
-        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles."""
+    def keep(self, positions: set[int]) -> None:
+        """Let go of all layers but these, by position in the flat model: the others are another rank's."""
+        assert self.flat
+        for position, (name, layer) in enumerate(flat_layers(self.model)):
+            if position not in positions:
+                parent, _, child = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), child, Elsewhere(layer))
+        self.layers = _flattened(self.model)
+
+    def forward(
+        self,
+        windows: list[Tensor],
+        places: list[Place],
+        part: range | None = None,
+        skips: list[dict[str, Tensor]] | None = None,
+        after_layer: Callable[[], None] | None = None,
+    ) -> list[Tensor]:
+        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles.
+
+        Args:
+            part: the layers of a flat model to run; ``windows`` then are the feature maps before them. All by default.
+            skips: for each window the skips that were stashed before; afterwards, those that wait for a later pop.
+            after_layer: called after each layer of a flat model.
+        """
         self.context.places = places
         if self.flat:
-            return self._layer_by_layer(list(windows))
+            layers = self.layers if part is None else self.layers[part.start : part.stop]
+            return self._layer_by_layer(layers, list(windows), skips or [{} for _ in windows], after_layer)
+        assert part is None
         if len(windows) > 1 and self.live_norms:
             raise ValueError(
                 f"a rank holds {len(windows)} windows of one micro-batch, but with live norms only a flat nn.Sequential computes several "
@@ -52,13 +80,14 @@ class TiledModel(nn.Module):
             )
         return [self._one(self.model, x, i, {}) for i, x in enumerate(windows)]
 
-    def _layer_by_layer(self, xs: list[Tensor]) -> list[Tensor]:
-        skips: list[dict] = [{} for _ in xs]
-        for layer in self.layers:
+    def _layer_by_layer(self, layers: list[nn.Module], xs: list[Tensor], skips: list[dict], after_layer) -> list[Tensor]:
+        for layer in layers:
             if isinstance(layer, DistributedNorm):
                 xs = layer.joint(xs)
             else:
                 xs = [self._one(layer, x, i, skips[i]) for i, x in enumerate(xs)]
+            if after_layer is not None:
+                after_layer()
         return xs
 
     def _one(self, layer: nn.Module, x: Tensor, index: int, skips: dict) -> Tensor:
@@ -78,9 +107,20 @@ class TiledModel(nn.Module):
         commit(self.norms, self.context.groups_comm)
 
 
+class Elsewhere(nn.Module):
+    """Stands where a layer was that another rank holds."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.kind = type(layer).__name__
+
+    def extra_repr(self) -> str:
+        return self.kind
+
+
 def _flattened(model: nn.Module) -> list[nn.Module] | None:
     """The layers of a Sequential, and of Sequentials inside it, in order; None where a norm hides in another kind of module."""
-    if type(model).forward is not nn.Sequential.forward:
+    if not is_sequential(model):
         return None
     layers: list[nn.Module] = []
     for layer in model:

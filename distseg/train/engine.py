@@ -8,71 +8,122 @@ from typing import Callable, ContextManager
 import torch
 from torch import nn
 
+from distseg.comm.collective import add
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.config import Config, SpatialConfig
-from distseg.data.loader import Piece
+from distseg.spatial.piece import Piece
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
 from distseg.mesh import Mesh
 from distseg.models.unet import channels_of
+from distseg.models.weights import materialise
+from distseg.pipeline.execute import Pipeline
+from distseg.pipeline.partition import Partition
+from distseg.pipeline.stage import Stage
+from distseg.plan.stages import partition_of
 from distseg.spatial.context import Context
-from distseg.spatial.parallelize import parallelize
+from distseg.spatial.parallelize import TiledModel, parallelize
 from distseg.train.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate
-from distseg.train.step import GradientStep, Rows
+from distseg.train.step import GradientStep, LossHead, Rows
 
 
 class Engine:
     """A model ready to train on this rank's windows.
 
     Args:
-        model: the plain model, in its final dtype; it is moved to ``device`` and changed in place.
+        model: the plain model, whole but perhaps only outlined (on the meta device). It is changed in place: of its layers
+            only those of this rank's stages stay, on ``device``.
+        image: the size of a step's images in pixels, by which stages are balanced.
         precision: fp32, bf16 (autocast) or fp64.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: nn.Module, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False):
+    def __init__(
+        self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
+    ):
         self.config, self.mesh, self.device, self.channels_last = config, mesh, device, channels_last
         self.precision = precision
         self.autocast = autocast(precision, device)
         self.reach = used_reach(model, config.spatial)
         self.loss = Loss(config.loss, channels_of(model)[1])
+        self.context = _context(config, mesh)
+        self.partition = partition_of(config, model, image, self.reach, device.type)
+        self.model, together = self._own_part(model)
         place_model(model, device, precision, channels_last)
         broadcast(model, mesh.replicas)
-        self.context = _context(config, mesh)
-        self.model = parallelize(model, self.reach, self.context).train()
-        if config.spatial.frozen_norm:
-            self.model.freeze_norms()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(self.parameters)
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, self.parameters)
+        self.gradient_step = self._gradient_step(together)
+
+    def _own_part(self, model: nn.Module) -> tuple[TiledModel, bool]:
+        """The layers of this rank's stages; and whether norms of any stage want the pieces of a micro-batch together."""
+        mine = self.partition.layers_of(self.mesh.stage) if self.partition else None
+        materialise(model, self.config.model.seed, mine)
+        tiled = parallelize(model, self.reach, self.context).train()
+        if self.config.spatial.frozen_norm:
+            tiled.freeze_norms()
+        together = tiled.live_norms
+        if self.partition:
+            if not tiled.flat:
+                raise ValueError("a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, or set mesh.stages to 1")
+            tiled.keep(mine)
+        return tiled, together
+
+    def _gradient_step(self, together: bool) -> GradientStep:
+        config, mesh = self.config, self.mesh
+        partition = self.partition or Partition.whole()
+        self.first = mesh.stage == partition.placement[0]
+        self.last = mesh.stage == partition.placement[-1]
         rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
-        self.gradient_step = GradientStep(self.model, self.loss, rows, mesh.replicas, self.autocast)
+        head = LossHead(self.loss, rows, mesh.replicas) if self.last else None
+        stages = [
+            Stage(s, self.model, self.partition and partition.ranges[s], partition.incoming(s), partition.outgoing(s), head if s + 1 == partition.stages else None, self.autocast)
+            for s in partition.stages_of(mesh.stage)
+        ]
+        self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
+        return GradientStep(self.pipeline, head, self.loss, self.context, _schedule(config, self.loss), together)
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model is, in its dtype and memory format."""
-        last = torch.channels_last if piece.pixels.dim() == 4 else torch.channels_last_3d
+        last = torch.channels_last if len(piece.place.image) == 2 else torch.channels_last_3d
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        pixels = piece.pixels.to(self.device, dtype, non_blocking=True)
-        if self.channels_last:
-            pixels = pixels.contiguous(memory_format=last)
-        return Piece(pixels, piece.labels.to(self.device, non_blocking=True), piece.place)
+        pixels, labels = piece.pixels, piece.labels
+        if pixels is not None:
+            pixels = pixels.to(self.device, dtype, non_blocking=True)
+            pixels = pixels.contiguous(memory_format=last) if self.channels_last else pixels
+        if labels is not None:
+            labels = labels.to(self.device, non_blocking=True)
+        return Piece(pixels, labels, piece.place)
 
     def backward(self, micro_batches: list[list[Piece]]) -> float:
-        """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss."""
+        """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
         self.gradients.zero()
         loss = self.gradient_step([[self.to_device(p) for p in pieces] for pieces in micro_batches])
         self.reducer.sum(self.gradients.buckets)
-        return loss
+        return self._over_stages(loss)
 
     def update(self, rate: float) -> float:
         """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
-        norm = self.gradients.clip(self.config.optim.clip) if self.config.optim.clip else self.gradients.norm()
+        norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5
+        if self.config.optim.clip:
+            self.gradients.clip(self.config.optim.clip, norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.model.commit_statistics()
-        return norm.item()
+        return norm
+
+    def _over_stages(self, part: float) -> float:
+        """The sum over the pipeline's ranks."""
+        return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
+
+
+def _schedule(config: Config, loss: Loss) -> str:
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "gpipe" if config.mesh.stages > 1 and not loss.linear else "1f1b"
 
 
 def _context(config: Config, mesh: Mesh) -> Context:

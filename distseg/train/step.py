@@ -1,23 +1,24 @@
-"""One optimizer step: the exact gradient of the step's loss over all samples, tiles and micro-batches.
+"""One optimizer step: the exact gradient of the step's loss over all samples, tiles, stages and micro-batches.
 
-The loss is a function of sums over pixels (:mod:`distseg.train.loss`), so the step has three parts: run the windows
-forward and collect the rows of sums; add the rows of all ranks and take dL/dS; run backward from the local rows with
-that slope. With several micro-batches each runs forward and backward in turn, which needs dL/dS beforehand: labels give
-it for cross-entropy and its kin; for Dice a forward pass without gradients goes first.
+The loss is a function of sums over pixels (:mod:`distseg.train.loss`). So behind the last stage stands a table of such
+sums, a row an image; the rows of all ranks are added, and dL/dS of the table is where every backward pass begins. It
+must be known by then: from the labels alone (cross-entropy and its kin), because all forward passes are done (GPipe, or a
+single micro-batch), or, for Dice under 1F1B, from a forward pass without gradients that goes first.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Callable, ContextManager
+from typing import Sequence
 
 import torch
 from torch import Tensor
 
 from distseg.comm.collective import add
-from distseg.data.loader import Piece
-from distseg.spatial.parallelize import TiledModel
+from distseg.pipeline.execute import Pipeline
+from distseg.pipeline.schedule import Action, Forward, orders
+from distseg.spatial.context import Context
+from distseg.spatial.piece import Piece, Unit
 from distseg.train.loss import Loss
 
 
@@ -38,86 +39,103 @@ class Rows:
         return (self.group * self.micro_batches + micro_batch) * self.images + image
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Pieces that run through the network together."""
+class LossHead:
+    """What follows the last stage: the table of sums, the loss and its slope.
 
-    micro_batch: int
-    pieces: list[Piece]
+    Args:
+        replicas: the communicator of all ranks that hold the last stage.
+    """
+
+    def __init__(self, loss: Loss, rows: Rows, replicas):
+        self.loss, self.at, self.replicas = loss, rows, replicas
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.table = torch.zeros(self.at.total, self.loss.sums, dtype=torch.float64)
+        self.slope: Tensor | None = None
+        self.value: float | None = None
+
+    def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+        tiles = [output[(slice(None), slice(None), *p.place.owned.slices)] for p, output in zip(unit.pieces, outputs)]
+        return [self.loss.rows(tile, p.labels) for p, tile in zip(unit.pieces, tiles)]
+
+    def note(self, unit: Unit, rows: list[Tensor]) -> None:
+        for piece, found in zip(unit.pieces, rows):
+            self.table[self._at(unit, piece)] += found.detach().double().cpu()
+
+    def note_counts(self, units: Sequence[Unit]) -> None:
+        """The part of the table that labels determine."""
+        for unit in units:
+            self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
+
+    def slopes(self, unit: Unit, rows: list[Tensor]) -> list[Tensor]:
+        if self.slope is None:
+            self._settle()
+        return [self.slope[self._at(unit, p)].to(found) for p, found in zip(unit.pieces, rows)]
+
+    def settle_beforehand(self) -> None:
+        """Take the slope from the table as it is, and begin the table anew."""
+        self._settle()
+        self.table.zero_()
+        self.value = None
+
+    def step_loss(self) -> float:
+        """The loss of the step, once all its rows are noted. Collective over the replicas, as whatever comes here first."""
+        if self.value is None:
+            self._settle()
+        return self.value
+
+    def _settle(self) -> None:
+        self.value, self.slope = self.loss.slope(add(self.table, self.replicas))
+
+    def _at(self, unit: Unit, piece: Piece) -> list[int]:
+        return [self.at.of(unit.micro_batch, image) for image in piece.place.images]
 
 
 class GradientStep:
     """Adds the gradient of a step's loss to the parameters' ``grad``: this rank's part; the replicas' sum is the whole.
 
     Args:
-        replicas: the communicator of all ranks that share the weights.
-        autocast: makes the context in which the network runs.
+        head: on the rank with the last stage, else None.
+        schedule: gpipe or 1f1b.
+        together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
     """
 
-    def __init__(self, model: TiledModel, loss: Loss, rows: Rows, replicas, autocast: Callable[[], ContextManager] = nullcontext):
-        self.model, self.loss, self.rows, self.replicas, self.autocast = model, loss, rows, replicas, autocast
+    def __init__(self, pipeline: Pipeline, head: LossHead | None, loss: Loss, context: Context, schedule: str, together: bool):
+        self.pipeline, self.head, self.loss, self.context = pipeline, head, loss, context
+        self.schedule, self.together = schedule, together
 
     def __call__(self, micro_batches: list[list[Piece]]) -> float:
-        """Forward and backward over the step's micro-batches; returns the loss of the whole step on every rank."""
+        """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
         units = self._units(micro_batches)
-        if len(units) == 1:
-            return self._at_once(units[0])
-        slope = self._slope_beforehand(units)
-        table = self._empty()
-        for unit in units:
-            results = self._forward(unit)
-            for at, rows in results:
-                table[at] += rows.detach().double().cpu()
-            _backward(results, slope)
-        return self.loss.value(add(table, self.replicas)).item()
+        every = orders(self.schedule, self.pipeline.partition.placement, len(units))
+        mine = every[self.pipeline.comm.rank]
+        if self.head:
+            self.head.clear()
+        if not _forwards_first(every[self.pipeline.partition.placement[-1]]):
+            self._settle_beforehand(units, mine)
+        self.pipeline.run(mine, units)
+        return self.head.step_loss() if self.head else 0.0
 
     def _units(self, micro_batches: list[list[Piece]]) -> list[Unit]:
-        """Micro-batches as they are while norms are live; otherwise piece by piece, for the memory of one."""
-        if self.model.live_norms:
+        if self.together:
             return [Unit(m, pieces) for m, pieces in enumerate(micro_batches)]
         return [Unit(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
 
-    def _at_once(self, unit: Unit) -> float:
-        results = self._forward(unit)
-        table = self._empty()
-        for at, rows in results:
-            table[at] += rows.detach().double().cpu()
-        value, slope = self.loss.slope(add(table, self.replicas))
-        _backward(results, slope)
-        return value
-
-    def _forward(self, unit: Unit) -> list[tuple[list[int], Tensor]]:
-        """For each piece the rows of the table it adds to, and its sums."""
-        with self.autocast():
-            outputs = self.model([p.pixels for p in unit.pieces], [p.place for p in unit.pieces])
-        results = []
-        for piece, output in zip(unit.pieces, outputs):
-            tile = output[(slice(None), slice(None), *piece.place.owned.slices)]
-            at = [self.rows.of(unit.micro_batch, image) for image in piece.place.images]
-            results.append((at, self.loss.rows(tile, piece.labels)))
-        return results
-
-    def _slope_beforehand(self, units: list[Unit]) -> Tensor:
-        table = self._empty()
-        if self.loss.linear:
-            for unit in units:
-                for piece in unit.pieces:
-                    at = [self.rows.of(unit.micro_batch, image) for image in piece.place.images]
-                    table[at] += self.loss.counts(piece.labels)
-        else:
-            context = self.model.context
-            context.tracking = False
+    def _settle_beforehand(self, units: list[Unit], actions: Sequence[Action]) -> None:
+        if not self.loss.linear:
+            self.context.tracking = False
             with torch.no_grad():
-                for unit in units:
-                    for at, rows in self._forward(unit):
-                        table[at] += rows.double().cpu()
-            context.tracking = True
-        return self.loss.slope(add(table, self.replicas))[1]
-
-    def _empty(self) -> Tensor:
-        return torch.zeros(self.rows.total, self.loss.sums, dtype=torch.float64)
+                self.pipeline.run([a for a in actions if isinstance(a, Forward)], units)
+            self.context.tracking = True
+        elif self.head:
+            self.head.note_counts(units)
+        if self.head:
+            self.head.settle_beforehand()
 
 
-def _backward(results: list[tuple[list[int], Tensor]], slope: Tensor) -> None:
-    """From the rows of all pieces at once: pieces that went through a norm together share a graph."""
-    torch.autograd.backward([rows for _, rows in results], [slope[at].to(rows) for at, rows in results])
+def _forwards_first(actions: Sequence[Action]) -> bool:
+    """Whether every forward pass comes before the first backward pass."""
+    kinds = [isinstance(a, Forward) for a in actions]
+    return kinds == sorted(kinds, reverse=True)

@@ -1,0 +1,220 @@
+"""Pipelines by arithmetic: the Summit paper's measurements beside our simulation, and the V placement beside contiguous stages.
+
+Layer costs are modelled for a V100, schedules are simulated with links that carry activations, skips and their gradients.
+A micro-batch is one window; a batch is split into micro-batches along its first dim, so m micro-batches are m windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Sequence
+
+from benchmarks.harness import parent, report
+from benchmarks.rows import Rows
+from distseg.config import ModelConfig
+from distseg.models.zoo import ZOO, outline_model
+from distseg.pipeline.balance import fastest_split
+from distseg.pipeline.fold import v_split
+from distseg.pipeline.partition import OUTPUT, Edge, edges_between, stage_ranges
+from distseg.pipeline.schedule import orders, v_placement
+from distseg.plan.cost import Costs, modelled
+from distseg.plan.memory import Policy, ranges_of, stage_seconds
+from distseg.plan.simulate import check, peak_memory, simulate
+from distseg.report.style import FAINT, INK, PALETTE, new_figure
+from distseg.report.tables import table
+
+QUESTION = "How far from the paper's speed-up by model parallelism is a simulation, and where does the V placement beat contiguous stages?"
+GB = 1e9
+LINKS = {"NVLink": 50 * GB, "100 Gbit/s": 12.5 * GB}
+PAPER_BALANCE = {name: ZOO[name].balance for name in ("summit-small", "summit-medium-2")}  # 6 stages
+PAPER = {  # speed-up of 6 stages over 1; taken for summit-small's where our source names only the window
+    ("summit-small", 1434): 1.97, ("summit-medium-2", 1434): 2.01,
+    ("summit-small", 192): 2.8, ("summit-small", 512): 2.5, ("summit-small", 1024): 2.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model cut into stages that are held by ranks."""
+
+    costs: Costs
+    balance: tuple[int, ...]
+    placement: tuple[int, ...]
+    link: float = LINKS["NVLink"]  # bytes/s, from one rank to another
+
+    @property
+    def ranges(self) -> list[range]:
+        return stage_ranges(self.balance, len(self.costs.layers))
+
+    @property
+    def edges(self) -> list[Edge]:
+        return edges_between(self.ranges, self.costs.skips)
+
+    def total(self, field: str) -> list[float]:
+        """Of each stage."""
+        return [sum(getattr(self.costs.layers[i], field) for i in layers) for layers in self.ranges]
+
+    def bytes(self, edge: Edge) -> int:
+        stashes = {skip.name: skip.stash for skip in self.costs.skips}
+        return self.costs.layers[self.ranges[edge.source].stop - 1 if edge.name == OUTPUT else stashes[edge.name]].output
+
+    @property
+    def travelling(self) -> int:
+        """Bytes between ranks of one micro-batch, forward and backward."""
+        return 2 * sum(self.bytes(e) for e in self.edges if self.placement[e.source] != self.placement[e.target])
+
+    @property
+    def slowest(self) -> float:
+        """The busiest rank's share of the work; 1 / share bounds the speed-up."""
+        work = [f + b for f, b in zip(self.total("forward"), self.total("backward"))]
+        return max(sum(w for w, r in zip(work, self.placement) if r == rank) for rank in self.placement) / sum(work)
+
+    def run(self, schedule: str, micro_batches: int, recompute: str = "never") -> dict:
+        """Makespan [s], mean bubble, activations of the fullest rank and what a micro-batch moves [bytes]."""
+        forward, policy = self.total("forward"), Policy(micro_batches, schedule, recompute)
+        actions = orders(schedule, self.placement, micro_batches)
+        check(actions, self.edges, self.placement, micro_batches)
+        again = lambda stage, m: forward[stage] * policy.recomputes(m)  # noqa: E731
+        found = simulate(actions, self.edges, forward, self.total("backward"), self.placement, lambda e: self.bytes(e) / self.link, again)
+        held = max(peak_memory(actions, self.total("activation")))
+        return {"makespan": found.makespan, "bubble": sum(found.idle) / found.ranks, "held": held, "moved": self.travelling}
+
+
+@lru_cache
+def costs_of(model: str, window: int) -> Costs:
+    return modelled(outline_model(ModelConfig(model)), (window, window))
+
+
+def contiguous(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
+    """With the splits whose slowest rank is fastest, messages not counted and counted."""
+    tables = [stage_seconds(costs, ranges_of(costs), Policy(), counted) for counted in (None, link)]
+    return [Pipeline(costs, tuple(fastest_split(table, ranks)), tuple(range(ranks)), link) for table in tables]
+
+
+def folded(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
+    """The same for the V."""
+    seconds = [f + b for f, b in zip(costs.forward, costs.backward)]
+    travels = [None, [2 * layer.output / link for layer in costs.layers]]
+    return [Pipeline(costs, tuple(v_split(seconds, costs.skips, ranks, travel)), v_placement(ranks), link) for travel in travels]
+
+
+def best(pipelines: Sequence[Pipeline], schedule: str, micro_batches: int, recompute: str = "never") -> dict:
+    return min((pipeline.run(schedule, micro_batches, recompute) for pipeline in pipelines), key=lambda found: found["makespan"])
+
+
+def paper_rows(models: Sequence[str], windows: Sequence[int], most: int) -> list[dict]:
+    """GPipe as torchgpipe runs it, recomputing all micro-batches but the last; speed-up of a window's seconds over one stage's."""
+    rows = []
+    for model in models:
+        for window in windows:
+            costs = costs_of(model, window)
+            for stages in range(2, most + 1) if window == windows[0] else (most,):
+                rows.append(_paper_row(model, window, "ours", contiguous(costs, stages)))
+            if model in PAPER_BALANCE:
+                paper = [Pipeline(costs, PAPER_BALANCE[model], tuple(range(6)))]
+                rows.append(_paper_row(model, window, "paper's", paper) | {"paper": PAPER.get((model, window))})
+    return rows
+
+
+def _paper_row(model: str, window: int, split: str, pipelines: Sequence[Pipeline]) -> dict:
+    stages, one = len(pipelines[0].balance), contiguous(pipelines[0].costs, 1)
+    row = {"model": model, "window": window, "stages": stages, "split": split, "slowest": f"{min(p.slowest for p in pipelines):.1%}"}
+    for text, m in (("m = 2", 2), ("m = 3", 3), ("m = 2 S", 2 * stages)):
+        seconds = [best(p, "gpipe", count, "except_last")["makespan"] / count for p, count in ((one, 2), (pipelines, m))]
+        row[text] = round(seconds[0] / seconds[1], 2)
+    return row | {"paper": None}
+
+
+def v_rows(models: Sequence[str], window: int, ranks: Sequence[int], most: int) -> list[dict]:
+    """Both placements with the same links, schedule and micro-batches, without recomputation."""
+    rows = []
+    for model in models:
+        for count in ranks:
+            for name, link in LINKS.items():
+                pipelines = {"S": contiguous(costs_of(model, window), count, link), "V": folded(costs_of(model, window), count, link)}
+                for schedule in ("gpipe", "1f1b"):
+                    for m in range(1, most + 1):
+                        rows.append({"model": model, "ranks": count, "link": name, "schedule": schedule, "m": m} | _compared(pipelines, schedule, m))
+    return rows
+
+
+def _compared(pipelines: dict[str, list[Pipeline]], schedule: str, m: int) -> dict:
+    costs = pipelines["V"][0].costs
+    one = m * sum(costs.forward + costs.backward)
+    found = {name: best(candidates, schedule, m) for name, candidates in pipelines.items()}
+    columns = {
+        "speed-up": {name: round(one / run["makespan"], 2) for name, run in found.items()},
+        "bubble": {name: f"{run['bubble']:.0%}" for name, run in found.items()},
+        "moved": {name: f"{run['moved'] / GB:.2f} GB" for name, run in found.items()},
+        "held": {name: f"{run['held'] / GB:.1f} GB" for name, run in found.items()},
+    }
+    row = {f"{name} {column}": value for column, values in columns.items() for name, value in values.items()}
+    return row | {"V / S": round(found["V"]["makespan"] / found["S"]["makespan"], 3)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
+    options = parser.parse_args(arguments)
+    models, windows, window, ranks, most = list(PAPER_BALANCE), [1434, 192, 512, 1024], 1434, (2, 3, 4, 6), 16
+    if options.quick:
+        models, windows, window, ranks, most = ["demo"], [64], 64, (2, 3), 3
+    first, second = paper_rows(models, windows, max(ranks)), v_rows(models, window, ranks, most)
+    shown = [row for row in second if row["m"] in (min(4, most), 8, 16)]
+    splits = {
+        f"{model}, {count} ranks, {name}": [p.balance for p in make(costs_of(model, window), count)]
+        for model in models for count in ranks for name, make in (("S", contiguous), ("V", folded))
+    }  # fmt: skip
+    parameters = {
+        "models": models, "windows": windows, "window of the V": window, "ranks": ranks, "costs": costs_of(models[0], window).source,
+        "links [bytes/s]": LINKS, "splits": splits, "paper's splits": PAPER_BALANCE, "dtype": "float32",
+    }  # fmt: skip
+    notes = f"{table(shown)}\n\n{NOTES}"
+    results = Rows(first, {"v": second})
+    report("pipeline_model", QUESTION, results, options, parameters, notes, lambda path: _plot(path, first, second))
+
+
+NOTES = """\
+First table: gpipe, recompute except_last, NVLink; seconds a window, one stage with 2 micro-batches (one recomputed) over S stages with m; "2 S"
+is "2 micro-batches a partition" read as 2 S in all; "paper" was measured. Second table: no recomputation; speed-up over one rank; S: contiguous
+stages; bubble: idle share, mean of the ranks; moved: between ranks, a micro-batch, both ways; held: activations of the fullest rank, without
+received skips that wait; V / S: makespans, below 1 the V is faster. Assumed: a kernel takes the longer of its arithmetic (11 TFLOP/s) and its
+traffic (720 GB/s), no launch overhead; messages overlap computation, one at a time from rank to rank; no other limit of links. Splits: the
+slowest rank as fast as can be, by computation or by computation and messages; the better one counts."""
+
+
+def _plot(path: Path, first: list[dict], second: list[dict]) -> None:
+    with new_figure(path, (15.0, 4.4), layout="constrained") as figure:
+        axes = figure.subplots(1, 3)
+        _plot_paper(axes[0], [row for row in first if row["window"] == first[0]["window"]])
+        for axis, link in zip(axes[1:], LINKS):
+            _plot_v(axis, [row for row in second if row["link"] == link and row["schedule"] == "1f1b"], link)
+        axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+
+
+def _plot_paper(axis, rows: list[dict]) -> None:
+    for color, model in zip(PALETTE, dict.fromkeys(row["model"] for row in rows)):
+        ours, theirs = ([r for r in rows if r["model"] == model and r["split"] == split] for split in ("ours", "paper's"))
+        for text, line in (("m = 2", ":"), ("m = 2 S", "-")):
+            axis.plot([r["stages"] for r in ours], [r[text] for r in ours], line, color=color, marker="o", label=f"{model}, {text}")
+            axis.plot([r["stages"] for r in theirs], [r[text] for r in theirs], "s", color=color, markerfacecolor="white")
+        axis.plot([r["stages"] for r in theirs], [r["paper"] for r in theirs], "*", color=color, markersize=13, markeredgecolor=INK)
+    axis.plot([], [], "s", color=INK, markerfacecolor="white", label="the paper's split, simulated")
+    axis.plot([], [], "*", color=INK, label="the paper, measured")
+    axis.set(title=f"GPipe, window {rows[0]['window']}", xlabel="stages", ylabel="speed-up over one stage", ylim=(0, None))
+    axis.legend(loc="upper left", fontsize=8)
+
+
+def _plot_v(axis, rows: list[dict], link: str) -> None:
+    axis.axhline(1.0, color=FAINT, linewidth=1)
+    for line, model in zip(("-", "--"), dict.fromkeys(row["model"] for row in rows)):
+        for color, ranks in zip(PALETTE, dict.fromkeys(row["ranks"] for row in rows)):
+            mine = [row for row in rows if (row["model"], row["ranks"]) == (model, ranks)]
+            axis.plot([r["m"] for r in mine], [r["V / S"] for r in mine], line, color=color, label=f"{model}, {ranks} ranks")
+    axis.set(title=f"V against contiguous, 1F1B, {link}", xlabel="micro-batches", ylabel="makespan, V / contiguous", ylim=(0.7, 1.2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""One stage of a pipeline: forward and backward of one micro-batch, from tensors that arrive to tensors that leave.
+
+What arrives is cut off from the graph of the stage that sent it. So each micro-batch has a graph of its own in each
+stage, from its inputs (leaves) to its outputs, and the backward pass goes from gradients of the outputs, which arrive
+from the stages behind, to gradients of the inputs, which go back to where those came from.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Callable, ContextManager, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from distseg.pipeline.partition import OUTPUT, Edge
+from distseg.spatial.parallelize import TiledModel
+from distseg.spatial.piece import Unit
+
+Recompute = Literal["never", "except_last", "always"]
+Tensors = dict[str, list[Tensor]]  # by the edge's name, a tensor for each piece of the unit
+LOSS = "loss"  # what the last stage puts out: rows of the loss's table
+
+
+class Head(Protocol):
+    """What follows the last stage."""
+
+    def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+        """What the loss is a function of, for each piece, differentiable."""
+
+    def note(self, unit: Unit, rows: list[Tensor]) -> None:
+        """Called once a unit, not again when it is recomputed."""
+
+    def slopes(self, unit: Unit, rows: list[Tensor]) -> list[Tensor]:
+        """The loss's gradient with respect to the rows."""
+
+
+@dataclass
+class Stage:
+    """Layers ``layers`` of ``model``, stage ``number`` of a partition.
+
+    Args:
+        incoming, outgoing: the edges to and from other stages.
+        head: behind the last stage, else None.
+        autocast: makes the context in which the network runs.
+        after_layer: called between layers, so that messages under way move on.
+    """
+
+    number: int
+    model: TiledModel
+    layers: range | None
+    incoming: list[Edge]
+    outgoing: list[Edge]
+    head: Head | None = None
+    autocast: Callable[[], ContextManager] = nullcontext
+    after_layer: Callable[[], None] | None = None
+    _kept: dict[int, tuple[Unit, Tensors, Tensors | None]] = field(default_factory=dict)
+
+    def forward(self, m: int, unit: Unit, inputs: Tensors, keep: bool) -> Tensors:
+        """The tensors that leave, without a graph. ``keep``: activations wait for the backward pass; else the inputs do."""
+        with torch.set_grad_enabled(keep and torch.is_grad_enabled()):
+            outputs = self._run(unit, inputs)
+        if self.head:
+            self.head.note(unit, outputs[LOSS])
+        if torch.is_grad_enabled():
+            self._kept[m] = unit, inputs, outputs if keep else None
+        return {name: [x.detach() for x in xs] for name, xs in outputs.items()}
+
+    def backward(self, m: int, gradients: Tensors) -> Tensors:
+        """Adds to the parameters' gradients; returns those of the inputs that want one. ``gradients``: of the outgoing edges."""
+        unit, inputs, outputs = self._kept.pop(m)
+        if outputs is None:
+            outputs = self._again(unit, inputs)
+        if self.head:
+            gradients = {LOSS: self.head.slopes(unit, outputs[LOSS])}
+        pairs = [(x, g) for name, gs in gradients.items() for x, g in zip(outputs[name], gs) if x.requires_grad]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs)))
+        return {edge.name: [_gradient(x) for x in inputs[edge.name]] for edge in self.incoming if edge.gradient}
+
+    def _again(self, unit: Unit, inputs: Tensors) -> Tensors:
+        """The forward pass once more, with the same dropout masks (they are keyed) and statistics that are not counted again."""
+        context = self.model.context
+        context.tracking = False
+        try:
+            return self._run(unit, inputs)
+        finally:
+            context.tracking = True
+
+    def _run(self, unit: Unit, inputs: Tensors) -> Tensors:
+        places = [p.place for p in unit.pieces]
+        skips = [{name: xs[i] for name, xs in inputs.items() if name != OUTPUT} for i in range(len(places))]
+        with self.autocast():
+            xs = self.model(inputs[OUTPUT], places, self.layers, skips, self.after_layer)
+        if self.head:
+            return {LOSS: self.head.rows(unit, xs)}
+        return {edge.name: xs if edge.name == OUTPUT else [s[edge.name] for s in skips] for edge in self.outgoing}
+
+    def clear(self) -> None:
+        """Forget micro-batches whose backward pass never came, after an error."""
+        self._kept.clear()
+
+
+def _gradient(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad

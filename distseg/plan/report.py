@@ -1,0 +1,155 @@
+"""``distseg plan``: how a model is cut into stages, what each stage takes, and how other splits compare."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+
+from distseg.config import ModelConfig
+from distseg.extents import Extents
+from distseg.models.zoo import ZOO, build_model, outline_model
+from distseg.pipeline.balance import even_split, fastest_split, starts_of, torchgpipe_split
+from distseg.plan.cost import Costs, measured, modelled
+from distseg.plan.memory import Policy, peaks, ranges_of, stage_memory, stage_seconds
+from distseg.plan.roofline import DEVICES
+from distseg.report.tables import table
+
+OURS = "ours"
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``seconds`` are of a micro-batch, forward and backward; ``memory`` is the peak in bytes."""
+
+    layers: int
+    first: str
+    last: str
+    parameters: int
+    seconds: float
+    memory: float
+
+
+def plan(model: str, costs: Costs, stages: int, policy: Policy, limit: float | None = None, judged_by: Costs | None = None) -> dict:
+    """Ours and the splits to compare it with, as plain values for JSON.
+
+    Args:
+        model: the name; the paper's split of it is among those compared, where there is one of so many stages.
+        limit: bytes that a stage may take. Ours keeps to it; whether the others do is told.
+        judged_by: costs of a second measurement: those by which a split was chosen flatter it.
+
+    Raises:
+        ValueError: more stages than layers, or no split fits.
+    """
+    ranges = ranges_of(costs)
+    seconds = stage_seconds(costs, ranges, policy)
+    splits = {OURS: fastest_split(seconds, stages, peaks(ranges, stages, policy), limit), **others(model, costs, stages, policy)}
+    judged_by = judged_by or costs
+    seconds = stage_seconds(judged_by, ranges, policy)
+    found = {name: _stages(balance, costs, ranges, policy, seconds) for name, balance in splits.items()}
+    best = max(stage.seconds for stage in found[OURS])
+    return {
+        "model": model,
+        "costs": judged_by.source,
+        "policy": vars(policy),
+        "memory_limit": limit,
+        "splits": {name: {"balance": splits[name], **verdict(rows, best, limit), "stages": [vars(r) for r in rows]} for name, rows in found.items()},
+    }
+
+
+def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
+    """Balances by name: even in layers, torchgpipe's, the paper's."""
+    seconds = [policy.forward_passes * f + b for f, b in zip(costs.forward, costs.backward)]
+    splits = {"even": even_split(len(seconds), stages), "torchgpipe": torchgpipe_split(seconds, stages)}
+    papers = ZOO[model].balance if model in ZOO else None
+    if papers is not None and len(papers) == stages and sum(papers) == len(seconds):
+        splits["paper"] = list(papers)
+    return {name: balance for name, balance in splits.items() if min(balance) > 0}  # torchgpipe's heuristic may leave a stage without layers
+
+
+def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, seconds) -> list[Stage]:
+    rows = []
+    for stage, (start, count) in enumerate(zip(starts_of(balance), balance)):
+        where = (start, start + count)
+        names = [layer.name for layer in costs.layers[slice(*where)]]
+        memory = stage_memory(ranges, where, stage, len(balance), policy).total
+        rows.append(Stage(count, names[0], names[-1], int(ranges.parameters[where]), float(seconds[where]), float(memory)))
+    return rows
+
+
+def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) -> dict:
+    """Of a split: its slowest stage in seconds, ``best`` (ours) over that, mean stage over slowest, its fullest stage in bytes."""
+    slowest, fullest = max(stage.seconds for stage in stages), max(stage.memory for stage in stages)
+    efficiency = sum(stage.seconds for stage in stages) / (len(stages) * slowest)
+    return {"slowest": slowest, "ratio": best / slowest, "efficiency": efficiency, "fullest": fullest, "fits": limit is None or fullest <= limit}
+
+
+def summary(report: dict) -> str:
+    """The report for a terminal: a table a split, then a line a split."""
+    policy, limit = report["policy"], report["memory_limit"]
+    said = f"{policy['micro_batches']} micro-batches, {policy['schedule']}, recompute {policy['recompute']}"
+    blocks = [f"{report['model']}: costs {report['costs']}; {said}" + ("" if limit is None else f"; at most {limit / 2**30:.4g} GiB a stage")]
+    for name, split in report["splits"].items():
+        blocks.append(f"{name}: {' '.join(map(str, split['balance']))}\n{table([_row(i, stage) for i, stage in enumerate(split['stages'])])}")
+    return "\n\n".join([*blocks, table([_line(name, split, limit) for name, split in report["splits"].items()])])
+
+
+def _row(number: int, stage: dict) -> dict:
+    return {
+        "stage": number,
+        "layers": stage["layers"],
+        "from": stage["first"],
+        "to": stage["last"],
+        "parameters": stage["parameters"],
+        "time [ms]": stage["seconds"] * 1e3,
+        "memory [GiB]": stage["memory"] / 2**30,
+    }
+
+
+def _line(name: str, split: dict, limit: float | None) -> dict:
+    row = {"split": name, "slowest [ms]": split["slowest"] * 1e3, "ours / this": split["ratio"], "efficiency": split["efficiency"]}
+    row["fullest [GiB]"] = split["fullest"] / 2**30
+    return row if limit is None else {**row, "fits": split["fits"]}
+
+
+def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelled", device: str | None = None) -> Costs:
+    """Modelled for a device by name (V100 by default), or measured on the accelerator or CPU at hand.
+
+    Raises:
+        ValueError: an unknown model or device, or a device chosen for measured costs.
+    """
+    if kind == "measured":
+        if device is not None:
+            raise ValueError(f"measured costs are those of the device at hand, but --device is {device}: leave it out, or take --costs modelled")
+        return measured(build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu"), window, batch)
+    with torch.device("meta"):  # for a user's own function; the zoo's outlines lie there anyway
+        network = outline_model(ModelConfig(model))
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}: choose {', '.join(DEVICES)}")
+    return modelled(network, window, batch, DEVICES[device or "v100"]())
+
+
+def window_of(tile: Sequence[int]) -> Extents:
+    """A lone number stands for a square."""
+    return Extents((*tile, *tile) if len(tile) == 1 else tile)
+
+
+def parse_bytes(text: str | None) -> float | None:
+    """``16GB``, ``15.5 GiB`` or a number of bytes.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
+    try:
+        value = float(found[1]) * _UNITS[found[2].upper()]
+    except (TypeError, KeyError, ValueError):
+        value = 0.0
+    if value <= 0:
+        raise ValueError(f"memory is written as 16GB or 15.5GiB, got {text!r}")
+    return value

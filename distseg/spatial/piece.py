@@ -1,0 +1,35 @@
+"""What runs through a network: pieces of images, and those that run together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from distseg.geometry.tile import Place
+
+
+@dataclass
+class Piece:
+    """The same window of B images of one size.
+
+    pixels (B, C, *window) float32, normalised; labels (B, *tile) int64, of the owned tile only. In a pipeline the first
+    stage has the pixels, the last one the labels, and the others None.
+    """
+
+    pixels: Tensor | None
+    labels: Tensor | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Pieces of a micro-batch of the step that run through the network together: a micro-batch of the pipeline."""
+
+    micro_batch: int
+    pieces: list[Piece]
+
+    @property
+    def signature(self) -> tuple:
+        """Units that agree in it have tensors of the same shapes in every layer."""
+        return tuple((len(p.place.images), p.place.window.size) for p in self.pieces)

@@ -13,32 +13,22 @@ from distseg.config import Config
 from distseg.data.store import Store
 from distseg.evaluate import evaluate, score_rows
 from distseg.geometry.tile import Box
-from distseg.launch import set_up, together
-from distseg.predict import Predictor, file_scene, load_model, predict, store_scene
+from distseg.launch import together
+from distseg.predict import file_scene, load_predictor, predict, store_scene
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.tables import table
-from distseg.train.engine import autocast
 from distseg.train.metrics import scores
-from distseg.train.precision import choose
-
-
-def _predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
-    device = set_up(world, config.run.device, config.run.threads)
-    precision, channels_last = choose(config.train, device, world)
-    with together(world):
-        model, manifest = load_model(run, device, precision, channels_last, config.spatial)
-    return Predictor(model, world, device, autocast(precision, device), config.predict.tile, config.predict.scratch, channels_last), manifest
 
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
     """Print the table of scores on a split, ours beside the colour baseline's."""
-    predictor, manifest = _predictor(run, config, world)
+    predictor, manifest = load_predictor(run, config, world)
     with together(world):
         store = Store(config.data.store)
         _check_classes(store, manifest, run)
         store.split(split)
-    matrices = {"network": evaluate(predictor, store, split), "colour": baseline(store, split, world)}
+    matrices = {"network": evaluate(predictor, store, split, world), "colour": baseline(store, split, world)}
     if world.rank == 0:
         print(f"{split} split of {config.data.store}: {len(store.split(split))} images; colour: a classifier of single pixels")
         print(table(score_rows(matrices, store.classes)))
@@ -51,7 +41,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
 
 def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str) -> int:
     """Write class maps of image files or of a split of the store."""
-    predictor, manifest = _predictor(run, config, world)
+    predictor, manifest = load_predictor(run, config, world)
     classes = manifest["data"]["classes"]
     with together(world):
         if images:

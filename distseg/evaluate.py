@@ -10,9 +10,9 @@ from distseg.report.progress import progress
 from distseg.train.metrics import confusion, most_likely, scores
 
 
-def evaluate(predictor: Predictor, store: Store, split: str) -> np.ndarray:
-    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective."""
-    world, classes = predictor.world, len(store.classes)
+def evaluate(predictor: Predictor, store: Store, split: str, world) -> np.ndarray:
+    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``."""
+    classes = len(store.classes)
     total = np.zeros((classes, classes))
     names = store.split(split)
     with progress(len(names), "image", f"evaluate {split}", enabled=world.rank == 0) as bar:

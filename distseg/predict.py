@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -16,19 +16,26 @@ import h5py
 import numpy as np
 import torch
 
-from distseg.config import ModelConfig, SpatialConfig
+from distseg.config import Config, ModelConfig
 from distseg.data.readers import open_image
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, Place, tiles, window
-from distseg.models.zoo import build_model
+from distseg.launch import set_up, together
+from distseg.mesh import Mesh
+from distseg.models.zoo import outline_model
+from distseg.pipeline.build import own_part
+from distseg.pipeline.execute import Pipeline
+from distseg.pipeline.infer import stream_stages
+from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.spatial.context import Context
-from distseg.spatial.parallelize import TiledModel, parallelize
+from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.stream import stream
 from distseg.train.checkpoint import find, load_weights, read_manifest
-from distseg.train.engine import place_model, used_reach
+from distseg.train.engine import autocast, place_model, used_reach
 from distseg.train.metrics import most_likely
+from distseg.train.precision import choose
 
 
 _LARGEST_PNG = 1 << 28  # pixels; a larger class map stays in HDF5 only
@@ -48,13 +55,22 @@ class Predictor:
 
     Args:
         model: already parallelized and on its device; its context's communicators are set here.
+        replicas: the ranks that hold the same layers; the tiles of an image are dealt to them.
         autocast: makes the context in which the network runs.
+        pipeline: this rank's links to the other stages, where the model is cut into stages.
     """
 
-    def __init__(self, model: TiledModel, world, device, autocast, tile: Extents, scratch: str | None = None, channels_last: bool = False):
-        self.model, self.world, self.device, self.autocast = model, world, device, autocast
-        self.tile, self.scratch, self.channels_last = tile, scratch, channels_last
-        self._workers = {world.size: world}
+    def __init__(
+        self, model: TiledModel, replicas, device, autocast, tile: Extents, scratch: str | None = None, channels_last: bool = False, pipeline=None
+    ):
+        self.model, self.replicas, self.device, self.autocast = model, replicas, device, autocast
+        self.tile, self.scratch, self.channels_last, self.pipeline = tile, scratch, channels_last, pipeline
+        self._workers = {replicas.size: replicas}
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the last stage, which has the results."""
+        return self.pipeline is None or self.pipeline.partition.placement[-1] == self.pipeline.comm.rank
 
     def tiles_of(self, size) -> list[Box]:
         """The tiles of an image, of at most the configured size, or a stride cell more."""
@@ -63,12 +79,12 @@ class Predictor:
         return tiles(size, Extents(-(-n // step) for n, step in zip(size, steps)), stride)
 
     def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits (C', *tile.size) float32) for the tiles of this rank."""
+        """Yield (tile, logits (C', *tile.size) float32) for the tiles of this rank; nothing on ranks without the last stage."""
         every = self.tiles_of(scene.size)
-        workers = self._first(min(self.world.size, len(every)))
-        if self.world.rank >= workers.size:
+        workers = self._first(min(self.replicas.size, len(every)))
+        if self.replicas.rank >= workers.size:
             return
-        mine = every[self.world.rank :: workers.size]
+        mine = every[self.replicas.rank :: workers.size]
         places = [Place(tuple(scene.size), t, window(t, scene.size, self.model.reach), (0,), (0,)) for t in mine]
 
         def load(i: int) -> torch.Tensor:
@@ -76,18 +92,22 @@ class Predictor:
             return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
 
         with self._evaluating(workers), self.autocast():
-            for i, output in stream(self.model, places, load, self.scratch):
+            if self.pipeline is None:
+                outputs = stream(self.model, places, load, self.scratch)
+            else:
+                outputs = stream_stages(self.pipeline, self.model, places, load, self.scratch)
+            for i, output in outputs:
                 yield mine[i], output[0].float().cpu().numpy()
 
     @property
     def _dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):
         """The communicator of the first ``count`` ranks, for images with fewer tiles than ranks (collective)."""
         if count not in self._workers:
-            self._workers[count] = self.world.Split(int(self.world.rank >= count), self.world.rank)
-        return self._workers[count] if self.world.rank < count else _NoWork(count)
+            self._workers[count] = self.replicas.Split(int(self.replicas.rank >= count), self.replicas.rank)
+        return self._workers[count] if self.replicas.rank < count else _NoWork(count)
 
     @contextmanager
     def _evaluating(self, workers):
@@ -110,15 +130,30 @@ class _NoWork:
     size: int
 
 
-def load_model(run: str, device, precision: str, channels_last: bool, spatial: SpatialConfig) -> tuple[TiledModel, dict]:
-    """The network of a run or checkpoint, ready for windows, and its manifest."""
-    checkpoint = find(run)
-    manifest = read_manifest(checkpoint)
-    model = build_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
-    load_weights(checkpoint, model)
-    reach = used_reach(model, spatial)
+def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
+    """The network of a run or checkpoint on all ranks of ``world``, ready to predict, and its manifest. Collective.
+
+    It is cut into ``mesh.stages`` where these divide the ranks, else every rank holds all of it.
+    """
+    device = set_up(world, config.run.device, config.run.threads)
+    precision, channels_last = choose(config.train, device, world)
+    stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
+    config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=Extents((1,) * len(config.predict.tile))))
+    with together(world):
+        checkpoint = find(run)
+        manifest = read_manifest(checkpoint)
+        model = outline_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
+        reach = used_reach(model, config.spatial)
+        partition = partition_of(config, model, config.predict.tile, reach, device.type)
+    mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
+    with together(world):
+        context = Context(per_window=config.spatial.norm_scope == "window")
+        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed)
+        load_weights(checkpoint, model, part=partition is not None)
     place_model(model, device, precision, channels_last)
-    return parallelize(model, reach, Context(per_window=spatial.norm_scope == "window")), manifest
+    pipeline = Pipeline(partition, [], mesh.pipeline, device) if partition else None
+    run_in = autocast(precision, device)
+    return Predictor(tiled, mesh.replicas, device, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline), manifest
 
 
 def store_scene(store: Store, name: str) -> Scene:
@@ -139,20 +174,22 @@ def file_scene(path: str, manifest: dict) -> Scene:
 def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str], probabilities: bool = False) -> Path | None:
     """Write ``output/NAME.h5`` with ``classes`` (*size) uint8 and, on request, ``probabilities`` (C, *size) float16.
 
-    Rank 0 writes, a tile of each rank at a time; the file appears when it is whole. Returns its path on rank 0.
+    The first rank with the last stage writes, a tile of each rank at a time; the file appears when it is whole. Returns its path there.
     """
-    world = predictor.world
-    rounds = -(-len(predictor.tiles_of(scene.size)) // min(world.size, len(predictor.tiles_of(scene.size))))
-    mine = predictor(scene)
-    with _writer(world.rank, output, scene, classes, probabilities) as write, progress(rounds, "round", scene.name, enabled=world.rank == 0) as bar:
+    ranks, mine = predictor.replicas, predictor(scene)
+    if not predictor.last:
+        return next(mine, None)  # which hands everything on and yields nothing
+    first = ranks.rank == 0
+    rounds = -(-len(predictor.tiles_of(scene.size)) // min(ranks.size, len(predictor.tiles_of(scene.size))))
+    with _writer(ranks.rank, output, scene, classes, probabilities) as write, progress(rounds, "round", scene.name, enabled=first) as bar:
         for _ in range(rounds):
             done = next(mine, None)
-            parts = world.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
+            parts = ranks.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
             for part in filter(None, parts or []):
                 write(*part)
             bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
         next(mine, None)  # lets the generator leave evaluation mode
-    return _drawn(Path(output) / f"{scene.name}.h5", classes) if world.rank == 0 else None
+    return _drawn(Path(output) / f"{scene.name}.h5", classes) if first else None
 
 
 def _drawn(path: Path, classes: list[str]) -> Path:

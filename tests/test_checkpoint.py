@@ -61,7 +61,7 @@ def test_a_round_trip_is_exact_and_training_goes_on_alike(tmp_path, optim, dtype
 def test_the_manifest_comes_back(tmp_path):
     folder = Checkpoints(tmp_path).save(*trained(), {"step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}, 0.5)
     assert folder.name == "step-00000007"
-    assert read_manifest(folder) == {"format": "distseg checkpoint", "version": 1, "score": 0.5, "step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}
+    assert read_manifest(folder) == {"format": "distseg checkpoint", "version": 1, "score": 0.5, "parts": 1, "step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def load(folder):
 @pytest.mark.parametrize(
     "harm, error, message",
     [
-        (damage("weights.safetensors"), ValueError, "weights.safetensors is damaged or cut off .*: use another checkpoint"),
-        (damage("weights.safetensors", b""), ValueError, "weights.safetensors is damaged or cut off"),
-        (damage("optimizer.safetensors", b"\x80\x04garbage of a pickle"), ValueError, "optimizer.safetensors is damaged"),
+        (damage("weights-1-of-1.safetensors"), ValueError, "weights-1-of-1.safetensors is damaged or cut off .*: use another checkpoint"),
+        (damage("weights-1-of-1.safetensors", b""), ValueError, "weights-1-of-1.safetensors is damaged or cut off"),
+        (damage("optimizer-1-of-1.safetensors", b"\x80\x04garbage of a pickle"), ValueError, "optimizer-1-of-1.safetensors is damaged"),
         (damage("manifest.json"), ValueError, "manifest.json is damaged .*: use another checkpoint"),
         (damage("manifest.json", b"[]"), ValueError, "manifest.json is not the manifest of a distseg checkpoint"),
-        (remove("weights.safetensors"), FileNotFoundError, "weights.safetensors is missing: the checkpoint is not whole"),
-        (remove("optimizer.safetensors"), FileNotFoundError, "optimizer.safetensors is missing"),
+        (remove("weights-1-of-1.safetensors"), FileNotFoundError, "weights-1-of-1.safetensors is missing: the checkpoint is not whole"),
+        (remove("optimizer-1-of-1.safetensors"), FileNotFoundError, "optimizer-1-of-1.safetensors is missing"),
         (edit(format="other"), ValueError, "is not the manifest of a distseg checkpoint"),
         (edit(version=2), ValueError, "has version 2, this distseg reads up to 1: update distseg"),
     ],
@@ -228,7 +228,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, name, forbidden)
     monkeypatch.setattr(torch, "load", forbidden)
     load(folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "optimizer.safetensors", "weights.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "optimizer-1-of-1.safetensors", "weights-1-of-1.safetensors"]
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -57,7 +57,7 @@ def folder(comm, shared_path) -> Path:
 
 
 def weights(run) -> dict:
-    return load_file(find(run, "last") / "weights.safetensors")
+    return load_file(find(run, "last") / "weights-1-of-1.safetensors")
 
 
 @pytest.mark.parallel(4)

@@ -113,6 +113,8 @@ class HorovodReducer:
         self.process_set, self.fp16 = process_set, fp16
 
     def sum(self, buckets: list[Tensor]) -> None:
+        if not buckets:  # a pipeline stage may have no weights
+            return
         import horovod.torch as hvd
 
         wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]

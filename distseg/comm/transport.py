@@ -112,11 +112,10 @@ class Transport:
         """Let MPI move what is under way, and forget what has arrived."""
         self._sending = [(request, x) for request, x in self._sending if not request.Test()]
 
-    def flush(self) -> None:
-        """Wait until everything is sent."""
-        for request, _ in self._sending:
-            wait(request)
-        self._sending.clear()
+    def flush(self, most: int = 0) -> None:
+        """Wait until everything is sent, or all but the latest ``most`` messages."""
+        while len(self._sending) > most:
+            wait(self._sending.pop(0)[0])
 
 
 def _message(x: Tensor):

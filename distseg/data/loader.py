@@ -16,10 +16,11 @@ from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
 from distseg.spatial.piece import Piece
 
 
-def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach) -> list[Piece]:
+def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach, pixels: bool = True, labels: bool = True) -> list[Piece]:
     """What the rank at ``coordinates`` of a ``grid`` of ranks, each with ``per_rank`` tiles, reads of a micro-batch.
 
-    Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row.
+    Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row. ``pixels``, ``labels``:
+    what to read at all.
     """
     positions: dict[tuple[int, ...], list[int]] = {}
     for position, sample in enumerate(samples):
@@ -28,14 +29,16 @@ def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates,
     for size, images in positions.items():
         for tile, window in owned_tiles(size, grid, per_rank, coordinates, reach):
             place = Place(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
-            found.append(_read(store, [samples[i] for i in images], place))
+            found.append(_read(store, [samples[i] for i in images], place, pixels, labels))
     return found
 
 
-def _read(store: Store, samples: list[Sample], place: Place) -> Piece:
-    pixels = [_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, place.window)))) for s in samples]
-    labels = [s.turn.apply(store.labels(s.image, _source(s, place.tile))) for s in samples]
-    return Piece(torch.from_numpy(np.stack(pixels)), torch.from_numpy(np.stack(labels).astype(np.int64)), place)
+def _read(store: Store, samples: list[Sample], place: Place, pixels: bool, labels: bool) -> Piece:
+    windows = [_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, place.window)))) for s in samples if pixels]
+    tiles = [s.turn.apply(store.labels(s.image, _source(s, place.tile))) for s in samples if labels]
+    return Piece(
+        torch.from_numpy(np.stack(windows)) if pixels else None, torch.from_numpy(np.stack(tiles).astype(np.int64)) if labels else None, place
+    )
 
 
 def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
@@ -55,6 +58,7 @@ class StepLoader:
 
     Args:
         grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
+        pixels, labels: what this rank reads; in a pipeline the first stage wants the pixels, the last one the labels.
 
     Raises:
         ValueError: an image of the split without labels, or too small for the grid.
@@ -74,10 +78,13 @@ class StepLoader:
         per_rank,
         coordinates,
         reach: Reach,
+        pixels: bool = True,
+        labels: bool = True,
     ):
         self.store, self.split, self.data, self.seed = store, split, data, seed
         self.groups, self.group, self.accumulate = groups, group, accumulate
         self.grid, self.per_rank, self.coordinates, self.reach = grid, per_rank, coordinates, reach
+        self.pixels, self.labels = pixels, labels
         self.bytes_read = 0
         self.steps_per_epoch = len(self._samples(0))
         self._check_images()
@@ -100,12 +107,12 @@ class StepLoader:
 
     def _pieces(self, samples: list[Sample]) -> tuple[list[Piece], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""
-        found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach)
+        found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach, self.pixels, self.labels)
         return found, sum(self._bytes(samples, piece.place) for piece in found)
 
     def _bytes(self, samples: list[Sample], place: Place) -> int:
         pixel = sum(self.store.dtype(samples[i].image).itemsize for i in place.images) * self.store.bands
-        return pixel * place.window.pixels + len(place.images) * place.tile.pixels
+        return self.pixels * pixel * place.window.pixels + self.labels * len(place.images) * place.tile.pixels
 
     def _check_images(self) -> None:
         fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))

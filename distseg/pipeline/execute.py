@@ -67,6 +67,14 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.clear()
 
+    def hand(self, edge: Edge, unit: Unit, tensors: list[Tensor]) -> None:
+        """Hand a unit's tensors on, outside a schedule; units of an edge are taken in the order in which they are handed on."""
+        self._hand(_Message(edge, unit.micro_batch, False), unit, tensors)
+
+    def take(self, edge: Edge, unit: Unit) -> list[Tensor]:
+        """What the other end of an edge hands on, once it is there."""
+        return self._take(_Message(edge, unit.micro_batch, False), unit)
+
     def _forward(self, action: Action, unit: Unit, last: bool) -> None:
         stage, m = self.stages[action.stage], action.micro_batch
         inputs = {edge.name: self._take(_Message(edge, m, False), unit) for edge in stage.incoming}
@@ -83,6 +91,9 @@ class Pipeline:
 
     def _backward(self, action: Action, unit: Unit) -> None:
         stage, m = self.stages[action.stage], action.micro_batch
+        if stage.dropped(m):
+            with self.trace.span("recompute", action.name):
+                stage.recompute(m)  # while the gradients are still on their way
         gradients: Tensors = {edge.name: self._take(_Message(edge, m, True), unit) for edge in stage.outgoing if edge.gradient}
         with self.trace.span(action.kind, action.name):
             returned = stage.backward(m, gradients)

@@ -70,8 +70,6 @@ class Stage:
     def backward(self, m: int, gradients: Tensors) -> Tensors:
         """Adds to the parameters' gradients; returns those of the inputs that want one. ``gradients``: of the outgoing edges."""
         unit, inputs, outputs = self._kept.pop(m)
-        if outputs is None:
-            outputs = self._again(unit, inputs)
         if self.head:
             gradients = {LOSS: self.head.slopes(unit, outputs[LOSS])}
         pairs = [(x, g) for name, gs in gradients.items() for x, g in zip(outputs[name], gs) if x.requires_grad]
@@ -79,14 +77,17 @@ class Stage:
             torch.autograd.backward(*map(list, zip(*pairs)))
         return {edge.name: [_gradient(x) for x in inputs[edge.name]] for edge in self.incoming if edge.gradient}
 
-    def _again(self, unit: Unit, inputs: Tensors) -> Tensors:
+    def dropped(self, m: int) -> bool:
+        """Whether the activations of a micro-batch were not kept."""
+        return self._kept[m][2] is None
+
+    def recompute(self, m: int) -> None:
         """The forward pass once more, with the same dropout masks (they are keyed) and statistics that are not counted again."""
+        unit, inputs, _ = self._kept[m]
         context = self.model.context
         context.tracking = False
-        try:
-            return self._run(unit, inputs)
-        finally:
-            context.tracking = True
+        self._kept[m] = unit, inputs, self._run(unit, inputs)
+        context.tracking = True
 
     def _run(self, unit: Unit, inputs: Tensors) -> Tensors:
         places = [p.place for p in unit.pieces]

@@ -34,6 +34,9 @@ class TiledModel(nn.Module):
         self.model, self.context, self.reach = model, context, reach
         self.layers = _flattened(model)
         self.flat = self.layers is not None
+        # Of the whole model, also where only some of its layers are kept:
+        self.always_live = any(not n.tracks for n in self.norms)
+        self.live_in_training = bool(self.norms)
 
     @property
     def norms(self) -> list[DistributedNorm]:
@@ -101,6 +104,7 @@ class TiledModel(nn.Module):
             if not n.tracks:
                 raise ValueError(f"{n.name} ({n.kind} norm) has no running statistics to freeze: spatial.frozen_norm needs batch norm")
             n.frozen = True
+        self.live_in_training = False
 
     def commit_statistics(self) -> None:
         """Update the running statistics of batch norms, once an optimizer step; collective over the sample groups."""

@@ -22,7 +22,9 @@ from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
 
 
-@torch.no_grad()
+Skips = dict[str, Tensor]
+
+
 def stream(model: TiledModel, places: list[Place], load: Callable[[int], Tensor], scratch: str | None = None) -> Iterator[tuple[int, Tensor]]:
     """Yield (index, output on the tile (1, C', *tile.size)) for each place of one image.
 
@@ -31,37 +33,54 @@ def stream(model: TiledModel, places: list[Place], load: Callable[[int], Tensor]
         load: index -> the window's pixels (1, C, *window.size).
         scratch: folder for activations between norms; by default the system's temporary folder.
     """
-    if not model.live_norms or (len(places) == 1 and model.context.norm_comm.size == 1):
+    for i, x, _ in stream_layers(model, places, lambda i: (load(i), {}), scratch):
+        yield i, on_tile(x, places[i])
+
+
+@torch.no_grad()
+def stream_layers(
+    model: TiledModel, places: list[Place], load: Callable[[int], tuple[Tensor, Skips]], scratch: str | None = None, part: range | None = None
+) -> Iterator[tuple[int, Tensor, Skips]]:
+    """The same for some layers of a flat model: (index, feature map of the window, skips that wait for a later pop).
+
+    Args:
+        load: index -> the feature map before these layers, and the skips that were stashed before.
+    """
+    layers = model.layers if part is None or not model.flat else model.layers[part.start : part.stop]
+    live = model.live_norms if layers is None else any(isinstance(layer, DistributedNorm) and layer.live for layer in layers)
+    if not live or (len(places) == 1 and model.context.norm_comm.size == 1):
         for i, place in enumerate(places):
-            yield i, _tile(model([load(i)], [place])[0], place)
+            x, skips = load(i)
+            yield i, model([x], [place], part, [skips])[0], skips
         return
     if not model.flat:
         raise ValueError("a model with live norms that is not a flat nn.Sequential can not be streamed over windows: flatten it, or use batch norm")
     with tempfile.TemporaryDirectory(prefix="distseg-", dir=scratch) as folder:
-        yield from _by_segments(model, places, load, Path(folder))
+        yield from _by_segments(model, layers, places, load, Path(folder))
 
 
-def _by_segments(model: TiledModel, places: list[Place], load: Callable[[int], Tensor], folder: Path) -> Iterator[tuple[int, Tensor]]:
-    model.context.places = places
-    *segments, last = _segments(model)
-    waiting = _Waiting(folder, load)
+def _by_segments(model: TiledModel, layers: list, places: list[Place], load: Callable, folder: Path) -> Iterator[tuple[int, Tensor, Skips]]:
+    *segments, last = _segments(layers)
+    waiting = Waiting(folder, load)
     norm = statistics = None
     for segment in segments:
         parts = []
+        model.context.places = places
         for i in range(len(places)):
             x, skips = _run(model, segment[:-1], *waiting.take(i), i, norm, statistics)
             parts += segment[-1].moments(x, i)
             waiting.put(i, x, skips)
         norm, statistics = segment[-1], segment[-1].statistics(parts)
-    for i, place in enumerate(places):
-        x, _ = _run(model, last, *waiting.take(i), i, norm, statistics)
-        yield i, _tile(x, place)
+    for i in range(len(places)):
+        model.context.places = places  # the consumer may have run other layers meanwhile
+        x, skips = _run(model, last, *waiting.take(i), i, norm, statistics)
+        yield i, x, skips
 
 
-def _segments(model: TiledModel) -> list[list]:
+def _segments(layers: list) -> list[list]:
     """The layers cut behind each live norm."""
     segments: list[list] = [[]]
-    for layer in model.layers:
+    for layer in layers:
         segments[-1].append(layer)
         if isinstance(layer, DistributedNorm) and layer.live:
             segments.append([])
@@ -79,25 +98,26 @@ def _run(model: TiledModel, layers: list, x: Tensor, skips: dict, index: int, no
     return x, skips
 
 
-def _tile(output: Tensor, place: Place) -> Tensor:
+def on_tile(output: Tensor, place: Place) -> Tensor:
+    """The part of a window's output that the tile owns."""
     return output[(slice(None), slice(None), *place.owned.slices)]
 
 
-class _Waiting:
-    """Activations and skips of windows between two segments: a file a window."""
+class Waiting:
+    """Feature maps and skips of windows in a folder, a file a window, until they are needed again."""
 
-    def __init__(self, folder: Path, load: Callable[[int], Tensor]):
+    def __init__(self, folder: Path, load: Callable[[int], tuple[Tensor, Skips]] | None = None):
         self.folder, self.load = folder, load
         self.layout: dict[int, tuple[torch.device, bool]] = {}
 
-    def take(self, i: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def take(self, i: int) -> tuple[Tensor, Skips]:
         if i not in self.layout:
-            return self.load(i), {}
+            return self.load(i)
         device, last = self.layout[i]
         tensors = {name: _restored(t.to(device), last) for name, t in load_file(self._file(i)).items()}
         return tensors.pop("x"), {name.partition("/")[2]: t for name, t in tensors.items()}
 
-    def put(self, i: int, x: Tensor, skips: dict[str, Tensor]) -> None:
+    def put(self, i: int, x: Tensor, skips: Skips) -> None:
         self.layout[i] = x.device, x.dim() in (4, 5) and x.stride(1) == 1 and x.shape[1] > 1
         tensors = {"x": x, **{f"skip/{name}": skip for name, skip in skips.items()}}
         try:

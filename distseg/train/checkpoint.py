@@ -1,11 +1,13 @@
 """Checkpoints: weights, buffers and optimizer state as safetensors, all else as a JSON manifest; nothing is unpickled.
 
 A checkpoint is a folder that appears whole or not at all: it is written under another name, flushed to disk, renamed.
-Tensors are keyed by the layer's name, so any mesh can load what any other wrote::
+Each stage of a pipeline writes its own layers. Tensors are keyed by the layer's name, so any mesh, of any number of
+stages, can load what any other wrote::
 
     runs/demo/checkpoints/step-00000600/manifest.json
-                                        weights.safetensors      enc0_conv0.weight, ...
-                                        optimizer.safetensors    enc0_conv0.weight/exp_avg, ...
+                                        weights-1-of-2.safetensors      enc0_conv0.weight, ...
+                                        weights-2-of-2.safetensors      dec0_conv0.weight, ...
+                                        optimizer-1-of-2.safetensors    enc0_conv0.weight/exp_avg, ...
     runs/demo/checkpoints/last.json     which one is the last, which one the best
 """
 
@@ -15,39 +17,51 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Callable
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from distseg.comm.collective import Alone
 
 VERSION = 1
 _INDEX = "last.json"
 
 
 class Checkpoints:
-    """The checkpoints of a run; writes on rank 0 only (see :class:`SilentCheckpoints`)."""
+    """The checkpoints of a run; written by the ranks of one pipeline (all others have :class:`SilentCheckpoints`).
 
-    def __init__(self, run: str | Path, keep: int = 2, afresh: bool = False):
-        """``afresh``: a new run in an old folder; the old checkpoints are set aside as ``checkpoints.1`` and so on."""
-        self.folder, self.keep = Path(run) / "checkpoints", keep
-        if afresh and self.folder.exists():
+    Args:
+        afresh: a new run in an old folder; the old checkpoints are set aside as ``checkpoints.1`` and so on.
+        stages: the communicator of the pipeline, whose ranks all see the folder. The first one writes what is not a stage's own.
+    """
+
+    def __init__(self, run: str | Path, keep: int = 2, afresh: bool = False, stages=Alone()):
+        self.folder, self.keep, self.stages = Path(run) / "checkpoints", keep, stages
+        if afresh and stages.rank == 0 and self.folder.exists():
             number = 1 + sum(1 for _ in self.folder.parent.glob("checkpoints.*"))
             os.replace(self.folder, self.folder.with_name(f"checkpoints.{number}"))
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: dict, score: float | None) -> Path:
         """Write the state after ``manifest['step']`` steps; keep the last ``keep`` and the one with the best score."""
         name = f"step-{manifest['step']:08d}"
-        partial = self.folder / f".{name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _save_tensors(partial / "weights.safetensors", dict(model.state_dict()))
-        _save_tensors(partial / "optimizer.safetensors", optimizer_state(model, optimizer))
-        _write_json(partial / "manifest.json", {"format": "distseg checkpoint", "version": VERSION, "score": score, **manifest})
-        final = self.folder / name
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        self._note(name, score)
+        partial, final = self.folder / f".{name}.partial", self.folder / name
+        first, stages = self.stages.rank == 0, self.stages.size
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.stages.Barrier()
+        part = f"-{self.stages.rank + 1}-of-{stages}"
+        _save_tensors(partial / f"weights{part}.safetensors", dict(model.state_dict()))
+        _save_tensors(partial / f"optimizer{part}.safetensors", optimizer_state(model, optimizer))
+        self.stages.Barrier()
+        if first:
+            _write_json(partial / "manifest.json", {"format": "distseg checkpoint", "version": VERSION, "score": score, "parts": stages, **manifest})
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            self._note(name, score)
         return final
 
     def _note(self, name: str, score: float | None) -> None:
@@ -111,15 +125,18 @@ def read_manifest(checkpoint: Path) -> dict:
 
 
 @torch.no_grad()
-def load_weights(checkpoint: Path, model: nn.Module) -> None:
+def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None:
     """Copy a checkpoint's weights and buffers into ``model``.
+
+    Args:
+        part: ``model`` holds some of the layers only; the checkpoint has more.
 
     Raises:
         ValueError: names or shapes differ; says which, both shapes, and that the model is another.
     """
-    tensors = _load_tensors(checkpoint / "weights.safetensors")
     own = model.state_dict()
-    for name in [*own, *tensors]:
+    tensors, names = _load_tensors(checkpoint, "weights", lambda name: not part or name in own)
+    for name in own if part else [*own, *names]:
         if name not in tensors or name not in own or tensors[name].shape != own[name].shape:
             raise ValueError(
                 f"checkpoint {checkpoint} is of another model: {name} is {_shape(tensors, name)} in the checkpoint and {_shape(own, name)} in the "
@@ -132,10 +149,11 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
 @torch.no_grad()
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore the optimizer's state, bit by bit."""
-    saved = _load_tensors(checkpoint / "optimizer.safetensors")
     names = {p: name for name, p in model.named_parameters()}
+    own = set(names.values())
+    saved, every = _load_tensors(checkpoint, "optimizer", lambda key: key.rpartition("/")[0] in own)
     known = {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else {"step", "exp_avg", "exp_avg_sq"}
-    others = {key.rpartition("/")[2] for key in saved} - known
+    others = {key.rpartition("/")[2] for key in every} - known
     if others:
         raise ValueError(
             f"checkpoint {checkpoint} holds the state of another optimizer ({', '.join(sorted(others))}) than {type(optimizer).__name__}: "
@@ -164,13 +182,21 @@ def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     _flush(path)
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: the checkpoint is not whole; use another one of the run") from None
-    except SafetensorError as e:
-        raise ValueError(f"{path} is damaged or cut off ({e}): use another checkpoint of the run") from None
+def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
+    """The wanted tensors of all parts, and the names of all."""
+    tensors, names = {}, []
+    parts = read_manifest(checkpoint)["parts"]
+    for part in range(1, parts + 1):
+        path = checkpoint / f"{kind}-{part}-of-{parts}.safetensors"
+        try:
+            with safe_open(path, "pt") as file:
+                names += file.keys()
+                tensors.update({name: file.get_tensor(name) for name in file.keys() if wanted(name)})
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing: the checkpoint is not whole; use another one of the run") from None
+        except SafetensorError as e:
+            raise ValueError(f"{path} is damaged or cut off ({e}): use another checkpoint of the run") from None
+    return tensors, names
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -17,13 +17,12 @@ from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
 from distseg.mesh import Mesh
 from distseg.models.unet import channels_of
-from distseg.models.weights import materialise
+from distseg.pipeline.build import own_part
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
 from distseg.plan.stages import partition_of
 from distseg.spatial.context import Context
-from distseg.spatial.parallelize import TiledModel, parallelize
 from distseg.train.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate
 from distseg.train.step import GradientStep, LossHead, Rows
@@ -49,30 +48,16 @@ class Engine:
         self.loss = Loss(config.loss, channels_of(model)[1])
         self.context = _context(config, mesh)
         self.partition = partition_of(config, model, image, self.reach, device.type)
-        self.model, together = self._own_part(model)
+        self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm)
         place_model(model, device, precision, channels_last)
         broadcast(model, mesh.replicas)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(self.parameters)
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, self.parameters)
-        self.gradient_step = self._gradient_step(together)
+        self.gradient_step = self._gradient_step()
 
-    def _own_part(self, model: nn.Module) -> tuple[TiledModel, bool]:
-        """The layers of this rank's stages; and whether norms of any stage want the pieces of a micro-batch together."""
-        mine = self.partition.layers_of(self.mesh.stage) if self.partition else None
-        materialise(model, self.config.model.seed, mine)
-        tiled = parallelize(model, self.reach, self.context).train()
-        if self.config.spatial.frozen_norm:
-            tiled.freeze_norms()
-        together = tiled.live_norms
-        if self.partition:
-            if not tiled.flat:
-                raise ValueError("a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, or set mesh.stages to 1")
-            tiled.keep(mine)
-        return tiled, together
-
-    def _gradient_step(self, together: bool) -> GradientStep:
+    def _gradient_step(self) -> GradientStep:
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
         self.first = mesh.stage == partition.placement[0]
@@ -84,7 +69,7 @@ class Engine:
             for s in partition.stages_of(mesh.stage)
         ]
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
-        return GradientStep(self.pipeline, head, self.loss, self.context, _schedule(config, self.loss), together)
+        return GradientStep(self.pipeline, head, self.loss, self.context, _schedule(config, self.loss), together=self.model.live_in_training)
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model is, in its dtype and memory format."""

@@ -14,13 +14,14 @@ from pathlib import Path
 from distseg.comm.replicas import check_same
 from distseg.config import Config
 from distseg.data.loader import StepLoader
+from distseg.data.sampler import crop_size
 from distseg.data.store import Store
 from distseg.evaluate import evaluate
 from distseg.geometry.receptive import receptive_field
 from distseg.launch import JointFailure, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.unet import channels_of
-from distseg.models.zoo import build_model
+from distseg.models.zoo import outline_model
 from distseg.predict import Predictor
 from distseg.report.log import open_log
 from distseg.report.progress import progress
@@ -43,24 +44,28 @@ def train(config: Config, world) -> dict | None:
         store = _open_store(config)
         config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
-        model = build_model(config.model, store.bands, _outputs(config, store))
-        exact = receptive_field(model)
+        model = outline_model(config.model, store.bands, _outputs(config, store))
+        exact, parameters = receptive_field(model), sum(p.numel() for p in model.parameters())
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
-    engine = Engine(config, mesh, model, device, precision, channels_last)
+    engine = Engine(config, mesh, model, _largest(store, config), device, precision, channels_last)
     with together(world):
         loader = _loader(config, store, mesh, engine)
         resumed = _resume(config, engine, model)
-    checkpoints = Checkpoints(config.train.output, config.train.keep, afresh=not resumed) if first else SilentCheckpoints()
-    predictor = Predictor(engine.model, world, device, engine.autocast, config.predict.tile, config.predict.scratch, channels_last)
+    writes = mesh.replicas.rank == 0
+    checkpoints = Checkpoints(config.train.output, config.train.keep, not resumed, mesh.pipeline) if writes else SilentCheckpoints()
+    predictor = Predictor(
+        engine.model, mesh.replicas, device, engine.autocast, config.predict.tile, config.predict.scratch, channels_last,
+        engine.pipeline if engine.partition else None,
+    )  # fmt: skip
     total = config.train.epochs * loader.steps_per_epoch
     step, start = resumed.get("step", 0), time.monotonic()
     result = resumed.get("validation")
 
     with open_log(config.train.output, config.train.tensorboard, first, resumed.get("step")) as log:
-        for line in _introduction(config, engine, exact, model, loader) if first else []:
+        for line in _introduction(config, engine, exact, parameters, loader) if first else []:
             print(line, flush=True)
-        log.write("start", step, resumed.get("epoch", 0), config=_plain(config), parameters=sum(p.numel() for p in engine.parameters))
+        log.write("start", step, resumed.get("epoch", 0), config=_plain(config), parameters=parameters)
         for epoch in range(resumed.get("epoch", 0), config.train.epochs):
             engine.context.epoch = epoch
             with progress(loader.steps_per_epoch, "step", f"epoch {epoch + 1}/{config.train.epochs}", enabled=first) as bar:
@@ -73,11 +78,11 @@ def train(config: Config, world) -> dict | None:
                     if config.train.check_replicas and step % config.train.check_replicas == 0:
                         check_same(model, mesh.replicas)
                     log.write("step", step, epoch, loss=loss, lr=rate, gradient_norm=norm, seconds=time.monotonic() - start)
-                    bar.advance(pixels=_pixels(micro_batches, world), loss=loss)
+                    bar.advance(pixels=_pixels(micro_batches, mesh), loss=loss)
             score = None  # of this epoch's weights
             done = epoch + 1 == config.train.epochs or _out_of_time(config, start, world)
             if config.train.validate_every and (done or (epoch + 1) % config.train.validate_every == 0) and "val" in store.splits:
-                result = scores(evaluate(predictor, store, "val"), store.classes)
+                result = scores(evaluate(predictor, store, "val", world), store.classes)
                 iou = {name: row["iou"] for name, row in result["classes"].items()}
                 log.write("validation", step, epoch, iou=iou, mean_iou=result["mean_iou"], accuracy=result["accuracy"])
                 if first:
@@ -98,6 +103,11 @@ def _open_store(config: Config) -> Store:
     return Store(config.data.store)
 
 
+def _largest(store: Store, config: Config) -> tuple[int, ...]:
+    """The size of the largest sample, by which stages are balanced."""
+    return max((crop_size(store.size(name), config.data.crop) for name in store.split("train")), key=math.prod)
+
+
 def _outputs(config: Config, store: Store) -> int | None:
     """One output a class; two classes may also share one (sigmoid) if the config says so."""
     return 1 if config.model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
@@ -116,6 +126,8 @@ def _loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoa
         per_rank=config.spatial.tiles_per_rank,
         coordinates=mesh.tile,
         reach=engine.reach,
+        pixels=engine.first,
+        labels=engine.last,
     )
 
 
@@ -127,7 +139,7 @@ def _resume(config: Config, engine: Engine, model) -> dict:
         return {}  # a job's script may always say resume, its first run too
     checkpoint = find(config.train.output, "last")
     manifest = read_manifest(checkpoint)
-    load_weights(checkpoint, model)
+    load_weights(checkpoint, model, part=engine.partition is not None)
     load_optimizer(checkpoint, model, engine.optimizer)
     return manifest
 
@@ -142,14 +154,17 @@ def _plain(config: Config) -> dict:
     return {s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()} for s, fields in asdict(config).items()}
 
 
-def _introduction(config: Config, engine: Engine, exact, model, loader: StepLoader) -> list[str]:
+def _introduction(config: Config, engine: Engine, exact, parameters: int, loader: StepLoader) -> list[str]:
     mesh = engine.mesh
     lines = [
-        f"model {config.model.name}: {sum(p.numel() for p in model.parameters()):,} parameters, halo {max(exact.halo)}, stride {max(exact.stride)}",
+        f"model {config.model.name}: {parameters:,} parameters, halo {max(exact.halo)}, stride {max(exact.stride)}",
         f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}"
         + (", channels_last" if engine.channels_last else ""),
         f"{config.train.epochs} epochs of {loader.steps_per_epoch} steps, {mesh.shape.samples * config.train.accumulate * config.data.images} images a step",
     ]
+    if engine.partition:
+        balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
+        lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}, recompute {config.pipeline.recompute}")
     return lines + [f"approximation: {text}" for text in approximations(config, engine.reach, exact)]
 
 
@@ -167,6 +182,6 @@ def _out_of_time(config: Config, start: float, world) -> bool:
     return limit is not None and world.bcast(time.monotonic() - start > 60 * limit, root=0)
 
 
-def _pixels(micro_batches, world) -> int:
-    """Owned pixels of this rank's step times the ranks: the job's, but for uneven tiles."""
-    return world.size * sum(p.labels.numel() for pieces in micro_batches for p in pieces)
+def _pixels(micro_batches, mesh: Mesh) -> int:
+    """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
+    return mesh.replicas.size * sum(len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces)

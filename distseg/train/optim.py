@@ -12,6 +12,7 @@ from distseg.config import OptimConfig
 
 def make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """PyTorch's own optimizer; its learning rate is set before each step from :func:`learning_rate`."""
+    parameters = parameters or [nn.Parameter(torch.zeros(0))]  # a pipeline stage may have no weights
     common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=True)
     if config.name == "sgd":
         return torch.optim.SGD(parameters, momentum=config.momentum, **common)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.verify import verify
 
@@ -25,6 +25,7 @@ def config(samples=1, tiles="1x1", norm="instance", up="nearest", loss="cross_en
         "model": replace(BASE.model, norm=norm, up=up, **_of(ModelConfig, more)),
         "mesh": MeshConfig(samples=samples, tiles=Extents(tiles), **_of(MeshConfig, more)),
         "loss": LossConfig(name=loss, **_of(LossConfig, more)),
+        "pipeline": PipelineConfig(**_of(PipelineConfig, more)),
         "spatial": SpatialConfig(**_of(SpatialConfig, more)),
         "data": DataConfig(**_of(DataConfig, more)),
         "train": TrainConfig(**_of(TrainConfig, more)),

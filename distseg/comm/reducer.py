@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from distseg.comm.collective import wait
 
+_SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 # A rank that is missing ends the job instead of holding it until its time limit.
 _STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300"}
 # Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work once a step, and on
@@ -160,12 +161,13 @@ def _process_set(mesh, device: str):
 
     import horovod.torch as hvd
 
-    for name, value in {**_STALL, "HOROVOD_CYCLE_TIME": _CYCLE[device]}.items():
+    for name, value in {**_STALL, "HOROVOD_CYCLE_TIME": _CYCLE[device], "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}.items():
         os.environ.setdefault(name, value)
+    if not hvd.is_initialized():
+        hvd.init()
     if mesh.shape.stages == 1:
-        if not hvd.is_initialized():
-            hvd.init()
         return hvd.global_process_set
-    sets = [hvd.ProcessSet(ranks) for ranks in mesh.shape.stage_ranks()]
-    hvd.init(process_sets=sets)
-    return sets[mesh.stage]
+    for ranks in map(tuple, mesh.shape.stage_ranks()):
+        if ranks not in _SETS:
+            _SETS[ranks] = hvd.add_process_set(ranks)
+    return _SETS[tuple(mesh.shape.stage_ranks()[mesh.stage])]

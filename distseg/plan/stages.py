@@ -11,7 +11,9 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Reach, tiles, window
 from distseg.models.layers import flat_layers
 from distseg.pipeline.balance import fastest_split
+from distseg.pipeline.fold import v_split
 from distseg.pipeline.partition import Partition
+from distseg.pipeline.schedule import v_placement
 from distseg.plan.cost import modelled
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
 from distseg.plan.roofline import V100, Device
@@ -36,10 +38,14 @@ def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: 
     if stages == 1 and config.pipeline.balance is None:
         return None
     layers = [layer for _, layer in flat_layers(model)]
+    placement = v_placement(stages) if config.pipeline.placement == "v" else tuple(range(stages))
     balance = config.pipeline.balance
-    if balance is not None and len(balance) != stages:
-        raise ValueError(f"pipeline.balance has {len(balance)} numbers, but mesh.stages is {stages}: give the layers of each stage")
-    return Partition.of(layers, balance or _balance(config, model, image, reach, device))
+    if balance is not None and len(balance) != len(placement):
+        raise ValueError(
+            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with pipeline.placement {config.pipeline.placement} makes "
+            f"{len(placement)} stages: give the layers of each"
+        )
+    return Partition.of(layers, balance or _balance(config, model, image, reach, device), placement)
 
 
 def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
@@ -47,4 +53,6 @@ def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reac
     largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
     costs = modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100)
     policy = Policy(config.train.accumulate, recompute=config.pipeline.recompute)
+    if config.pipeline.placement == "v":
+        return v_split([policy.forward_passes * f + b for f, b in zip(costs.forward, costs.backward)], costs.skips, config.mesh.stages)
     return fastest_split(stage_seconds(costs, ranges_of(costs), policy), config.mesh.stages)

@@ -1,0 +1,92 @@
+"""Stages over ranks: the gradient of the serial program, whatever the cut, the schedule and what is recomputed."""
+
+import pytest
+
+from distseg.extents import Extents
+from distseg.models.zoo import build_model
+from distseg.pipeline.partition import Partition
+from test_exact import NORMS, check, config
+
+SCHEDULES = ["gpipe", "1f1b"]
+RECOMPUTE = ["never", "except_last", "always"]
+
+
+@pytest.mark.parallel([2, 3, 4, 6])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_number_of_stages(comm, schedule, norm):
+    check(comm, "61x75", stages=comm.size, schedule=schedule, norm=norm, accumulate=3)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8])
+def test_every_number_of_micro_batches(comm, schedule, micro_batches):
+    check(comm, "33x47", stages=comm.size, schedule=schedule, accumulate=micro_batches, loss="cross_entropy + 0.5*dice", dice_over="batch")
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("norm", NORMS)
+def test_recomputing(comm, schedule, recompute, norm):
+    check(comm, "33x47", stages=2, schedule=schedule, recompute=recompute, norm=norm, accumulate=3, images=2)
+
+
+UNION = {  # ranks: (samples, tiles, stages)
+    4: [(1, "1x2", 2), (2, "1x1", 2)],
+    6: [(1, "1x3", 2), (2, "1x1", 3), (1, "2x1", 3)],
+    8: [(2, "1x2", 2), (1, "2x2", 2), (1, "1x2", 4)],
+}
+
+
+@pytest.mark.parallel([4, 6, 8])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
+    meshes = UNION[comm.size]
+    samples, tiles, stages = meshes[number % len(meshes)]
+    schedule = SCHEDULES[number % 2]
+    check(comm, "61x75", samples=samples, tiles=tiles, stages=stages, norm=norm, schedule=schedule, accumulate=2, recompute=RECOMPUTE[number])
+
+
+@pytest.mark.parallel(8)
+@pytest.mark.parametrize("scope", ["group", "step"])
+@pytest.mark.parametrize("loss", ["dice", "focal"])
+def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
+    check(comm, "61x75", samples=2, tiles="2x1", stages=2, norm="batch", norm_scope=scope, loss=loss, accumulate=2, images=2)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("norm, frozen", [("none", False), ("batch", True), ("instance", False)])
+def test_many_tiles_a_rank(comm, schedule, norm, frozen):
+    """Without live norms each tile is a micro-batch of its own."""
+    check(comm, "61x75", stages=2, tiles_per_rank=Extents("2x2"), schedule=schedule, norm=norm, frozen_norm=frozen, loss="dice", accumulate=2)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("up", ["nearest", "bilinear", "transposed"])
+def test_cuts_anywhere(comm, up):
+    """Stages of very uneven numbers of layers: cuts before and after a stash, a pop, a norm."""
+    layers = 49  # depth 2, 2 convolutions a level
+    for first in (1, 2, 9, 10, 13, 21, 28, 29, 30, 48):
+        balance = [first, layers - first] if comm.size == 2 else [first, (layers - first) // 2, layers - first - (layers - first) // 2]
+        if min(balance) > 0:
+            check(comm, "33x47", stages=comm.size, balance=balance, up=up, accumulate=2)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_v(comm, schedule, norm):
+    check(comm, "61x75", stages=comm.size, placement="v", depth=3, num_convs=1, schedule=schedule, norm=norm, accumulate=3, recompute="except_last")
+
+
+def test_frozen_layers_return_no_gradient():
+    """A first stage without trained weights gets nothing back, and the rest is exact."""
+    model = build_model(config().model)
+    for layer in model[:10]:
+        layer.requires_grad_(False)
+    edges = Partition.of(list(model), [10, 39]).edges
+    assert [(e.name, e.gradient) for e in edges] == [("x", False), ("skip0", False)]

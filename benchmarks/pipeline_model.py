@@ -77,7 +77,8 @@ class Pipeline:
         forward, policy = self.total("forward"), Policy(micro_batches, schedule, recompute)
         actions = orders(schedule, self.placement, micro_batches)
         check(actions, self.edges, self.placement, micro_batches)
-        again = lambda stage, m: forward[stage] * policy.recomputes(m)  # noqa: E731
+        recomputed = set().union(*map(policy.recomputed, actions))
+        again = lambda stage, m: forward[stage] * ((stage, m) in recomputed)  # noqa: E731
         found = simulate(actions, self.edges, forward, self.total("backward"), self.placement, lambda e: self.bytes(e) / self.link, again)
         held = max(peak_memory(actions, self.total("activation")))
         return {"makespan": found.makespan, "bubble": sum(found.idle) / found.ranks, "held": held, "moved": self.travelling}
@@ -90,7 +91,7 @@ def costs_of(model: str, window: int) -> Costs:
 
 def contiguous(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
     """With the splits whose slowest rank is fastest, messages not counted and counted."""
-    tables = [stage_seconds(costs, ranges_of(costs), Policy(), counted) for counted in (None, link)]
+    tables = [stage_seconds(costs, ranges_of(costs), Policy(), ranks, counted) for counted in (None, link)]
     return [Pipeline(costs, tuple(fastest_split(table, ranks)), tuple(range(ranks)), link) for table in tables]
 
 

@@ -31,6 +31,7 @@ plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
 plan      pipeline stages of a model: layers, time and memory of each, other splits beside
 verify    one step on the mesh and serially, in float64, compared
+profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -95,6 +96,20 @@ def _verify(arguments: list[str]) -> int:
         print(json.dumps(report) if parsed.json else verify.summary(report, parsed.tolerance), flush=True)
     good = comm.bcast(report is not None and report["passed"], root=0)
     return 0 if good else 1
+
+
+def _profile(arguments: list[str]) -> int:
+    parser = _parser("profile")
+    parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
+    parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
+    parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
+    parsed = _parse(parser, arguments)
+    from distseg.profile import profile
+
+    found = profile(_config(parsed), world(), parsed.image, parsed.steps, parsed.output)
+    if found is not None:
+        print(f"{found.text()}\n\n{parsed.output}/timeline.png, {parsed.output}/trace.json", flush=True)
+    return 0
 
 
 def _models(arguments: list[str]) -> int:
@@ -237,4 +252,5 @@ _COMMANDS = {
     "models": _models,
     "plan": _plan,
     "verify": _verify,
+    "profile": _profile,
 }

@@ -76,12 +76,30 @@ class PipelineConfig:
     """Layers of each stage; by default the split whose slowest stage is fastest (``distseg plan`` shows it)."""
     recompute: Literal["never", "except_last", "always"] = "never"
     """Drop a micro-batch's activations after its forward pass and compute them again before its backward pass; except_last: unless that comes next."""
-    placement: Literal["line", "v"] = "line"
-    """line: a stage a rank. v: down the ranks and up again, so that a skip's two ends are on one rank (2 S - 1 stages on S ranks)."""
+    placement: Literal["line", "v", "devices"] = "line"
+    """line: a stage a rank. v: down the ranks and up again, so that a skip's two ends are on one rank (2 S - 1 stages on S ranks). devices: all stages on each rank, one a device, by torchgpipe."""
+    devices: Optional[List[str]] = None
+    """With placement devices, that of each stage, such as ``[cuda:0, cuda:1]``; by default the GPUs of this rank's share of the node, one a number of balance."""
 
     def __post_init__(self):
+        self._check_devices()
         if self.balance is not None and min(self.balance, default=0) < 1:
             raise ValueError(f"pipeline.balance gives the layers of each stage, at least one each, got {self.balance}")
+
+    def _check_devices(self):
+        if self.placement != "devices":
+            if self.devices is not None:
+                raise ValueError(
+                    f"pipeline.devices is {self.devices}, but pipeline.placement is {self.placement}: set it to devices, or leave pipeline.devices out"
+                )
+        elif not self.devices and (self.devices is not None or not self.balance):
+            raise ValueError(
+                "pipeline.placement is devices, but which is not said: give pipeline.devices, such as [cuda:0, cuda:1], or pipeline.balance for their number"
+            )
+        elif self.devices and self.balance and len(self.devices) != len(self.balance):
+            raise ValueError(
+                f"pipeline.devices has {len(self.devices)} devices, but pipeline.balance has {len(self.balance)} numbers: give as many of both"
+            )
 
 
 @dataclass(frozen=True)

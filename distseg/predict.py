@@ -25,6 +25,7 @@ from distseg.launch import set_up, together
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
 from distseg.pipeline.build import own_part
+from distseg.pipeline.devices import check_config, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.infer import stream_stages
 from distseg.plan.stages import partition_of
@@ -33,7 +34,7 @@ from distseg.spatial.context import Context
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.stream import stream
 from distseg.train.checkpoint import find, load_weights, read_manifest
-from distseg.train.engine import autocast, place_model, used_reach
+from distseg.train.engine import autocast, place_stages, used_reach
 from distseg.train.metrics import most_likely
 from distseg.train.precision import choose
 
@@ -140,6 +141,8 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=Extents((1,) * len(config.predict.tile))))
     with together(world):
+        check_config(config)
+        devices = devices_of(config, device)
         checkpoint = find(run)
         manifest = read_manifest(checkpoint)
         model = outline_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
@@ -150,10 +153,10 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         context = Context(per_window=config.spatial.norm_scope == "window")
         tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed)
         load_weights(checkpoint, model, part=partition is not None)
-    place_model(model, device, precision, channels_last)
-    pipeline = Pipeline(partition, [], mesh.pipeline, device) if partition else None
+    place_stages(tiled, partition, devices, precision, channels_last)
+    pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
     run_in = autocast(precision, device)
-    return Predictor(tiled, mesh.replicas, device, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline), manifest
+    return Predictor(tiled, mesh.replicas, devices[0], run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline), manifest
 
 
 def store_scene(store: Store, name: str) -> Scene:

@@ -89,7 +89,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         dump: a safetensors file for the initial weights, the input, the labels and the distributed gradients.
     """
     with together(world):
-        config, model, images = _prepare(config, image)
+        config, model, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         initial = copy.deepcopy(model) if world.rank == 0 else None
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
@@ -99,10 +99,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
             initial.double()
     engine = Engine(config, mesh, model, images.size, precision="fp64")
     with together(world):
-        own = [
-            images.mine(_numbers(config, mesh.sample, m), config.mesh.tiles, config.spatial.tiles_per_rank, mesh.tile, engine.reach)
-            for m in range(config.train.accumulate)
-        ]
+        own = own_pieces(config, mesh, images, engine.reach)
     loss = engine.backward(own)
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
     engine.update(config.optim.lr)
@@ -124,8 +121,12 @@ def _of_all_stages(mesh: Mesh, own: Outcome) -> Outcome | None:
     return Outcome(own.loss, **merged)
 
 
-def _prepare(config: Config, image: Extents | None):
-    """The config with what the data settles, the plain model in float64 and the source of images."""
+def prepare(config: Config, image: Extents | None):
+    """The config with what the data settles, the outlined model and the source of images: random ones of size ``image``, or the store's.
+
+    Raises:
+        ValueError: neither a size nor a store.
+    """
     if config.data.store and image is None:
         store = Store(config.data.store)
         config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
@@ -133,10 +134,18 @@ def _prepare(config: Config, image: Extents | None):
         model = outline_model(config.model, store.bands, classes)
         return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
     if image is None:
-        raise ValueError("verify needs images: give --image 97x131 for random ones, or --data.store PATH")
+        raise ValueError("there are no images: give --image 97x131 for random ones, or --data.store PATH")
     many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal") for _, name in parse(config.loss.name)) else 3
     model = outline_model(config.model, out_channels=many)
     return config, model, RandomImages(image, *channels_of(model), config)
+
+
+def own_pieces(config: Config, mesh: Mesh, images, reach: Reach) -> list[list[Piece]]:
+    """What this rank reads of a step's images, a list for each micro-batch."""
+    return [
+        images.mine(_numbers(config, mesh.sample, m), config.mesh.tiles, config.spatial.tiles_per_rank, mesh.tile, reach)
+        for m in range(config.train.accumulate)
+    ]
 
 
 def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:

@@ -66,7 +66,7 @@ TABLE = {
     "circular padding": (own("circular"), "circular padding joins opposite borders .*use zeros"),
     "layer norm": (own("layer_norm"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
     "one norm at two places": (own("shared_norm"), "layers 1 and 3 are one and the same InstanceNorm2d"),
-    "nothing to verify on": ({"image": None}, "verify needs images: give --image 97x131 for random ones, or --data.store PATH"),
+    "nothing to verify on": ({"image": None}, "there are no images: give --image 97x131 for random ones, or --data.store PATH"),
     "a store that is not there": ({"image": None, "data.store": "/nowhere.h5"}, "/nowhere.h5"),
     "no learning": ({"optim.lr": "-1"}, "(?i)learning rate|optim.lr"),
 }
@@ -97,14 +97,6 @@ def test_a_mistake_is_told_once_by_all_ranks_together(comm, capsys):
     err = capsys.readouterr().err
     assert end.value.code == 2
     assert err == ("distseg: error: model.base_channels is even (the decoder's first level has half of it), got 5\n" if comm.rank == 0 else "")
-
-
-@pytest.mark.parallel(2)
-def test_stages_are_refused_for_now(comm, capsys):
-    with pytest.raises(ValueError, match="mesh.stages is 2, but pipelines are not there yet: set mesh.stages to 1"):
-        from distseg.mesh import Mesh
-
-        Mesh(comm, stages=2)
 
 
 @pytest.mark.parallel(1)

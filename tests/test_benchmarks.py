@@ -26,7 +26,10 @@ def same_threads_afterwards():
 
 
 def test_all_are_found():
-    assert BENCHMARKS == ["balance", "freed_memory", "halo_error", "horovod_cycle", "overhead", "pipeline_model", "precision", "scaling"]
+    assert BENCHMARKS == [
+        "balance", "freed_memory", "halo_error", "horovod_cycle", "overhead", "pipeline_bubble", "pipeline_devices", "pipeline_model", "precision",
+        "scaling", "stage_memory",
+    ]  # fmt: skip
 
 
 def quick(name: str, folder: Path, capsys) -> dict:

@@ -28,7 +28,7 @@ def test_usage_and_version(capsys):
     main([])
     assert capsys.readouterr().out == usage
     assert usage.startswith("usage: distseg COMMAND")
-    assert all(f"\n{command} " in usage for command in ("prepare", "train", "evaluate", "predict", "plot", "models", "verify"))
+    assert all(f"\n{command} " in usage for command in ("prepare", "train", "evaluate", "predict", "plot", "models", "verify", "profile"))
     main(["--version"])
     from distseg import __version__
 
@@ -133,7 +133,7 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "unknown command 'trian': choose prepare, train, evaluate, predict, plot, models, plan, verify"),
+        (["trian"], "unknown command 'trian': choose prepare, train, evaluate, predict, plot, models, plan, verify, profile"),
         (["--verbose"], "unknown command '--verbose'"),
         (["verify", "--model.deep", "2"], "--model.deep"),
         (["verify", "--model.depth", "deep"], "model.depth"),

@@ -162,9 +162,10 @@ def test_running_statistics_are_deferred_batch_norms(comm):
 
 @pytest.mark.parametrize("local", [True, False])
 def test_a_repeated_forward_pass_is_not_counted(local):
-    norm = twin_of(layer_of("batch").float(), tracking=False)
+    norm = twin_of(layer_of("batch").float())
     norm.context.places = places(grid=(1, 1) if local else (2, 3))
-    norm.joint([feature_map(1, torch.float32)[cells(p)] for p in norm.context.places])
+    with norm.context.repeating():
+        norm.joint([feature_map(1, torch.float32)[cells(p)] for p in norm.context.places])
     assert not norm.seen
 
 

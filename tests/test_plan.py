@@ -13,7 +13,7 @@ from distseg.models.zoo import ZOO
 from distseg.pipeline.balance import even_split, starts_of
 from distseg.pipeline.partition import skips_of
 from distseg.plan.cost import measured, modelled
-from distseg.plan.memory import Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
+from distseg.plan.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
 from distseg.plan.report import costs_of, parse_bytes, plan, window_of
 from distseg.plan.roofline import Device, Work
 
@@ -139,13 +139,33 @@ def test_measured_costs_leave_the_model_alone():
         ("gpipe", "except_last", ["1+3", "1+3", "1+3"]),
         ("1f1b", "never", ["3+0", "2+0", "1+0"]),
         ("1f1b", "always", ["1+2", "1+1", "1+0"]),
-        ("1f1b", "except_last", ["2+1", "2+0", "1+0"]),
+        ("1f1b", "except_last", ["1+2", "1+1", "1+0"]),  # only on the last stage a backward pass comes next
     ],
 )
 def test_micro_batches_in_flight(schedule, recompute, expected):
     policy = Policy(4, schedule, recompute)
-    most = [max(holdings(stage, 3, policy), key=lambda pair: (sum(pair), pair)) for stage in range(3)]
-    assert [f"{full}+{inputs}" for full, inputs in most] == expected
+    most = [max(holdings(stage, 3, policy), key=lambda held: (held.full + held.inputs, held.full)) for stage in range(3)]
+    assert [f"{held.full}+{held.inputs}" for held in most] == expected
+
+
+def test_room_is_made_ahead():
+    """Middle stage under 1F1B, F0 F1 B0 F2 B1 B2: during F1 for the gradient of 0 and the input of 2, during B1 for the last gradient."""
+    found = holdings(1, 3, Policy(3, "1f1b"))
+    assert {Held(2, 0, arriving=1, returning=1), Held(2, 0, returning=1, backward=True), Held(1, 0, backward=True)} <= found
+
+
+def test_outputs_leave_once_the_next_stage_is_there():
+    """First of 2 stages under GPipe, all recomputed: in the last forward pass again, its output and its gradient are on their way."""
+    assert Held(1, 2, returning=3, leaving=1) in holdings(0, 2, Policy(3, "gpipe", "always"))
+    assert all(held.leaving == 0 for held in holdings(1, 2, Policy(3, "gpipe", "always")))
+
+
+@pytest.mark.parametrize(
+    "schedule, recompute, passes",  # forward passes a micro-batch on each of 3 stages with 4 micro-batches
+    [("gpipe", "never", [1, 1, 1]), ("gpipe", "except_last", [1.75] * 3), ("1f1b", "except_last", [2, 2, 1]), ("1f1b", "always", [2, 2, 2])],
+)
+def test_what_is_computed_again(schedule, recompute, passes):
+    assert [Policy(4, schedule, recompute).forward_passes(stage, 3) for stage in range(3)] == passes
 
 
 def test_memory_of_a_stage_by_hand():
@@ -159,12 +179,20 @@ def test_memory_of_a_stage_by_hand():
         1 + 0.5 + 0.25 + 1,  # input; pool's indices are int64, its output goes to conv1; output
         1 + 1 + 2 + 1,  # input, skip, both concatenated for conv2, output
     ]
-    assert [ranges.lasting[w] / plane for w in (first, middle, last)] == [1.375, 1, 2]
+    assert [ranges.inputs[w] / plane for w in (first, middle, last)] == [0.375, 1, 2]
     assert [ranges.received[w] / plane for w in (first, middle, last)] == [0, 1, 2]
+    assert [ranges.sent[w] / plane for w in (first, middle, last)] == [2, 1, 0]  # the skip travels beside the output, though they are one here
+    weights = [4 * 3 * 8 / plane, 0, 0]
+    assert [ranges.working[w] / plane for w in (first, middle, last)] == [
+        1 + max(1 + 0.375 + weights[0] - 1, 2),  # the skip's gradient; in the activation: of input and output, nothing freed yet
+        1.25,  # up-sampling, the last layer, of which nothing is kept
+        3 + 4 * 16 * 8 / plane,  # conv2, with its weight's gradient
+    ]
     policy = Policy(4, "1f1b", "always", optimizer_copies=1)
     memory = stage_memory(ranges, middle, 1, 3, policy)
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * 64,) * 3
-    assert memory.activations == (2.75 + 1) * plane and memory.working == 1.25 * plane
+    # Again forward: one with all, one with its input, room for the gradient, the next one's, the next input, and an output that leaves.
+    assert memory.total - 12 * 64 == (2.75 + 1 + 1 + 1 + 1 + 1) * plane and memory.working == 1.25 * plane
     assert peaks(ranges, 3, policy)[(1, *middle)] == memory.total
 
 
@@ -172,9 +200,9 @@ def test_seconds_of_a_stage():
     costs = modelled(unet(1, 1, 4, 3, 2), SIZE)
     ranges, forward, backward = ranges_of(costs), sum(costs.forward[3:7]), sum(costs.backward[3:7])
     for recompute, passes in (("never", 1), ("except_last", 1.75), ("always", 2)):
-        assert stage_seconds(costs, ranges, Policy(4, recompute=recompute))[3, 7] == pytest.approx(passes * forward + backward)
+        assert stage_seconds(costs, ranges, Policy(4, recompute=recompute), 2)[:, 3, 7] == pytest.approx(passes * forward + backward)
     crossing = 2 * (ranges.received[3, 7] + ranges.sent[3, 7]) / 1e9
-    assert stage_seconds(costs, ranges, Policy(4), 1e9)[3, 7] == pytest.approx(forward + backward + crossing)
+    assert stage_seconds(costs, ranges, Policy(4), 2, 1e9)[:, 3, 7] == pytest.approx(forward + backward + crossing)
 
 
 @pytest.mark.parametrize("name", PAPERS)

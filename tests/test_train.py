@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PredictConfig, TrainConfig
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, TrainConfig
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
@@ -36,11 +36,13 @@ def write_store(path: Path, sizes=((41, 53), (64, 37), (50, 50), (33, 47))) -> P
     return path
 
 
-def config(folder: Path, samples=1, tiles="1x1", images=1, **more) -> Config:
+def config(folder: Path, samples=1, tiles="1x1", images=1, stages=1, **more) -> Config:
     fields = {k: v for k, v in more.items() if k in TrainConfig.__dataclass_fields__}
+    pipeline = {k: v for k, v in more.items() if k in PipelineConfig.__dataclass_fields__}
     return Config(
         model=ModelConfig(depth=2, num_convs=1, base_channels=8, norm=more.get("norm", "instance"), dropout=0.1),
-        mesh=MeshConfig(samples=samples, tiles=Extents(tiles)),
+        mesh=MeshConfig(samples=samples, tiles=Extents(tiles), stages=stages),
+        pipeline=PipelineConfig(**pipeline),
         data=DataConfig(store=str(folder / "store.h5"), images=images, crop=Extents("32x32"), augment=["flip", "turn"], epoch_samples=8),
         optim=OptimConfig(lr=3e-3, clip=1.0),
         predict=PredictConfig(tile=Extents("16x24")),
@@ -57,7 +59,7 @@ def folder(comm, shared_path) -> Path:
 
 
 def weights(run) -> dict:
-    return load_file(find(run, "last") / "weights-1-of-1.safetensors")
+    return {name: w for part in find(run, "last").glob("weights-*") for name, w in load_file(part).items()}
 
 
 @pytest.mark.parallel(4)
@@ -71,6 +73,35 @@ def test_layouts_train_alike(comm, folder, norm):
             assert torch.allclose(four[name], w, rtol=0, atol=1e-10), name
     else:
         comm.Split(1)
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+@pytest.mark.parametrize("mesh", [dict(samples=2, stages=2), dict(tiles="1x2", stages=2, recompute="always"), dict(stages=4), dict(stages=4, placement="v")])
+def test_stages_train_alike_and_write_their_own_layers(comm, folder, norm, mesh):
+    accumulate = 2 // mesh.get("samples", 1)
+    train(config(folder, norm=norm, output=str(folder / "four"), accumulate=accumulate, **mesh), comm)
+    if comm.rank == 0:
+        train(config(folder, norm=norm, output=str(folder / "one"), accumulate=2), comm.Split(0))
+        assert len(list(find(folder / "four", "last").glob("weights-*"))) == mesh["stages"]
+        four, one = weights(folder / "four"), weights(folder / "one")
+        assert four.keys() == one.keys()
+        for name, w in one.items():
+            assert torch.allclose(four[name].double(), w.double(), rtol=0, atol=1e-10), name
+    else:
+        comm.Split(1)
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("before, after", [(dict(stages=4), dict(tiles="2x2")), (dict(samples=2, tiles="1x2"), dict(tiles="1x2", stages=2))])
+def test_a_run_is_resumed_on_another_mesh(comm, folder, before, after):
+    """Steps of two images: as micro-batches, or of two groups."""
+    common = lambda mesh: dict(epochs=3, accumulate=2 // mesh.get("samples", 1), **mesh)
+    train(config(folder, output=str(folder / "whole"), **common(before)), comm)
+    train(config(folder, output=str(folder / "cut"), max_minutes=0.0, **common(before)), comm)
+    train(config(folder, output=str(folder / "cut"), resume=True, **common(after)), comm)
+    whole, cut = weights(folder / "whole"), weights(folder / "cut")
+    assert all(torch.allclose(whole[name], cut[name], rtol=0, atol=1e-10) for name in whole)
 
 
 @pytest.mark.parallel([1, 4])
@@ -106,14 +137,26 @@ def test_it_learns_and_its_log_tells(comm, folder):
         assert index["last"] == f"step-{len(losses):08d}"
 
 
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("norm", ["batch", "instance", "none"])
+@pytest.mark.parametrize("placement", ["line", "v"])
+def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
+    mesh = {2: dict(stages=2), 3: dict(stages=3), 4: dict(stages=2, samples=2)}[comm.size]
+    check_prediction(config(folder, norm=norm, epochs=1, placement=placement, accumulate=2, **mesh), comm, folder)
+
+
 @pytest.mark.parallel([1, 3])
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
 def test_prediction_has_no_seams(comm, folder, norm):
-    plan = config(folder, tiles=f"{comm.size}x1", norm=norm, epochs=1)
+    check_prediction(config(folder, tiles=f"{comm.size}x1", norm=norm, epochs=1), comm, folder)
+
+
+def check_prediction(plan, comm, folder):
     train(plan, comm)
     from distseg.commands import run_predict
 
     run_predict(str(folder / "run"), replace(plan, predict=replace(plan.predict, probabilities=True)), comm, None, "test", str(folder / "found"))
+    comm.Barrier()
     if comm.rank == 0:
         store = Store(folder / "store.h5")
         model = build_model(plan.model, 2, 2).double()
@@ -150,7 +193,7 @@ from distseg.launch import identify
 class Dying(nn.Module):
     calls = 0
     def forward(self, x):
-        Dying.calls += 1
+        Dying.calls += self.training and not x.is_meta
         if identify().rank == 1 and Dying.calls == {calls}:
             {how}
         return x
@@ -172,6 +215,45 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
         "--train.tensorboard", "false", "--train.epochs", "50", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
     )  # fmt: skip
     assert done.returncode != 0 and message in done.stderr, str(done)
+    assert done.stderr.count("distseg: error") <= 1
+
+
+CHANGING = """
+import torch
+from torch import nn
+from distseg.launch import identify
+
+class Changing(nn.Module):
+    '''Its output gets another shape in the middle of a run, in the first stage's last layer.'''
+    calls = 0
+    def forward(self, x):
+        Changing.calls += self.training and not x.is_meta
+        return torch.cat((x, x), 1) if Changing.calls > 40 and identify().rank == 0 else x
+
+def net(in_channels, out_channels):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Changing(), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1))
+"""
+
+STAGES = ("--mesh.stages", "2", "--pipeline.balance", "[2,2]", "--train.accumulate", "4")
+
+
+@pytest.mark.parametrize(
+    "source,message",
+    [
+        (DYING.format(calls=30, how="os.kill(os.getpid(), 9)").replace("rank == 1", "rank == 0"), ""),
+        (DYING.format(calls=30, how="raise ValueError('band 3 is empty')").replace("rank == 1", "rank == 0"), "rank 0: band 3 is empty"),
+        (CHANGING, "x of stage 0 for stage 1 is 1x8x32x32 float32 in micro-batch"),
+    ],
+    ids=["killed", "raises", "changes its shape"],
+)
+def test_a_stage_that_fails_in_the_middle_of_a_schedule_ends_the_job(mpirun, tmp_path, source, message):
+    write_store(tmp_path / "store.h5")
+    (tmp_path / "failing.py").write_text(source)
+    done = mpirun(
+        2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", *STAGES, "--model.name", "failing:net",
+        "--train.tensorboard", "false", "--train.epochs", "50", "--train.precision", "fp32", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
+    )  # fmt: skip
+    assert done.returncode != 0 and message in done.stderr and "1/50" in done.stderr + done.stdout, str(done)
     assert done.stderr.count("distseg: error") <= 1
 
 

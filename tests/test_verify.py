@@ -119,5 +119,5 @@ def test_numbers_are_dealt_group_by_group():
 
 @pytest.mark.parallel(1)
 def test_no_images_is_said(comm):
-    with pytest.raises(ValueError, match="verify needs images: give --image 97x131 for random ones, or --data.store PATH"):
+    with pytest.raises(ValueError, match="there are no images: give --image 97x131 for random ones, or --data.store PATH"):
         verify(CONFIG, comm)

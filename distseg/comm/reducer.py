@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ class Gradients:
         """The 2-norm of all of them."""
         if not self.buckets:
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(b) for b in self.buckets]))
+        parts = [torch.linalg.vector_norm(b) for b in self.buckets]
+        return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
 
     def clip(self, largest: float, norm: float) -> None:
         """Scale as ``torch.nn.utils.clip_grad_norm_`` does, so that the global norm, ``norm`` now, is at most ``largest``."""
@@ -114,12 +116,11 @@ class HorovodReducer:
         self.process_set, self.fp16 = process_set, fp16
 
     def sum(self, buckets: list[Tensor]) -> None:
-        if not buckets:  # a pipeline stage may have no weights
-            return
         import horovod.torch as hvd
 
-        wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]
-        hvd.grouped_allreduce_(wires, op=hvd.Sum, name="gradients", process_set=self.process_set)
+        wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]  # none: a pipeline stage may have no weights
+        for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):  # one operation is of one device
+            hvd.grouped_allreduce_(list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set)
         for bucket, wire in zip(buckets, wires):
             if wire is not bucket:
                 bucket.copy_(wire)

@@ -21,7 +21,7 @@ def fastest_split(seconds: np.ndarray, stages: int, peaks: np.ndarray | None = N
     """The layers of each stage that make the slowest stage fastest; among these, the smallest sum of squares.
 
     Args:
-        seconds: (n + 1, n + 1), of layers a..b-1 in ``seconds[a, b]``; only a < b is read.
+        seconds: (n + 1, n + 1), of layers a..b-1 in ``seconds[a, b]``, or (S, n + 1, n + 1), where it depends on the stage; only a < b is read.
         stages: S.
         peaks: (S, n + 1, n + 1), the bytes that stage s takes with layers a..b-1.
         limit: bytes that a stage may take; none if None.
@@ -29,10 +29,9 @@ def fastest_split(seconds: np.ndarray, stages: int, peaks: np.ndarray | None = N
     Raises:
         ValueError: more stages than layers, or no split fits into the memory.
     """
-    layers = len(seconds) - 1
+    layers = seconds.shape[-1] - 1
     _check_stages(layers, stages)
-    nonempty = np.triu(np.ones_like(seconds, dtype=bool), 1)
-    allowed = np.broadcast_to(nonempty, (stages, *nonempty.shape))
+    allowed = np.broadcast_to(np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1), (stages, layers + 1, layers + 1))
     if limit is not None:
         least, _ = _cheapest(np.where(allowed, peaks, np.inf), np.maximum)
         if least > limit:

@@ -19,7 +19,7 @@ from distseg.pipeline.stage import Stage, Tensors
 from distseg.pipeline.trace import NoTrace
 from distseg.spatial.piece import Unit
 
-_AHEAD = 2  # actions after this one whose receives are posted
+AHEAD = 2  # actions after this one whose receives are posted
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pipeline:
         """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
         try:
             for position, action in enumerate(actions):
-                self._post_ahead(actions[position : position + 1 + _AHEAD], units)
+                self._post_ahead(actions[position : position + 1 + AHEAD], units)
                 if isinstance(action, Forward):
                     self._forward(action, units[action.micro_batch], next_is_own_backward(actions, position))
                 else:

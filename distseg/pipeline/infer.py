@@ -38,7 +38,7 @@ def stream_stages(
     # A rank with two stages (the V) takes each window through both; norms that want all windows first force it to take all through one.
     runs = [list(range(len(places)))] if model.always_live or len(own) == 1 else [[i] for i in range(len(places))]
     with tempfile.TemporaryDirectory(prefix="distseg-", dir=scratch) as folder:
-        stores = _Stores(Path(folder))
+        stores = _Stores(Path(folder) if len(runs) == 1 else None)
         streams = {stage: _StageStream(pipeline, model, stage, places, load, stores) for stage in own}
         for run in runs:
             for stage in own:
@@ -48,17 +48,32 @@ def stream_stages(
 
 
 class _Stores:
-    """Scratch folders for the tensors of edges that wait on this rank."""
+    """For the tensors of edges that wait on this rank: a scratch folder each, or memory, of one window, without a ``folder``."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path | None):
         self.folder, self.found = folder, {}
 
-    def of(self, edge: Edge) -> Waiting:
-        if edge not in self.found:
+    def of(self, edge: Edge) -> Waiting | _Held:
+        if edge not in self.found and self.folder is None:
+            self.found[edge] = _Held()
+        elif edge not in self.found:
             folder = self.folder / str(len(self.found))
             folder.mkdir()
             self.found[edge] = Waiting(folder)
         return self.found[edge]
+
+
+class _Held:
+    """As :class:`distseg.spatial.stream.Waiting`, in memory."""
+
+    def __init__(self):
+        self.tensors: dict[int, tuple[Tensor, Skips]] = {}
+
+    def put(self, i: int, x: Tensor, skips: Skips) -> None:
+        self.tensors[i] = x, skips
+
+    def take(self, i: int) -> tuple[Tensor, Skips]:
+        return self.tensors.pop(i)
 
 
 class _StageStream:
@@ -71,6 +86,7 @@ class _StageStream:
         self.incoming, self.outgoing = partition.incoming(stage), sorted(partition.outgoing(stage), key=lambda edge: edge.name != OUTPUT)
         self.stored = {e for e in self.incoming if partition.placement[e.source] == rank}
         self.kept = {e for e in self.outgoing if partition.placement[e.target] == rank}
+        self.device = model.device_of(self.layers)  # a rank's stages may lie on several
         self.ahead = _UNDER_WAY if len(partition.stages_of(rank)) == 1 else None
 
     def windows(self, run: list[int], scratch: str | None) -> Iterator[tuple[int, Tensor]]:
@@ -85,17 +101,20 @@ class _StageStream:
                 yield run[k], x
 
     def _store_skips(self, run: list[int]) -> None:
-        """Take the skips of all windows before any feature map: those come only when all skips have gone, and a sender is not to hold them."""
-        for edge in sorted(self.incoming, key=lambda edge: edge.source):
-            if edge.name != OUTPUT and edge not in self.stored:
-                for i in run:
+        """Take the skips of all windows from stages before the last one, before any feature map: that comes only when all of
+        them are through the stage between, and a sender is not to hold them so long."""
+        for source in range(self.stage - 1):
+            edges = [e for e in self.incoming if e.source == source and e not in self.stored]
+            for i in run:
+                for edge in edges:
                     self.stores.of(edge).put(i, self.pipeline.take(edge, self._unit(i))[0], {})
-                self.stored.add(edge)
+            self.stored.update(edges)
 
     def _take(self, i: int) -> tuple[Tensor, Skips]:
-        if self.stage == 0:
-            return self.load(i), {}
         found = {e.name: self.stores.of(e).take(i)[0] if e in self.stored else self.pipeline.take(e, self._unit(i))[0] for e in self.incoming}
+        if self.stage == 0:
+            found = {OUTPUT: self.load(i)}
+        found = {name: x.to(self.device or found[OUTPUT].device) for name, x in found.items()}
         return found.pop(OUTPUT), found
 
     def _hand(self, edge: Edge, i: int, tensor: Tensor) -> None:

@@ -60,7 +60,7 @@ class Stage:
     def forward(self, m: int, unit: Unit, inputs: Tensors, keep: bool) -> Tensors:
         """The tensors that leave, without a graph. ``keep``: activations wait for the backward pass; else the inputs do."""
         with torch.set_grad_enabled(keep and torch.is_grad_enabled()):
-            outputs = self._run(unit, inputs)
+            outputs = self.run(unit, inputs)
         if self.head:
             self.head.note(unit, outputs[LOSS])
         if torch.is_grad_enabled():
@@ -84,12 +84,11 @@ class Stage:
     def recompute(self, m: int) -> None:
         """The forward pass once more, with the same dropout masks (they are keyed) and statistics that are not counted again."""
         unit, inputs, _ = self._kept[m]
-        context = self.model.context
-        context.tracking = False
-        self._kept[m] = unit, inputs, self._run(unit, inputs)
-        context.tracking = True
+        with self.model.context.repeating():
+            self._kept[m] = unit, inputs, self.run(unit, inputs)
 
-    def _run(self, unit: Unit, inputs: Tensors) -> Tensors:
+    def run(self, unit: Unit, inputs: Tensors) -> Tensors:
+        """From the incoming edges' tensors (for the first stage: pixels) to the outgoing edges', or to the rows of the loss."""
         places = [p.place for p in unit.pieces]
         skips = [{name: xs[i] for name, xs in inputs.items() if name != OUTPUT} for i in range(len(places))]
         with self.autocast():

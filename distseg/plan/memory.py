@@ -2,19 +2,20 @@
 
 Every run of layers is a possible stage, so sizes are tables: ``full[a, b]`` of layers a..b-1. Per micro-batch a stage
 holds either all tensors that autograd keeps, with its inputs and outputs, or, where it recomputes them, only what it was
-handed: its input and the skips that reach it. A skip waits at the stage that stashes it until the one that pops it takes
-it up. A tensor that is several of these counts once.
+handed: its input and the skips that reach it. Room for what the next actions will be handed is made ahead. A tensor that
+is several of these counts once. benchmarks/stage_memory.py holds all this against what is measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Sequence
 
 import numpy as np
 
 from distseg.pipeline.balance import sums
-from distseg.pipeline.schedule import SCHEDULES, Forward
+from distseg.pipeline.execute import AHEAD, next_is_own_backward
+from distseg.pipeline.schedule import SCHEDULES, Action, Forward
 from distseg.plan.cost import Costs
 
 WEIGHT_BYTES = 4  # float32
@@ -28,7 +29,7 @@ class Policy:
     """Of an optimizer step."""
     schedule: Literal["gpipe", "1f1b"] = "gpipe"
     recompute: Literal["never", "except_last", "always"] = "never"
-    """Activations computed again in the backward pass: of no micro-batch, of all but the last, or of all."""
+    """Activations computed again in the backward pass: of no micro-batch, of those whose backward pass does not come next, or of all."""
     optimizer_copies: int = 2
     """Numbers that the optimizer keeps a weight: Adam 2, SGD with momentum 1."""
 
@@ -39,27 +40,66 @@ class Policy:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}, got {getattr(self, name)!r}")
 
-    def recomputes(self, micro_batch: int) -> bool:
-        return self.recompute == "always" or (self.recompute == "except_last" and micro_batch < self.micro_batches - 1)
+    def recomputed(self, actions: Sequence[Action]) -> set[tuple[int, int]]:
+        """The (stage, micro-batch) pairs that are computed again, among a rank's actions in order."""
+        if self.recompute == "never":
+            return set()
+        forward = [(place, action) for place, action in enumerate(actions) if isinstance(action, Forward)]
+        spared = self.recompute == "except_last"
+        return {(a.stage, a.micro_batch) for place, a in forward if not (spared and next_is_own_backward(actions, place))}
 
-    @property
-    def forward_passes(self) -> float:
-        """A micro-batch and stage, on average."""
-        return 1 + sum(map(self.recomputes, range(self.micro_batches))) / self.micro_batches
+    def actions(self, stage: int, stages: int) -> list[Action]:
+        """Of a stage that a rank has for itself."""
+        return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
+
+    def forward_passes(self, stage: int, stages: int) -> float:
+        """A micro-batch of a stage, on average."""
+        return 1 + len(self.recomputed(self.actions(stage, stages))) / self.micro_batches
 
 
-def holdings(stage: int, stages: int, policy: Policy) -> set[tuple[int, int]]:
-    """Pairs (micro-batches with all activations, micro-batches with inputs only) that a stage holds, as its schedule goes on."""
+class Held(NamedTuple):
+    """What a stage holds at some moment: numbers of micro-batches.
+
+    Attributes:
+        full: with all activations.
+        inputs: with their inputs only.
+        arriving: with room for inputs that later actions will be handed.
+        returning: with room for gradients of outputs.
+        leaving: without activations, but with outputs that the next stages have not taken yet.
+        backward: whether a backward pass is under way.
+    """
+
+    full: int
+    inputs: int
+    arriving: int = 0
+    returning: int = 0
+    leaving: int = 0
+    backward: bool = False
+
+
+def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
+    """As a stage's schedule goes on: during each forward pass, the first or again, and during each backward pass.
+
+    A stage behind is at most so many micro-batches late as there are stages in between, and one that waits ahead of it is
+    taken (``AHEAD``), if all stages are about as fast.
+    """
+    actions = policy.actions(stage, stages)
+    again = policy.recomputed(actions)
+    late = max(stages - 2 - stage, int(stage + 1 < stages))
     full = inputs = 0
     found = set()
-    for action in SCHEDULES[policy.schedule](stage, stages, policy.micro_batches):
-        again = policy.recomputes(action.micro_batch)
-        if isinstance(action, Forward):
-            full, inputs = full + (not again), inputs + again
-            found.add((full, inputs))
-        else:
-            found.add((full + again, inputs - again))  # computed again, just before its backward pass
-            full, inputs = full - (not again), inputs - again
+    for place, action in enumerate(actions):
+        dropped, forward = (action.stage, action.micro_batch) in again, isinstance(action, Forward)
+        ahead = [isinstance(a, Forward) for a in actions[place + 1 : place + 1 + AHEAD]]
+        arriving, returning = sum(ahead), len(ahead) - sum(ahead)
+        if forward:
+            full, inputs = full + (not dropped), inputs + dropped
+            found.add(Held(full, inputs, arriving, returning, min(inputs, late)))
+            continue
+        if dropped:  # computed again, just before its backward pass, while the gradient is awaited
+            found.add(Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late)))
+        found.add(Held(full + dropped, inputs - dropped, arriving, returning, backward=True))
+        full, inputs = full - (not dropped), inputs - dropped
     return found
 
 
@@ -69,15 +109,16 @@ class Ranges:
 
     Attributes:
         parameters: count.
-        full: tensors that autograd keeps, inputs and output of the run, and skips that wait.
-        lasting: inputs, and skips that wait.
-        working: gradients of input and output of the layer in the backward pass, for the largest layer.
+        full: tensors that autograd keeps, inputs and output of the run, and skips that are popped behind it.
+        inputs: what the run is handed.
+        working: how far a backward pass rises above the activations it begins with: gradients of input, output and weights of the layer in
+            work and of the skips, less the activations that are freed by then.
         received, sent: what crosses the cuts in the forward pass.
     """
 
     parameters: np.ndarray
     full: np.ndarray
-    lasting: np.ndarray
+    inputs: np.ndarray
     working: np.ndarray
     received: np.ndarray
     sent: np.ndarray
@@ -86,26 +127,32 @@ class Ranges:
 def ranges_of(costs: Costs) -> Ranges:
     n, size = len(costs.layers), costs.sizes
     results = [0, *(layer.result for layer in costs.layers)]  # results[i] is the input of layer i
-    full, lasting, working, received, sent = (np.zeros((n + 1, n + 1)) for _ in range(5))
+    full, handed, working, received, sent = (np.zeros((n + 1, n + 1)) for _ in range(5))
     for a in range(n):
-        inputs, kept, largest = {results[a]}, set(), 0
+        inputs, kept, rise, activations = {results[a]}, set(), 0, 0
         for b in range(a + 1, n + 1):
             layer = costs.layers[b - 1]
             inputs |= {results[s.stash + 1] for s in costs.skips if s.stash < a and s.pop == b - 1}
             kept |= layer.kept
             waiting = {results[s.stash + 1] for s in costs.skips if a <= s.stash < b <= s.pop}
-            largest = max(largest, size[results[b - 1]] + size[results[b]])
-            lasting[a, b] = sum(size[t] for t in inputs | waiting)
+            skips = sum(size[t] for t in waiting)
+            activations += layer.activation
+            # With layer b - 1 in work, the activations of the layers before b are still there.
+            rise = max(rise, activations + size[results[b - 1]] + size[results[b]] + WEIGHT_BYTES * layer.parameters)
+            handed[a, b] = sum(size[t] for t in inputs)
             full[a, b] = sum(size[t] for t in kept | inputs | waiting | {results[b]})
-            received[a, b] = sum(size[t] for t in inputs) if a > 0 else 0
-            sent[a, b] = sum(size[t] for t in waiting) + (size[results[b]] if b < n else 0)
-            working[a, b] = largest
-    return Ranges(sums([layer.parameters for layer in costs.layers]), full, lasting, working, received, sent)
+            received[a, b] = handed[a, b] if a > 0 else 0
+            sent[a, b] = skips + (size[results[b]] if b < n else 0)
+            working[a, b] = skips + rise - activations
+    return Ranges(sums([layer.parameters for layer in costs.layers]), full, handed, working, received, sent)
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak bytes of a stage by what they are for; arrays where it is asked for many runs of layers at once."""
+    """Peak bytes of a stage by what they are for; arrays where it is asked for many runs of layers at once.
+
+    ``working`` is what a backward pass adds; ``activations`` the rest, messages too.
+    """
 
     weights: float
     gradients: float
@@ -121,8 +168,12 @@ class StageMemory:
 def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy) -> StageMemory:
     """Of layers a..b-1, ``where = (a, b)``, as stage ``stage`` of ``stages``; ``where = ...`` gives tables over all (a, b)."""
     weights = WEIGHT_BYTES * ranges.parameters[where]
-    loads = [full * ranges.full[where] + inputs * ranges.lasting[where] for full, inputs in holdings(stage, stages, policy)]
-    return StageMemory(weights, weights, policy.optimizer_copies * weights, np.maximum.reduce(loads), ranges.working[where])
+    full, inputs, received, sent, working = (getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "working"))
+    loads = [
+        held.full * full + held.inputs * inputs + held.arriving * received + (held.returning + held.leaving) * sent + held.backward * working
+        for held in holdings(stage, stages, policy)
+    ]
+    return StageMemory(weights, weights, policy.optimizer_copies * weights, np.maximum.reduce(loads) - working, working)
 
 
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
@@ -130,11 +181,12 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
     return np.stack([stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)])
 
 
-def stage_seconds(costs: Costs, ranges: Ranges, policy: Policy, bytes_per_second: float | None = None) -> np.ndarray:
-    """(n + 1, n + 1) seconds of a micro-batch: forward, backward, forward again where it is recomputed, and what crosses the cuts.
+def stage_seconds(costs: Costs, ranges: Ranges, policy: Policy, stages: int, bytes_per_second: float | None = None) -> np.ndarray:
+    """(S, n + 1, n + 1) seconds of a micro-batch: forward, backward, forward again where it is recomputed, and what crosses the cuts.
 
     Args:
         bytes_per_second: of a link; activations and their gradients cross it once each, and both its ends wait. None: at no cost.
     """
-    seconds = policy.forward_passes * sums(costs.forward) + sums(costs.backward)
+    passes = np.array([policy.forward_passes(stage, stages) for stage in range(stages)])
+    seconds = passes[:, None, None] * sums(costs.forward) + sums(costs.backward)
     return seconds if bytes_per_second is None else seconds + 2 * (ranges.received + ranges.sent) / bytes_per_second

@@ -45,10 +45,10 @@ def plan(model: str, costs: Costs, stages: int, policy: Policy, limit: float | N
         ValueError: more stages than layers, or no split fits.
     """
     ranges = ranges_of(costs)
-    seconds = stage_seconds(costs, ranges, policy)
+    seconds = stage_seconds(costs, ranges, policy, stages)
     splits = {OURS: fastest_split(seconds, stages, peaks(ranges, stages, policy), limit), **others(model, costs, stages, policy)}
     judged_by = judged_by or costs
-    seconds = stage_seconds(judged_by, ranges, policy)
+    seconds = stage_seconds(judged_by, ranges, policy, stages)
     found = {name: _stages(balance, costs, ranges, policy, seconds) for name, balance in splits.items()}
     best = max(stage.seconds for stage in found[OURS])
     return {
@@ -62,7 +62,8 @@ def plan(model: str, costs: Costs, stages: int, policy: Policy, limit: float | N
 
 def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
     """Balances by name: even in layers, torchgpipe's, the paper's."""
-    seconds = [policy.forward_passes * f + b for f, b in zip(costs.forward, costs.backward)]
+    passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages  # these two know layers, not stages
+    seconds = [passes * f + b for f, b in zip(costs.forward, costs.backward)]
     splits = {"even": even_split(len(seconds), stages), "torchgpipe": torchgpipe_split(seconds, stages)}
     papers = ZOO[model].balance if model in ZOO else None
     if papers is not None and len(papers) == stages and sum(papers) == len(seconds):
@@ -76,7 +77,7 @@ def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, second
         where = (start, start + count)
         names = [layer.name for layer in costs.layers[slice(*where)]]
         memory = stage_memory(ranges, where, stage, len(balance), policy).total
-        rows.append(Stage(count, names[0], names[-1], int(ranges.parameters[where]), float(seconds[where]), float(memory)))
+        rows.append(Stage(count, names[0], names[-1], int(ranges.parameters[where]), float(seconds[stage][where]), float(memory)))
     return rows
 
 

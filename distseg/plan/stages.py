@@ -11,6 +11,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Reach, tiles, window
 from distseg.models.layers import flat_layers
 from distseg.pipeline.balance import fastest_split
+from distseg.pipeline.devices import stages_of
 from distseg.pipeline.fold import v_split
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.schedule import v_placement
@@ -24,7 +25,7 @@ CORE = Device("a CPU core", 90e9, 10e9)
 
 
 def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str = "cpu") -> Partition | None:
-    """The stages of ``mesh.stages`` ranks; None for one stage of a model that is no flat Sequential.
+    """The stages of ``mesh.stages`` ranks, or of one rank's devices; None for one stage of a model that is no flat Sequential.
 
     Args:
         model: whole, on any device, the meta device included.
@@ -34,25 +35,39 @@ def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: 
     Raises:
         ValueError: the model can't be cut, or the balance does not fit it.
     """
-    stages = config.mesh.stages
-    if stages == 1 and config.pipeline.balance is None:
+    pipeline, stages = config.pipeline, config.mesh.stages
+    if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
         return None
     layers = [layer for _, layer in flat_layers(model)]
-    placement = v_placement(stages) if config.pipeline.placement == "v" else tuple(range(stages))
-    balance = config.pipeline.balance
+    placement = _placement(config)
+    balance = pipeline.balance
     if balance is not None and len(balance) != len(placement):
         raise ValueError(
-            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with pipeline.placement {config.pipeline.placement} makes "
+            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with pipeline.placement {pipeline.placement} makes "
             f"{len(placement)} stages: give the layers of each"
         )
     return Partition.of(layers, balance or _balance(config, model, image, reach, device), placement)
+
+
+def _placement(config: Config) -> tuple[int, ...]:
+    """The rank of each stage, by ``pipeline.placement``."""
+    if config.pipeline.placement == "devices":
+        return (0,) * stages_of(config.pipeline)
+    return v_placement(config.mesh.stages) if config.pipeline.placement == "v" else tuple(range(config.mesh.stages))
 
 
 def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
     fine = Extents(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
     largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
     costs = modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100)
-    policy = Policy(config.train.accumulate, recompute=config.pipeline.recompute)
+    placement = _placement(config)
+    policy = Policy(config.train.accumulate, _schedule(config), config.pipeline.recompute)
     if config.pipeline.placement == "v":
-        return v_split([policy.forward_passes * f + b for f, b in zip(costs.forward, costs.backward)], costs.skips, config.mesh.stages)
-    return fastest_split(stage_seconds(costs, ranges_of(costs), policy), config.mesh.stages)
+        seconds = [policy.forward_passes(0, len(placement)) * f + b for f, b in zip(costs.forward, costs.backward)]
+        return v_split(seconds, costs.skips, config.mesh.stages)
+    return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
+
+
+def _schedule(config: Config) -> str:
+    """What ``auto`` is without a loss such as Dice; torchgpipe knows one schedule."""
+    return "gpipe" if config.pipeline.placement == "devices" or config.pipeline.schedule == "gpipe" else "1f1b"

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Sequence
+from typing import Iterable, Mapping, Sequence
 
 from distseg.pipeline.trace import Span
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.report.tables import table
 
-COLORS = {
-    "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "send": PALETTE[1], "norm-exchange": PALETTE[3], "wait": "#DDDDDD",
+COLORS = {  # in the order in which they are drawn: what may lie inside another span comes after it
+    "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "reduce": PALETTE[6],
+    "send": PALETTE[1], "norm-exchange": PALETTE[3],
 }  # fmt: skip
 _ACTION = re.compile(r"[FB](\d+),(\d+)")
 _ABOVE = ("send", "norm-exchange")  # inside an action: drawn narrower, on top of it
@@ -64,8 +66,11 @@ def _place(span: Span) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def plot_timeline(spans: Sequence[Span], output: str | Path, title: str = "Timeline") -> None:
+def plot_timeline(spans: Sequence[Span], output: str | Path, title: str = "Timeline", rows: Sequence[str] | None = None) -> None:
     """A row for each rank, a box for each span with its micro-batch; of a rank's several stages, the later are hatched.
+
+    Args:
+        rows: names of the ranks; ``rank 0`` and so on by default.
 
     Raises:
         ValueError: no span, or one of an unknown kind.
@@ -74,42 +79,68 @@ def plot_timeline(spans: Sequence[Span], output: str | Path, title: str = "Timel
     if unknown or not spans:
         raise ValueError(f"a timeline needs spans of the kinds {', '.join(COLORS)}, got {', '.join(sorted(unknown)) or 'none at all'}")
     ranks, end = max(s.rank for s in spans) + 1, max(s.end for s in spans)
-    width = min(24.0, max(8.0, 0.32 * max(sum(s.rank == rank for s in spans) for rank in range(ranks))))
+    boxes = Counter(s.rank for s in spans if s.kind not in _ABOVE)
+    width = min(24.0, max(8.0, 0.32 * max(boxes.values(), default=0)))
+    first_stage = {rank: _first_stage(spans, rank) for rank in range(ranks)}
     with new_figure(output, (width, 0.55 * ranks + 1.4), layout="constrained") as figure:
         axis = figure.subplots()
-        for span in sorted(spans, key=lambda s: s.kind in _ABOVE):
-            _draw_box(axis, span, first_stage=_first_stage(spans, span.rank), smallest=0.12 * end / width)
+        for (_, rank, later), alike in _alike(spans, first_stage):
+            _draw_boxes(axis, rank, alike, later)
+        for span in spans:
+            _write_number(axis, span, _is_later(span, first_stage), smallest=0.12 * end / width)
         for kind in (kind for kind in COLORS if any(s.kind == kind for s in spans)):
             axis.bar(0, 0, color=COLORS[kind], label=kind)
         axis.set(title=title, xlabel="time [s]", xlim=(0, end * 1.002), ylim=(ranks - 0.5, -0.5))
-        axis.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axis.set_yticks(range(ranks), _names(rows, range(ranks)))
         axis.grid(axis="y", visible=False)
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _names(rows: Sequence[str] | None, ranks: Iterable[int]) -> list[str]:
+    return [rows[rank] if rows else f"rank {rank}" for rank in ranks]
 
 
 def _first_stage(spans: Sequence[Span], rank: int) -> int:
     return min((int(m[2]) for s in spans if s.rank == rank and (m := _ACTION.match(s.name))), default=0)
 
 
-def _draw_box(axis, span: Span, first_stage: int, smallest: float) -> None:
-    """``smallest``: seconds that a digit takes on paper."""
+def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
+    """Whether a span is of a later one of its rank's stages."""
     action = _ACTION.match(span.name)
-    height = 0.32 if span.kind in _ABOVE else 0.8
-    later = action is not None and int(action[2]) > first_stage
-    axis.barh(
-        span.rank, span.seconds, height, left=span.start, color=COLORS[span.kind], edgecolor="white", linewidth=0.6, hatch="///" if later else None
+    return action is not None and int(action[2]) > first_stage[span.rank]
+
+
+def _alike(spans: Sequence[Span], first_stage: Mapping[int, int]) -> list[tuple[tuple[int, int, bool], list[Span]]]:
+    """Spans that are drawn at once, by (place of their kind among the colours, rank, whether of a later stage)."""
+    order = {kind: place for place, kind in enumerate(COLORS)}
+    found: dict[tuple[int, int, bool], list[Span]] = {}
+    for span in spans:
+        found.setdefault((order[span.kind], span.rank, _is_later(span, first_stage)), []).append(span)
+    return sorted(found.items(), key=lambda item: item[0])
+
+
+def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
+    kind = spans[0].kind
+    height = 0.32 if kind in _ABOVE else 0.8
+    axis.broken_barh(
+        [(s.start, s.seconds) for s in spans], (rank - height / 2, height), facecolor=COLORS[kind], edgecolor="white",
+        linewidth=0.1 if kind in _ABOVE else 0.6, hatch="///" if later else None,
     )  # fmt: skip
+
+
+def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
+    """The micro-batch, in boxes that have room for it. ``smallest``: seconds that a digit takes on paper."""
+    action = _ACTION.match(span.name)
     if action and span.kind not in ("wait", *_ABOVE) and span.seconds > smallest * len(action[1]):
         color = "white" if span.kind == "recompute" else INK
         box = {"boxstyle": "round,pad=0.1", "facecolor": COLORS[span.kind], "edgecolor": "none"} if later else None
         axis.text(span.start + span.seconds / 2, span.rank, action[1], ha="center", va="center", fontsize=8, color=color, bbox=box)
 
 
-def trace_events(spans: Sequence[Span], job: int = 0) -> dict:
+def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None = None) -> dict:
     """The Chrome trace format: complete events (ph X) in microseconds, a process for the job, a thread for each rank."""
-    threads = [
-        {"name": "thread_name", "ph": "M", "pid": job, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in sorted({s.rank for s in spans})
-    ]
+    ranks = sorted({s.rank for s in spans})
+    threads = [{"name": "thread_name", "ph": "M", "pid": job, "tid": rank, "args": {"name": name}} for rank, name in zip(ranks, _names(rows, ranks))]
     events = [
         {"name": s.name, "cat": s.kind, "ph": "X", "ts": s.start * 1e6, "dur": s.seconds * 1e6, "pid": job, "tid": s.rank, "args": {"kind": s.kind}}
         for s in sorted(spans, key=lambda s: (s.start, -s.end))  # Perfetto nests what lies inside an earlier span
@@ -118,8 +149,8 @@ def trace_events(spans: Sequence[Span], job: int = 0) -> dict:
     return {"traceEvents": [process, *threads, *events], "displayTimeUnit": "ms"}
 
 
-def write_trace(spans: Sequence[Span], output: str | Path, job: int = 0) -> None:
+def write_trace(spans: Sequence[Span], output: str | Path, job: int = 0, rows: Sequence[str] | None = None) -> None:
     """Open the file in ui.perfetto.dev or chrome://tracing."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(trace_events(spans, job)))
+    output.write_text(json.dumps(trace_events(spans, job, rows)))

@@ -2,15 +2,30 @@
 
 A layer of a plain ``nn.Sequential`` is called with a tensor and nothing else. Its distributed twin must also know
 where that tensor lies, whose sample it is and with whom statistics are shared. The executor writes it here before each
-forward pass, and every twin of the model holds the same object.
+forward pass, and every twin of the model holds the same object. What belongs to one forward pass is of one thread, as
+the threads of a rank may compute several micro-batches at once (:mod:`distseg.pipeline.devices`, autograd's own).
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from distseg.comm.collective import Alone
 from distseg.geometry.tile import Place
+
+
+class _Pass(threading.local):
+    """The forward pass that the calling thread is in."""
+
+    def __init__(self):
+        self.places: list[Place] = []
+        self.current = 0
+        self.tracking = True
+
+    def __reduce__(self):
+        return _Pass, ()  # a copy of a model is in no forward pass
 
 
 @dataclass
@@ -25,12 +40,43 @@ class Context:
     """Statistics of single windows, halo included, as the paper ran it: an approximation (``norm_scope: window``)."""
     seed: int = 0
     epoch: int = 0
-    tracking: bool = True
-    """Off while a forward pass is repeated, so that running statistics count it once."""
-    places: list[Place] = field(default_factory=list)
-    """The windows of this forward pass."""
-    current: int = 0
-    """The one that a layer is working on."""
+    _pass: _Pass = field(default_factory=_Pass, init=False, repr=False, compare=False)
+
+    @property
+    def places(self) -> list[Place]:
+        """The windows of this forward pass."""
+        return self._pass.places
+
+    @places.setter
+    def places(self, places: list[Place]) -> None:
+        self._pass.places = places
+
+    @property
+    def current(self) -> int:
+        """The window that a layer is working on."""
+        return self._pass.current
+
+    @current.setter
+    def current(self, current: int) -> None:
+        self._pass.current = current
+
+    @property
+    def tracking(self) -> bool:
+        """Off while a forward pass is repeated, so that running statistics count it once."""
+        return self._pass.tracking
+
+    @tracking.setter
+    def tracking(self, tracking: bool) -> None:
+        self._pass.tracking = tracking
+
+    @contextmanager
+    def repeating(self, repeated: bool = True):
+        """Forward passes inside have been counted before, if ``repeated``."""
+        before, self.tracking = self.tracking, not repeated
+        try:
+            yield
+        finally:
+            self.tracking = before
 
     @property
     def place(self) -> Place:

@@ -226,10 +226,11 @@ def commit(norms: list[DistributedNorm], groups_comm) -> None:
     if not norms:
         return
     seen = [combine(stack(n.seen)) for n in norms]
-    everyone = gather(torch.cat([m.packed() for m in seen]), groups_comm)
+    home = seen[0].count.device  # the layers of a pipeline in one process lie on several
+    everyone = gather(torch.cat([m.packed().to(home) for m in seen]), groups_comm)
     for n, m, messages in zip(norms, seen, everyone.split([m.packed().numel() for m in seen], 1)):
         total = combine(m.unpacked(messages))
-        n.running_mean.lerp_(total.mean.to(n.running_mean.dtype), n.momentum)
-        n.running_var.lerp_(total.var.to(n.running_var.dtype), n.momentum)
+        n.running_mean.lerp_(total.mean.to(n.running_mean), n.momentum)
+        n.running_var.lerp_(total.var.to(n.running_var), n.momentum)
         n.num_batches_tracked += 1
         n.seen.clear()

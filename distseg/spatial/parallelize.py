@@ -47,6 +47,11 @@ class TiledModel(nn.Module):
         """Whether the windows of an image must be computed together."""
         return any(n.live for n in self.norms)
 
+    def device_of(self, part: range) -> torch.device | None:
+        """Where the weights of some layers are; None where they have none."""
+        tensors = (t for layer in self.layers[part.start : part.stop] for t in (*layer.parameters(), *layer.buffers()))
+        return next((t.device for t in tensors), None)
+
     def keep(self, positions: set[int]) -> None:
         """Let go of all layers but these, by position in the flat model: the others are another rank's."""
         assert self.flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Callable, ContextManager
+from typing import Callable, ContextManager, Sequence
 
 import torch
 from torch import nn
@@ -18,14 +18,16 @@ from distseg.geometry.tile import Reach
 from distseg.mesh import Mesh
 from distseg.models.unet import channels_of
 from distseg.pipeline.build import own_part
+from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
 from distseg.plan.stages import partition_of
 from distseg.spatial.context import Context
+from distseg.spatial.parallelize import TiledModel
 from distseg.train.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate
-from distseg.train.step import GradientStep, LossHead, Rows
+from distseg.train.step import DevicesStep, GradientStep, LossHead, Rows
 
 
 class Engine:
@@ -35,13 +37,20 @@ class Engine:
         model: the plain model, whole but perhaps only outlined (on the meta device). It is changed in place: of its layers
             only those of this rank's stages stay, on ``device``.
         image: the size of a step's images in pixels, by which stages are balanced.
+        device: of this rank; with ``pipeline.placement: devices`` only its kind, or its number among the node's GPUs, counts.
         precision: fp32, bf16 (autocast) or fp64.
+
+    Raises:
+        ValueError: a model, or settings, that can't be trained, before any work.
     """
 
     def __init__(
         self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
     ):
-        self.config, self.mesh, self.device, self.channels_last = config, mesh, device, channels_last
+        check_config(config)
+        self.config, self.mesh, self.channels_last = config, mesh, channels_last
+        self.devices = devices_of(config, device)
+        self.device = self.devices[0]
         self.precision = precision
         self.autocast = autocast(precision, device)
         self.reach = used_reach(model, config.spatial)
@@ -49,7 +58,9 @@ class Engine:
         self.context = _context(config, mesh)
         self.partition = partition_of(config, model, image, self.reach, device.type)
         self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm)
-        place_model(model, device, precision, channels_last)
+        if config.pipeline.placement == "devices":
+            check_norms(self.model)
+        place_stages(self.model, self.partition, self.devices, precision, channels_last)
         broadcast(model, mesh.replicas)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(self.parameters)
@@ -57,7 +68,7 @@ class Engine:
         self.optimizer = make_optimizer(config.optim, self.parameters)
         self.gradient_step = self._gradient_step()
 
-    def _gradient_step(self) -> GradientStep:
+    def _gradient_step(self) -> GradientStep | DevicesStep:
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
         self.first = mesh.stage == partition.placement[0]
@@ -69,10 +80,12 @@ class Engine:
             for s in partition.stages_of(mesh.stage)
         ]
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
+        if config.pipeline.placement == "devices":
+            return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
         return GradientStep(self.pipeline, head, self.loss, self.context, _schedule(config, self.loss), together=self.model.live_in_training)
 
     def to_device(self, piece: Piece) -> Piece:
-        """The piece where the model is, in its dtype and memory format."""
+        """The piece where the model begins, labels where it ends, in its dtype and memory format."""
         last = torch.channels_last if len(piece.place.image) == 2 else torch.channels_last_3d
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
@@ -80,7 +93,7 @@ class Engine:
             pixels = pixels.to(self.device, dtype, non_blocking=True)
             pixels = pixels.contiguous(memory_format=last) if self.channels_last else pixels
         if labels is not None:
-            labels = labels.to(self.device, non_blocking=True)
+            labels = labels.to(self.devices[-1], non_blocking=True)
         return Piece(pixels, labels, piece.place)
 
     def backward(self, micro_batches: list[list[Piece]]) -> float:
@@ -129,6 +142,15 @@ def place_model(model: nn.Module, device, precision: str, channels_last: bool) -
     if channels_last:
         volumes = any(p.dim() == 5 for p in model.parameters())
         model.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)
+
+
+def place_stages(model: TiledModel, partition: Partition | None, devices: Sequence[torch.device], precision: str, channels_last: bool) -> None:
+    """The same with each stage of a rank's on its device, where there are several."""
+    if len(devices) == 1:
+        return place_model(model, devices[0], precision, channels_last)
+    for layers, device in zip(partition.ranges, devices):
+        for layer in layers:
+            place_model(model.layers[layer], device, precision, channels_last)
 
 
 def autocast(precision: str, device) -> Callable[[], ContextManager]:

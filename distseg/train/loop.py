@@ -45,7 +45,7 @@ def train(config: Config, world) -> dict | None:
         config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         model = outline_model(config.model, store.bands, _outputs(config, store))
-        exact, parameters = receptive_field(model), sum(p.numel() for p in model.parameters())
+        exact, parameters, channels = receptive_field(model), sum(p.numel() for p in model.parameters()), channels_of(model)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     engine = Engine(config, mesh, model, _largest(store, config), device, precision, channels_last)
@@ -89,7 +89,7 @@ def train(config: Config, world) -> dict | None:
                     print(f"epoch {epoch + 1}: validation IoU " + ", ".join(f"{n} {v:.3f}" if v is not None else f"{n} -" for n, v in iou.items()), flush=True)
                 score = result["mean_iou"]
             if done or (epoch + 1) % config.train.checkpoint_every == 0:
-                checkpoints.save(model, engine.optimizer, _manifest(config, store, model, step, epoch + 1, result), score)
+                checkpoints.save(model, engine.optimizer, _manifest(config, store, channels, step, epoch + 1, result), score)
             if done:
                 break
         log.write("end", step, epoch, seconds=time.monotonic() - start, bytes_read=loader.bytes_read)
@@ -144,9 +144,9 @@ def _resume(config: Config, engine: Engine, model) -> dict:
     return manifest
 
 
-def _manifest(config: Config, store: Store, model, step: int, epoch: int, validation: dict | None) -> dict:
+def _manifest(config: Config, store: Store, channels: tuple[int, int], step: int, epoch: int, validation: dict | None) -> dict:
     data = {"classes": store.classes, "ignore": store.ignore, "mean": list(map(float, store.mean)), "std": list(map(float, store.std))}
-    return {"step": step, "epoch": epoch, "channels": list(channels_of(model)), "config": _plain(config), "data": data, "validation": validation}
+    return {"step": step, "epoch": epoch, "channels": list(channels), "config": _plain(config), "data": data, "validation": validation}
 
 
 def _plain(config: Config) -> dict:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import add
+from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.schedule import Action, Forward, orders
 from distseg.spatial.context import Context
@@ -108,7 +109,7 @@ class GradientStep:
 
     def __call__(self, micro_batches: list[list[Piece]]) -> float:
         """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
-        units = self._units(micro_batches)
+        units = units_of(micro_batches, self.together)
         every = orders(self.schedule, self.pipeline.partition.placement, len(units))
         mine = every[self.pipeline.comm.rank]
         if self.head:
@@ -118,21 +119,35 @@ class GradientStep:
         self.pipeline.run(mine, units)
         return self.head.step_loss() if self.head else 0.0
 
-    def _units(self, micro_batches: list[list[Piece]]) -> list[Unit]:
-        if self.together:
-            return [Unit(m, pieces) for m, pieces in enumerate(micro_batches)]
-        return [Unit(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
-
     def _settle_beforehand(self, units: list[Unit], actions: Sequence[Action]) -> None:
         if not self.loss.linear:
-            self.context.tracking = False
-            with torch.no_grad():
+            with torch.no_grad(), self.context.repeating():
                 self.pipeline.run([a for a in actions if isinstance(a, Forward)], units)
-            self.context.tracking = True
         elif self.head:
             self.head.note_counts(units)
         if self.head:
             self.head.settle_beforehand()
+
+
+class DevicesStep:
+    """The same where one rank drives all stages on several devices: all forward passes, then all backward passes."""
+
+    schedule = "gpipe"
+
+    def __init__(self, pipeline: DevicePipeline, head: LossHead):
+        self.pipeline, self.head = pipeline, head
+
+    def __call__(self, micro_batches: list[list[Piece]]) -> float:
+        self.head.clear()
+        self.pipeline.run(units_of(micro_batches, together=False))
+        return self.head.step_loss()
+
+
+def units_of(micro_batches: list[list[Piece]], together: bool) -> list[Unit]:
+    """The pieces of a micro-batch in a unit, or one by one."""
+    if together:
+        return [Unit(m, pieces) for m, pieces in enumerate(micro_batches)]
+    return [Unit(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
 
 
 def _forwards_first(actions: Sequence[Action]) -> bool:

@@ -1,0 +1,134 @@
+"""The memory of a rank's stage in an optimizer step, counted in two ways; as a program, of all stages on the ranks of a job.
+
+    mpirun -n 2 python -m benchmarks.memory_steps --setting '{"size": [192, 192]}' --micro_batches 4     # usually through run_ranks
+
+*Tensors*: every kernel's results are counted from their making to their end; kernels' inner scratch is not seen. *Resident*: the kernel's
+own record of the process's largest resident set, from which what was there before the step is taken; it holds scratch and messages on
+their way too. glibc must then return freed blocks at once (MALLOC_MMAP_THRESHOLD_), else they are counted on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.pipeline_steps import SCHEDULES, Step, config_of
+from benchmarks.steps import Setting
+from distseg.launch import world
+from distseg.models.zoo import build_model
+from distseg.plan.cost import modelled
+from distseg.plan.memory import Policy, ranges_of, stage_memory
+from distseg.train.engine import Engine
+
+RECOMPUTE = ("never", "except_last", "always")
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # environment of the ranks
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of storages that kernels make while it is on.
+
+    Args:
+        known: tensors that were there before; they are not counted.
+
+    Attributes:
+        bytes, peak: alive now, and at most.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()):
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._seen = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+        result = kernel(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.bytes -= size
+
+
+def resident(field: str = "VmRSS") -> int:
+    """Bytes of this process's resident set now (``VmRSS``) or at most since the last reset (``VmHWM``); Linux."""
+    return int(re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+def resident_peak(work: Callable[[], object]) -> int | None:
+    """By how many bytes the resident set grows at most while ``work`` runs; None where the system keeps no such record."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before = resident()
+    except OSError:
+        work()  # the other ranks wait for this one
+        return None
+    work()
+    return resident("VmHWM") - before
+
+
+def lasting(engine: Engine) -> dict[str, list[Tensor]]:
+    """What is there between steps: weights, gradients, the optimizer's numbers."""
+    states = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return {"weights": engine.parameters, "gradients": engine.gradients.buckets, "optimizer": states}
+
+
+def measured(step: Step) -> dict[str, int | None]:
+    """Bytes of this rank by what they are for; ``tensors`` and ``resident``: the peak of a step over what lasts."""
+    step()  # the optimizer's numbers come with the first step
+    there = lasting(step.engine)
+    pixels = [t for pieces in step.pieces for p in pieces for t in (p.pixels, p.labels)]
+    gc.collect()
+    with Alive([*sum(there.values(), []), *step.engine.model.buffers(), *pixels]) as alive:
+        step()
+    return {"tensors": alive.peak, "resident": resident_peak(step)} | {name: sum(t.nbytes for t in tensors) for name, tensors in there.items()}
+
+
+def predicted(step: Step, setting: Setting, stage: int) -> dict[str, float]:
+    """Bytes of a stage as ``distseg plan`` tells them."""
+    config, ranges = step.engine.config, step.engine.partition.ranges
+    policy = Policy(config.train.accumulate, config.pipeline.schedule, config.pipeline.recompute)
+    costs = modelled(build_model(config.model), setting.size)
+    return asdict(stage_memory(ranges_of(costs), (ranges[stage].start, ranges[stage].stop), stage, len(ranges), policy))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--setting", type=json.loads, default={}, help="fields of benchmarks.steps.Setting")
+    parser.add_argument("--micro_batches", type=int, default=4)
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    comm, setting, found = world(), Setting(**options.setting), []
+    for schedule in options.schedules:
+        for recompute in RECOMPUTE:
+            step = Step.of(config_of(setting, options.micro_batches, comm.size, schedule=schedule, recompute=recompute), setting, comm)
+            mine = {"measured": measured(step), "predicted": predicted(step, setting, comm.rank), "layers": len(step.engine.partition.ranges[comm.rank])}
+            found.append({"schedule": schedule, "recompute": recompute, "stages": comm.allgather(mine)})
+            del step
+    if comm.rank == 0:
+        print(json.dumps({"cases": found}))
+
+
+if __name__ == "__main__":
+    main()

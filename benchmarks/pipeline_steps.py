@@ -1,0 +1,151 @@
+"""Optimizer steps through a pipeline as cases; as a program, on the ranks of a job, their seconds beside one rank's.
+
+    mpirun -n 2 python -m benchmarks.pipeline_steps --setting '{"size": [192, 192]}' --micro_batches 1 4     # usually through run_ranks
+
+Data lie in memory, images are of noise. A rank that has nothing to do sleeps, so that the one that works has the machine to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Callable, Iterator
+
+import torch
+
+from benchmarks.steps import Setting, timed
+from distseg.comm.collective import wait
+from distseg.config import Config, MeshConfig, PipelineConfig
+from distseg.launch import keep_freed_memory, world
+from distseg.mesh import Mesh
+from distseg.models.layers import flat_layers
+from distseg.models.zoo import build_model
+from distseg.pipeline.balance import fastest_split
+from distseg.pipeline.fold import v_split
+from distseg.pipeline.partition import edges_between, skips_of, stage_ranges
+from distseg.pipeline.schedule import orders, v_placement
+from distseg.pipeline.trace import Span, Trace
+from distseg.plan.cost import Costs, measured
+from distseg.plan.memory import Policy, ranges_of, stage_seconds
+from distseg.plan.simulate import simulate
+from distseg.train.engine import Engine
+from distseg.verify import RandomImages, own_pieces
+
+ONE, TWICE = "one rank", "each rank alone"  # what the machine gives to one rank, and to each of several that exchange nothing
+SCHEDULES, PLACEMENTS = ("gpipe", "1f1b"), ("line", "v")
+
+
+@dataclass
+class Step:
+    """An optimizer step of an engine on images that it holds; calling it runs one."""
+
+    engine: Engine
+    pieces: list
+    spans: list[Span] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: Config, setting: Setting, comm) -> "Step":
+        mesh = Mesh(comm, 1, (1, 1), config.mesh.stages)
+        engine = Engine(config, mesh, build_model(config.model), setting.size, precision=setting.precision, channels_last=setting.channels_last)
+        images = RandomImages(setting.size, config.model.in_channels, config.model.out_channels, config)
+        return cls(engine, [[engine.to_device(p) for p in pieces] for pieces in own_pieces(config, mesh, images, engine.reach)])
+
+    def __call__(self) -> float:
+        trace = self.engine.pipeline.trace = Trace()
+        loss = self.engine.backward(self.pieces)
+        self.engine.update(1e-3)
+        self.spans += trace.spans
+        return loss
+
+
+def config_of(setting: Setting, micro_batches: int, stages: int = 1, **pipeline) -> Config:
+    """``pipeline``: fields of :class:`PipelineConfig`."""
+    config = setting.config("mpi")
+    return replace(
+        config, mesh=MeshConfig(stages=stages, reducer="mpi"), pipeline=PipelineConfig(**pipeline), train=replace(config.train, accumulate=micro_batches)
+    )
+
+
+def balances(costs: Costs, ranks: int) -> dict[str, list[int]]:
+    """The layers of each stage by placement, so that the slowest rank is as fast as can be."""
+    seconds = [f + b for f, b in zip(costs.forward, costs.backward)]
+    return {"line": fastest_split(stage_seconds(costs, ranges_of(costs), Policy(), ranks), ranks), "v": v_split(seconds, costs.skips, ranks)}
+
+
+def placement_of(name: str, ranks: int) -> tuple[int, ...]:
+    return v_placement(ranks) if name == "v" else tuple(range(ranks))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--setting", type=json.loads, default={}, help="fields of benchmarks.steps.Setting")
+    parser.add_argument("--micro_batches", type=int, nargs="+", default=[4])
+    parser.add_argument("--repeats", type=int, default=3, help="turns of all cases")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a quiet machine, a case and turn")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    comm, setting = world(), Setting(**options.setting)
+    split = _sleeping(comm, lambda: balances(measured(build_model(setting.config().model), setting.size), comm.size), [0])
+    found = [_measured_steps(comm, setting, m, split, options) for m in options.micro_batches]
+    if comm.rank == 0:
+        print(json.dumps({"balances": split, "micro-batches": found}))
+
+
+def _measured_steps(comm, setting: Setting, m: int, split: dict[str, list[int]], options: argparse.Namespace) -> dict:
+    """The samples of all cases with ``m`` micro-batches, turn by turn, and of each pipeline what its stages took."""
+    lone = Step.of(config_of(setting, m), setting, comm.Split(comm.rank))
+    pipelines = {
+        f"{schedule}, {placement}": Step.of(config_of(setting, m, comm.size, schedule=schedule, placement=placement, balance=split[placement]), setting, comm)
+        for placement in PLACEMENTS
+        for schedule in SCHEDULES
+    }
+    cases: dict[str, Callable] = {ONE: lambda: _sleeping(comm, lone, [0]), TWICE: lambda: _sleeping(comm, lone, range(comm.size)), **pipelines}
+    samples = defaultdict(list)
+    for turn in range(1 + options.repeats):
+        for name, case in cases.items():
+            if turn == 0:
+                case()  # warms up; what it does for the first time is seen by nobody
+                continue
+            times = timed(case, comm, 1, options.patience)
+            samples[name].append(min(times["undisturbed"] or times["every"]))
+            samples[f"{name}, disturbed"].append(not times["undisturbed"])
+        for step in pipelines.values():
+            step.spans = step.spans if turn else []
+    stages = {name: _merged(comm.allgather(dict(_stage_seconds(step.spans)))) for name, step in pipelines.items()}
+    return {"m": m, "samples": dict(samples), "stages": stages}
+
+
+def _sleeping(comm, work: Callable, ranks):
+    """What ``work`` returns on the first rank, after these ranks have done it."""
+    found = work() if comm.rank in ranks else None
+    wait(comm.Ibarrier())
+    return comm.bcast(found)
+
+
+def _stage_seconds(spans: list[Span]) -> Iterator[tuple[str, float]]:
+    """Median seconds of a micro-batch, by ``forward 0`` and the like: kind and stage."""
+    times = defaultdict(list)
+    for span in spans:
+        if span.kind in ("forward", "backward"):
+            times[f"{span.kind} {span.name.split(',')[1]}"].append(span.seconds)
+    for name, seconds in times.items():
+        yield name, sorted(seconds)[len(seconds) // 2]
+
+
+def _merged(parts: list[dict]) -> dict:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def simulated(setting: Setting, balance: list[int], placement: tuple[int, ...], schedule: str, m: int, seconds: dict[str, float]) -> float:
+    """Seconds that a schedule takes if each micro-batch takes what was measured and messages take no time."""
+    layers = [layer for _, layer in flat_layers(build_model(setting.config().model))]
+    edges = edges_between(stage_ranges(balance, len(layers)), skips_of(layers))
+    forward, backward = ([seconds[f"{kind} {stage}"] for stage in range(len(placement))] for kind in ("forward", "backward"))
+    return simulate(orders(schedule, placement, m), edges, forward, backward, placement).makespan
+
+
+if __name__ == "__main__":
+    main()

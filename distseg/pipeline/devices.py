@@ -1,0 +1,221 @@
+"""One rank drives several devices: our stages as layers of torchgpipe (Kim et al., 2020, arXiv 2004.09910).
+
+Placement over ranks needs a process a stage. Here one process has all stages, each on its device, and torchgpipe's GPipe
+schedule with its portals for skips and its checkpointing computes them. The micro-batches of a step go in as one batch,
+which torchgpipe cuts up again::
+
+    devices[0]   0 1 2 3                3' 2' 1' 0'        a thread a device in the forward pass,
+    devices[1]     0 1 2 3          3' 2' 1' 0'            autograd's thread of the device in the backward pass
+    devices[2]       0 1 2 3 | 3' 2' 1' 0'                 | the loss of the step
+
+All devices of the kind ``cpu`` are one device to PyTorch, and share one thread: right, but no faster than one stage.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Callable, Sequence
+
+import torch
+from torch import nn
+
+from distseg.config import Config, PipelineConfig
+from distseg.pipeline.partition import OUTPUT, Partition
+from distseg.pipeline.stage import LOSS, Stage
+from distseg.spatial.piece import Unit
+
+if TYPE_CHECKING:
+    from distseg.spatial.parallelize import TiledModel
+
+
+def devices_of(config: Config, device: torch.device, gpus: int | None = None) -> list[torch.device]:
+    """The device of each stage; of a rank that is no pipeline in itself, its one device.
+
+    Args:
+        device: what the launcher gave this rank.
+        gpus: that this process sees; PyTorch's count by default.
+
+    Raises:
+        ValueError: devices that are not there, or not of this rank's kind.
+    """
+    pipeline = config.pipeline
+    if pipeline.placement != "devices":
+        return [device]
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    found = _named(pipeline.devices) if pipeline.devices else _share(device, len(pipeline.balance), gpus)
+    for d in found:
+        if d.type != device.type:
+            raise ValueError(
+                f"pipeline.devices names {d}, but this rank computes on {device.type}: set run.device to {d.type}, or name {device.type} devices"
+            )
+        if d.type == "cuda" and (d.index or 0) >= gpus:
+            raise ValueError(
+                f"pipeline.devices names {d}, but this process sees {gpus} GPUs: name cuda:0 to cuda:{gpus - 1}, or give the rank more GPUs"
+            )
+    return found
+
+
+def _named(names: Sequence[str]) -> list[torch.device]:
+    found = []
+    for name in names:
+        try:
+            found.append(torch.device(name))
+        except RuntimeError:
+            found.append(None)
+        if found[-1] is None or found[-1].type not in ("cpu", "cuda"):
+            raise ValueError(f"pipeline.devices names {name!r}, which is no device: write cpu, cuda:0, cuda:1 and so on")
+    return found
+
+
+def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
+    """Of the GPUs of a node those of this rank, which was given the GPU of its number on the node."""
+    if device.type == "cpu":
+        return [device] * stages
+    first = (device.index or 0) * stages
+    if first + stages > gpus:
+        raise ValueError(
+            f"this rank's {stages} stages would be on cuda:{first} to cuda:{first + stages - 1}, but this process sees {gpus} GPUs: start fewer "
+            "ranks a node, show each rank its own GPUs and name them as pipeline.devices, or give pipeline.balance fewer stages"
+        )
+    return [torch.device("cuda", first + stage) for stage in range(stages)]
+
+
+def check_config(config: Config) -> None:
+    """Refuse what one rank's pipeline can not do, before any work.
+
+    Raises:
+        ValueError: a setting that contradicts the placement, or torchgpipe is not there.
+    """
+    pipeline, mesh = config.pipeline, config.mesh
+    if pipeline.placement != "devices":
+        return
+    if mesh.stages != 1:
+        raise ValueError(
+            f"pipeline.placement devices puts all {stages_of(pipeline)} stages on each rank, but mesh.stages is {mesh.stages}: set mesh.stages to 1, "
+            "or pipeline.placement to line for a stage a rank"
+        )
+    if pipeline.schedule == "1f1b":
+        raise ValueError("pipeline.schedule is 1f1b, but torchgpipe (pipeline.placement devices) knows gpipe only: set it to gpipe or auto")
+    if config.spatial.tiles_per_rank.volume > 1:
+        raise ValueError(
+            f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}, but with pipeline.placement devices all micro-batches have one size, and "
+            "so one tile: set it to 1x1, or pipeline.placement to line"
+        )
+    if importlib.util.find_spec("torchgpipe") is None:
+        raise ValueError("pipeline.placement devices needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line")
+
+
+def stages_of(pipeline: PipelineConfig) -> int:
+    """The number of stages with ``placement: devices``."""
+    return len(pipeline.devices or pipeline.balance)
+
+
+def check_norms(model: TiledModel) -> None:
+    """Refuse statistics that ranks share: the threads of two ranks would not send their messages in the same order.
+
+    Raises:
+        ValueError: naming the norm and what to set.
+    """
+    for norm in model.norms:
+        if norm.live and norm.comm.size > 1:
+            raise ValueError(
+                f"with pipeline.placement devices threads compute the stages, and {norm.name} ({norm.kind} norm) would share its statistics with "
+                f"{norm.comm.size} ranks from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, train with model.norm none or "
+                "spatial.frozen_norm, or set pipeline.placement to line"
+            )
+
+
+class DevicePipeline:
+    """All stages of a model on this rank's devices.
+
+    Args:
+        stages: in order; the layers of each are on its device already, and the head is behind the last.
+        recompute: which micro-batches torchgpipe checkpoints: never, except_last or always.
+    """
+
+    def __init__(self, partition: Partition, stages: Sequence[Stage], devices: Sequence[torch.device], recompute: str = "never"):
+        self.partition, self.stages, self.devices, self.recompute = partition, list(stages), list(devices), recompute
+        self.head = stages[-1].head
+        self._layers = [as_layer(stage, self._current) for stage in stages]
+        self._gpipes: dict[int, nn.Module] = {}  # by the number of micro-batches
+        self._units: Sequence[Unit] = ()
+        self._numbers: dict[object, int] = {}
+
+    def run(self, units: Sequence[Unit]) -> None:
+        """Forward and backward passes of all micro-batches of a step; adds to the parameters' gradients.
+
+        Raises:
+            ValueError: micro-batches of several pieces or sizes.
+        """
+        _check_alike(units)
+        self._units = units
+        try:
+            table = self._gpipe(len(units))(torch.cat([unit.pieces[0].pixels for unit in units]))  # (micro-batches * B, K)
+            rows = table.chunk(len(units))
+            for unit, found in zip(units, rows):
+                self.head.note(unit, [found])
+            if table.requires_grad:
+                table.backward(torch.cat([self.head.slopes(unit, [found])[0] for unit, found in zip(units, rows)]))
+        finally:
+            self._units = ()
+            self._numbers.clear()
+
+    def _gpipe(self, micro_batches: int) -> nn.Module:
+        from torchgpipe import GPipe
+
+        if micro_batches not in self._gpipes:
+            balance = [1] * len(self._layers)
+            self._gpipes[micro_batches] = GPipe(
+                nn.Sequential(*self._layers), balance, devices=self.devices, chunks=micro_batches, checkpoint=self.recompute
+            )
+        return self._gpipes[micro_batches]
+
+    def _current(self) -> Unit:
+        """The micro-batch that this thread computes.
+
+        torchgpipe hands a layer a chunk without its number (and wants a gradient of all that travels beside it, where it
+        checkpoints). But it keeps one tracker of skips for each micro-batch, in all stages and when it computes them again,
+        and the first stage takes micro-batches in order.
+        """
+        from torchgpipe.skip.tracker import current_skip_tracker
+
+        return self._units[self._numbers.setdefault(current_skip_tracker(), len(self._numbers))]
+
+
+def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
+    """A stage as torchgpipe knows layers, without parameters of its own: these are the model's, and on their device.
+
+    Feature maps (B, C, *size) go in and out, rows of the loss (B, K) out of the last stage, skips by torchgpipe's commands.
+
+    Args:
+        current: the micro-batch that the calling thread computes.
+    """
+    from torchgpipe import is_recomputing
+    from torchgpipe.skip import pop, skippable, stash
+
+    # By the whole edge: a name may come again behind its pop, where torchgpipe wants another.
+    incoming, outgoing = ({str(e): e.name for e in edges if e.name != OUTPUT} for edges in (stage.incoming, stage.outgoing))
+
+    @skippable(stash=list(outgoing), pop=list(incoming))
+    class Layer(nn.Module):
+        def forward(self, x):
+            inputs = {OUTPUT: [x]}
+            for edge, name in incoming.items():
+                inputs[name] = [(yield pop(edge))]
+            with stage.model.context.repeating(is_recomputing()):
+                outputs = stage.run(current(), inputs)
+            for edge, name in outgoing.items():
+                yield stash(edge, outputs[name][0])
+            return outputs[LOSS if stage.head else OUTPUT][0]
+
+    return Layer()
+
+
+def _check_alike(units: Sequence[Unit]) -> None:
+    sizes = {unit.signature for unit in units}
+    if len(sizes) > 1 or len(units[0].pieces) > 1:
+        found = sorted({f"{images} x {'x'.join(map(str, size))}" for signature in sizes for images, size in signature})
+        raise ValueError(
+            f"with pipeline.placement devices all micro-batches of a step have one size, but here are (images x window) {', '.join(found)}: "
+            "set data.crop, or pipeline.placement to line"
+        )

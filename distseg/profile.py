@@ -1,0 +1,180 @@
+"""Where the time of an optimizer step goes, rank by rank: a table, a picture of the schedule, and a trace for Perfetto.
+
+Steps run as training runs them. Only for the last one the pipeline, the reducer and the communicators of norms and
+losses are handed a trace, from outside, so that training itself pays nothing for being watchable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Sequence
+
+import numpy as np
+import torch
+
+from distseg.config import Config
+from distseg.extents import Extents
+from distseg.launch import set_up, together
+from distseg.mesh import Mesh, MeshShape
+from distseg.pipeline.trace import Span, Trace, TracedComm
+from distseg.report.tables import table
+from distseg.report.timeline import plot_timeline, write_trace
+from distseg.train.engine import Engine
+from distseg.train.precision import choose
+from distseg.verify import own_pieces, prepare
+
+COMPUTING = ("forward", "backward", "recompute")
+KINDS = (*COMPUTING, "wait", "send", "norm-exchange", "reduce", "update")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step of all ranks.
+
+    Attributes:
+        title: mesh and schedule.
+        details: of the run, for the text.
+        names: of the ranks, by rank.
+        spans: of all ranks, in seconds since the step's start.
+        seconds: until the slowest rank had done the step.
+    """
+
+    title: str
+    details: str
+    names: tuple[str, ...]
+    spans: tuple[Span, ...]
+    seconds: float
+
+    def rows(self) -> list[dict[str, float | str]]:
+        """For each rank the seconds that it spent by kind; ``other`` is what no span covers, so that they add up to the step."""
+        found = []
+        for rank, name in enumerate(self.names):
+            own = own_seconds([s for s in self.spans if s.rank == rank])
+            times = {kind: own[kind] for kind in KINDS}
+            found.append({"rank": name, **times, "other": self.seconds - sum(times.values())})
+        return found
+
+    def text(self) -> str:
+        """The table for a terminal, in milliseconds, with shares of the step."""
+        rows = self.rows()
+        kinds = [*(kind for kind in KINDS if any(row[kind] > 0 for row in rows)), "other"]
+        lines = [{"rank": row["rank"], **{f"{kind} [ms]": 1e3 * row[kind] for kind in kinds}, **self._shares(row)} for row in rows]
+        means = {kind: sum(row[kind] for row in rows) / len(rows) for kind in (*KINDS, "other")}
+        lines.append({"rank": "mean share", **{f"{kind} [ms]": self._share(means[kind]) for kind in kinds}, **self._shares(means)})
+        head = f"{self.title}, {self.details}\nstep {1e3 * self.seconds:.4g} ms; bubble: share of the step in which a rank waits for other stages"
+        return f"{head}\n\n{table(lines)}"
+
+    def _shares(self, times: dict) -> dict[str, str]:
+        return {"computing": self._share(sum(times[kind] for kind in COMPUTING)), "bubble": self._share(times["wait"])}
+
+    def _share(self, seconds: float) -> str:
+        return f"{seconds / self.seconds:.1%}"
+
+
+def own_seconds(spans: Sequence[Span]) -> Counter:
+    """Seconds by kind of one rank's spans; what lies inside another span counts for the inner one alone."""
+    found: Counter = Counter()
+    around: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        while around and around[-1].end <= span.start:
+            around.pop()
+        found[span.kind] += span.seconds
+        if around:
+            found[around[-1].kind] -= span.seconds
+        around.append(span)
+    return found
+
+
+def row_names(shape: MeshShape) -> list[str]:
+    """The place in the mesh of each rank, by the axes that are split: ``sample 0 tile 1 stage 0``, tiles numbered row by row."""
+    sizes = {"sample": shape.samples, "tile": shape.tiles.volume, "stage": shape.stages}
+    places = zip(*np.unravel_index(range(shape.size), tuple(sizes.values())))
+    split = [axis for axis, size in sizes.items() if size > 1]
+    return [" ".join(f"{axis} {at}" for axis, at in zip(sizes, place) if axis in split) or "rank 0" for place in places]
+
+
+def profile(config: Config, world, image: Extents | None = None, steps: int = 3, output: str = "profile") -> Profile | None:
+    """Run ``steps`` optimizer steps and watch the last; writes ``timeline.png`` and ``trace.json``. Collective.
+
+    Args:
+        image: size of random images; by default those of the first step on ``data.store``.
+        output: a folder.
+
+    Returns:
+        the profile on rank 0, None elsewhere.
+    """
+    device = set_up(world, config.run.device, config.run.threads)
+    with together(world):
+        if steps < 1:
+            raise ValueError(f"--steps is at least 1, got {steps}")
+        config, model, images = prepare(config, image)
+        MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
+    precision, channels_last = choose(config.train, device, world)
+    mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+    engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
+    with together(world):
+        own = own_pieces(config, mesh, images, engine.reach)
+    for _ in range(steps - 1):
+        engine.backward(own)
+        engine.update(config.optim.lr)
+    watched = watch(engine, world)
+    engine.backward(own)
+    with watched.span("update", config.optim.name):
+        engine.update(config.optim.lr)
+    parts = world.gather((watched.spans, watched.now()))
+    found = None
+    with together(world):
+        if parts is not None:
+            spans, seconds = zip(*parts)
+            found = Profile(*_title(engine), tuple(row_names(mesh.shape)), tuple(s for part in spans for s in part), max(seconds))
+            plot_timeline(found.spans, Path(output) / "timeline.png", found.title, found.names)
+            write_trace(found.spans, Path(output) / "trace.json", rows=found.names)
+    return found
+
+
+def watch(engine: Engine, world) -> Trace:
+    """From now on, the same moment on all ranks, an engine's work is traced. Collective."""
+    world.Barrier()
+    trace = Trace(world.rank, _clock(engine.device))
+    engine.pipeline.trace = trace
+    engine.reducer = _TracedReducer(engine.reducer, trace)
+    engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
+    for name in ("norm_comm", "batch_comm", "groups_comm"):
+        setattr(engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange"))
+    if engine.gradient_step.head:
+        engine.gradient_step.head.replicas = TracedComm(engine.gradient_step.head.replicas, trace, "reduce")  # the loss's table
+    return trace
+
+
+class _TracedReducer:
+    """A reducer whose sum is a span."""
+
+    def __init__(self, reducer, trace: Trace):
+        self.name, self._reducer, self._trace = reducer.name, reducer, trace
+
+    def sum(self, buckets) -> None:
+        with self._trace.span("reduce", f"gradients, {self.name}"):
+            self._reducer.sum(buckets)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds. On a GPU it waits for the work that is queued, so that spans hold their kernels' time."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def _title(engine: Engine) -> tuple[str, str]:
+    """Mesh and schedule; what else a reader wants to know."""
+    config = engine.config
+    schedule = f", {engine.gradient_step.schedule}, {config.pipeline.placement}" if engine.partition else ""
+    recompute = f", recompute {config.pipeline.recompute}" if engine.partition else ""
+    return f"{engine.mesh.shape}{schedule}", f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}"

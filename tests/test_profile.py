@@ -1,0 +1,104 @@
+"""A step watched on several ranks: its table, picture and trace; and the table's arithmetic by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from distseg.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from distseg.extents import Extents
+from distseg.mesh import MeshShape
+from distseg.pipeline.trace import Span, Trace, TracedComm
+from distseg.profile import KINDS, own_seconds, profile, row_names
+from test_cli import run
+
+CONFIG = Config(
+    model=ModelConfig(depth=2, num_convs=1, base_channels=4, norm="instance", out_channels=2),
+    train=TrainConfig(accumulate=3, precision="fp32"),
+    pipeline=PipelineConfig(recompute="always"),
+)
+MESHES = {  # by ranks, with the kinds of work that each rank must show
+    2: (MeshConfig(stages=2), {"forward", "backward", "recompute", "wait", "update"}),
+    4: (MeshConfig(tiles="1x2", stages=2, reducer="mpi"), {"forward", "backward", "recompute", "wait", "norm-exchange", "reduce", "update"}),
+}
+
+
+@pytest.mark.parallel([2, 4])
+def test_files_and_table(comm, shared_path):
+    mesh, kinds = MESHES[comm.size]
+    found = profile(replace(CONFIG, mesh=mesh), comm, Extents("64x96"), steps=2, output=str(shared_path / "profile"))
+    assert (found is None) == (comm.rank > 0)
+    if not found:
+        return
+    assert found.title == f"{MeshShape(1, mesh.tiles, 2)}, 1f1b, line" and found.details == "3 micro-batches, recompute always, cpu, fp32"
+    assert (shared_path / "profile" / "timeline.png").stat().st_size > 10_000
+    events = json.loads((shared_path / "profile" / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == list(found.names)
+    for rank in range(comm.size):
+        mine = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
+        assert kinds <= {e["cat"] for e in mine}
+        assert {e["name"] for e in mine if e["cat"] == "forward"} == {f"F{m},{rank % 2}" for m in range(3)}
+        assert all(0 <= e["ts"] and e["ts"] + e["dur"] <= 1e6 * found.seconds for e in mine)
+    for row in found.rows():
+        assert sum(row[kind] for kind in (*KINDS, "other")) == pytest.approx(found.seconds)
+        assert all(row[kind] >= 0 for kind in KINDS) and -1e-9 <= row["other"] < 0.5 * found.seconds
+    header, _, *lines = found.text().split("\n\n")[1].splitlines()
+    assert [line.split("  ")[0] for line in lines] == [*found.names, "mean share"] and ("norm-exchange [ms]" in header) == (comm.size == 4)
+
+
+@pytest.mark.parallel(2)
+def test_as_a_command_without_a_pipeline(comm, capsys, shared_path):
+    model = ["--model.depth", "1", "--model.num_convs", "1", "--model.base_channels", "2", "--model.norm", "batch"]
+    given = ["profile", "--image", "16x20", "--steps", "1", "--output", str(shared_path), "--mesh.samples", "2", "--mesh.reducer", "mpi", *model]
+    code, out, err = run(capsys, *given)
+    assert (code, err) == (0, "")
+    if comm.rank == 0:
+        assert out.startswith("2 samples x (1x1) tiles x 1 stages, 1 micro-batches, cpu, ") and "\nsample 1  " in out
+        assert (shared_path / "timeline.png").exists() and (shared_path / "trace.json").exists()
+
+
+@pytest.mark.parallel(1)
+def test_what_can_not_be_profiled(comm, capsys):
+    code, _, err = run(capsys, "profile", "--image", "16x20", "--steps", "0")
+    assert code == 2 and "--steps is at least 1, got 0" in err
+    code, _, err = run(capsys, "profile")
+    assert code == 2 and "there are no images: give --image 97x131" in err
+
+
+def test_inner_spans_count_for_themselves():
+    r"""
+    forward  |---------|  exchange inside twice, a wait in one of them    backward at once
+    """
+    spans = [
+        Span(0, "norm-exchange", "", 1.0, 2.0), Span(0, "wait", "", 4.0, 4.5), Span(0, "norm-exchange", "", 3.0, 5.0), Span(0, "forward", "F0,0", 0.0, 6.0),
+        Span(0, "backward", "B0,0", 6.0, 9.0),
+    ]  # fmt: skip
+    assert own_seconds(spans) == {"forward": 3.0, "norm-exchange": 2.5, "wait": 0.5, "backward": 3.0}
+
+
+def test_ranks_are_named_by_the_axes_that_are_split():
+    assert row_names(MeshShape()) == ["rank 0"]
+    assert row_names(MeshShape(stages=3)) == ["stage 0", "stage 1", "stage 2"]
+    assert row_names(MeshShape(2, Extents("2x2"), 2))[-3:] == ["sample 1 tile 2 stage 1", "sample 1 tile 3 stage 0", "sample 1 tile 3 stage 1"]
+
+
+def test_a_traced_communicator_is_one():
+    class Request:
+        questions = 0
+
+        def Test(self):
+            self.questions += 1
+            return self.questions == 3
+
+    class Comm:
+        size, rank = 2, 1
+
+        def Iallreduce(self, a, b):
+            return Request()
+
+    ticks = iter([0.0, 1.0, 7.0])
+    trace = Trace(5, clock=lambda: next(ticks))
+    comm = TracedComm(Comm(), trace, "reduce")
+    request = comm.Iallreduce("send", "receive")
+    assert (comm.size, comm.rank) == (2, 1) and [request.Test() for _ in range(3)] == [False, False, True]
+    assert trace.spans == [Span(5, "reduce", "allreduce", 1.0, 7.0)]

@@ -123,7 +123,8 @@ def main() -> None:
     for schedule in options.schedules:
         for recompute in RECOMPUTE:
             step = Step.of(config_of(setting, options.micro_batches, comm.size, schedule=schedule, recompute=recompute), setting, comm)
-            mine = {"measured": measured(step), "predicted": predicted(step, setting, comm.rank), "layers": len(step.engine.partition.ranges[comm.rank])}
+            mine = {"measured": measured(step), "predicted": predicted(step, setting, comm.rank)}
+            mine["layers"] = len(step.engine.partition.ranges[comm.rank])
             found.append({"schedule": schedule, "recompute": recompute, "stages": comm.allgather(mine)})
             del step
     if comm.rank == 0:

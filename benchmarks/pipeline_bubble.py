@@ -47,11 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]  # fmt: skip
     parameters = {"setting": setting.as_dict(), "ranks": RANKS, "threads": 1, "repeats": repeats, "balances": found["balances"]}
     notes = (
-        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, instance norm, fp32; a micro-batch is one image of "
-        f"{setting.size}; layers of the stages: {', '.join(f'{name} {split}' for name, split in found['balances'].items())}\n"
-        "efficiency: t(1 rank) / (2 t(2 ranks)), median and range of the turns; / formula: over m / (m + S - 1), S = 2; machine: t(1 rank) alone over with the\n"
-        "other rank at the same work beside it; balance: mean rank over busiest, by measured stages; simulated: share of the ranks' time that they work, by\n"
-        "the measured stages without messages (bubble and balance together); rest: efficiency / (machine x simulated), 1 if messages and all else cost nothing"
+        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, instance norm, fp32; a micro-batch is "
+        f"one image of {setting.size}; layers of the stages: {', '.join(f'{name} {split}' for name, split in found['balances'].items())}\n"
+        "efficiency: t(1 rank) / (2 t(2 ranks)), median and range of the turns; / formula: over m / (m + S - 1), S = 2; machine: t(1 rank) alone\n"
+        "over t(1 rank) with the other rank at the same work beside it; balance: mean rank over busiest, by measured stages; simulated: share of\n"
+        "the ranks' time in which they work, by the measured stages without messages (bubble and balance together); rest: efficiency / (machine x\n"
+        "simulated), 1 if messages and all else cost nothing; disturbed: samples during which others used the machine"
     )
     report("pipeline_bubble", QUESTION, Rows(rows, {"runs": found["micro-batches"]}), options, parameters, notes, lambda path: _plot(path, rows))
 

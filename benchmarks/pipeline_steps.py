@@ -11,6 +11,7 @@ import argparse
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Callable, Iterator
 
 import torch
@@ -63,9 +64,8 @@ class Step:
 def config_of(setting: Setting, micro_batches: int, stages: int = 1, **pipeline) -> Config:
     """``pipeline``: fields of :class:`PipelineConfig`."""
     config = setting.config("mpi")
-    return replace(
-        config, mesh=MeshConfig(stages=stages, reducer="mpi"), pipeline=PipelineConfig(**pipeline), train=replace(config.train, accumulate=micro_batches)
-    )
+    sections = {"mesh": MeshConfig(stages=stages, reducer="mpi"), "pipeline": PipelineConfig(**pipeline)}
+    return replace(config, **sections, train=replace(config.train, accumulate=micro_batches))
 
 
 def balances(costs: Costs, ranks: int) -> dict[str, list[int]]:
@@ -97,11 +97,10 @@ def main() -> None:
 def _measured_steps(comm, setting: Setting, m: int, split: dict[str, list[int]], options: argparse.Namespace) -> dict:
     """The samples of all cases with ``m`` micro-batches, turn by turn, and of each pipeline what its stages took."""
     lone = Step.of(config_of(setting, m), setting, comm.Split(comm.rank))
-    pipelines = {
-        f"{schedule}, {placement}": Step.of(config_of(setting, m, comm.size, schedule=schedule, placement=placement, balance=split[placement]), setting, comm)
-        for placement in PLACEMENTS
-        for schedule in SCHEDULES
-    }
+    pipelines = {}
+    for placement, schedule in product(PLACEMENTS, SCHEDULES):
+        config = config_of(setting, m, comm.size, schedule=schedule, placement=placement, balance=split[placement])
+        pipelines[f"{schedule}, {placement}"] = Step.of(config, setting, comm)
     cases: dict[str, Callable] = {ONE: lambda: _sleeping(comm, lone, [0]), TWICE: lambda: _sleeping(comm, lone, range(comm.size)), **pipelines}
     samples = defaultdict(list)
     for turn in range(1 + options.repeats):

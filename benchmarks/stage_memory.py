@@ -22,6 +22,7 @@ from distseg.report.style import PALETTE, new_figure
 
 QUESTION = "How close is the predicted peak memory of a pipeline stage to the measured one?"
 MB = 1e6
+_BARS = (("tensors [MB]", PALETTE[5], "alive in tensors"), ("resident [MB]", PALETTE[4], "resident"), ("predicted [MB]", PALETTE[7], "predicted"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,17 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting, schedules, rows = Setting(options.size, options.depth, 2, options.base), SCHEDULES, []
     if options.quick:
         setting, schedules, options.micro_batches, options.stages = Setting(Extents((32, 32)), 1, 1, 4), SCHEDULES[:1], 2, [2]
-    given = ["-m", "benchmarks.memory_steps", "--setting", json.dumps(asdict(setting)), "--micro_batches", str(options.micro_batches), "--schedules", *schedules]
+    given = ["-m", "benchmarks.memory_steps", "--setting", json.dumps(asdict(setting)), "--micro_batches", str(options.micro_batches)]
+    given += ["--schedules", *schedules]
     for stages in options.stages:
         cases = run_ranks(stages, given, timeout=1800.0, environment=RETURN_FREED)["cases"]
         rows += [_row(stages, case, stage, found) for case in cases for stage, found in enumerate(case["stages"])]
     parameters = {"setting": setting.as_dict(), "micro-batches": options.micro_batches, "stages": options.stages, "optimizer": "adamw"}
     worst = max(rows, key=lambda row: abs(row["/ tensors"] - 1))
     notes = (
-        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, fp32, {options.micro_batches} micro-batches of one "
-        f"image of {setting.size}\nlasting: weights, gradients, Adam's numbers, predicted as measured to {_lasting_error(rows):.1%}; predicted, tensors, resident: "
-        "the rise above them in a step\n(tensors: bytes that are alive in tensors, kernels' scratch is not seen; resident: the process's largest resident set); "
-        f"/ tensors, / resident: predicted over measured\nfurthest from the tensors: {worst['/ tensors']:.3f}, {_name(worst)}"
+        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, fp32, {options.micro_batches} "
+        f"micro-batches of one image of {setting.size}\nlasting: weights, gradients, optimizer, predicted as measured to {_lasting_error(rows):.1%}; "
+        "predicted, tensors, resident: the rise above\nthem in a step; tensors: bytes alive in tensors, without kernels' scratch; resident: of the "
+        "process's largest resident set, which\nhas no buffers that were never written to; / tensors, / resident: predicted over measured\n"
+        f"furthest from the tensors: {worst['/ tensors']:.3f}, {_name(worst)}"
     )
     report("stage_memory", QUESTION, Rows(rows), options, parameters, notes, lambda path: _plot(path, rows))
 
@@ -90,7 +93,7 @@ def _plot(path: Path, rows: list[dict]) -> None:
 
 
 def _bars(axis, rows: list[dict]) -> None:
-    for index, (key, color, label) in enumerate((("tensors [MB]", PALETTE[5], "alive in tensors"), ("resident [MB]", PALETTE[4], "resident"), ("predicted [MB]", PALETTE[7], "predicted"))):
+    for index, (key, color, label) in enumerate(_BARS):
         axis.bar([at + 0.27 * (index - 1) for at in range(len(rows))], [row[key] or 0 for row in rows], 0.25, color=color, label=label)
     ticks = [f"{row['stage']}\n{row['recompute'].replace('_', ' ') if row['stage'] == (row['S'] - 1) // 2 else ''}" for row in rows]
     axis.set_xticks(range(len(rows)), ticks, fontsize=8)

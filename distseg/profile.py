@@ -110,6 +110,8 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
     with together(world):
         if steps < 1:
             raise ValueError(f"--steps is at least 1, got {steps}")
+        if config.pipeline.placement == "devices":
+            raise ValueError("pipeline.placement is devices: torchgpipe's threads can't be watched; profile line or v, where ranks hold the stages")
         config, model, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
     precision, channels_last = choose(config.train, device, world)

@@ -61,17 +61,17 @@ def test_as_a_command_without_a_pipeline(comm, capsys, shared_path):
 def test_what_can_not_be_profiled(comm, capsys):
     code, _, err = run(capsys, "profile", "--image", "16x20", "--steps", "0")
     assert code == 2 and "--steps is at least 1, got 0" in err
+    code, _, err = run(capsys, "profile", "--image", "16x20", "--pipeline.placement", "devices", "--pipeline.devices", "[cpu, cpu]")
+    assert code == 2 and "torchgpipe's threads can't be watched" in err
     code, _, err = run(capsys, "profile")
     assert code == 2 and "there are no images: give --image 97x131" in err
 
 
 def test_inner_spans_count_for_themselves():
-    r"""
-    forward  |---------|  exchange inside twice, a wait in one of them    backward at once
-    """
+    """A forward pass with two exchanges inside, a wait in the second; then, at once, a backward pass."""
     spans = [
-        Span(0, "norm-exchange", "", 1.0, 2.0), Span(0, "wait", "", 4.0, 4.5), Span(0, "norm-exchange", "", 3.0, 5.0), Span(0, "forward", "F0,0", 0.0, 6.0),
-        Span(0, "backward", "B0,0", 6.0, 9.0),
+        Span(0, "norm-exchange", "", 1.0, 2.0), Span(0, "wait", "", 4.0, 4.5), Span(0, "norm-exchange", "", 3.0, 5.0),
+        Span(0, "forward", "F0,0", 0.0, 6.0), Span(0, "backward", "B0,0", 6.0, 9.0),
     ]  # fmt: skip
     assert own_seconds(spans) == {"forward": 3.0, "norm-exchange": 2.5, "wait": 0.5, "backward": 3.0}
 

@@ -72,9 +72,19 @@ def test_coordinates_and_communicators(comm):
             assert getattr(mesh, axis).allgather(comm.rank) == ranks, axis
 
 
+@pytest.mark.parallel(8)
+def test_the_modules_picture_on_ranks(comm):
+    mesh = Mesh(comm, 2, (1, 2), 2)
+    sample, tile, stage = comm.rank // 4, comm.rank // 2 % 2, comm.rank % 2
+    assert (mesh.sample, mesh.tile, mesh.stage) == (sample, (0, tile), stage)
+    first = 4 * sample + 2 * tile
+    assert mesh.pipeline.allgather(comm.rank) == [first, first + 1]
+    assert mesh.tiles.allgather(comm.rank) == [4 * sample + stage, 4 * sample + 2 + stage]
+    assert mesh.groups.allgather(comm.rank) == [2 * tile + stage, 4 + 2 * tile + stage]
+    assert mesh.replicas.allgather(comm.rank) == [stage, 2 + stage, 4 + stage, 6 + stage] == mesh.shape.stage_ranks()[stage]
+
+
 @pytest.mark.parallel(2)
 def test_what_a_mesh_refuses_on_every_rank(comm):
     with pytest.raises(ValueError, match="needs 4 ranks, but 2 are running"):
         Mesh(comm, 2, (1, 2))
-    with pytest.raises(ValueError, match="mesh.stages is 2, but pipelines are not there yet: set mesh.stages to 1"):
-        Mesh(comm, stages=2)

@@ -208,7 +208,7 @@ def write_dump(path: str, model: nn.Module, images: list[Image], gradients: dict
     else:
         for n, i in enumerate(images):
             tensors[f"input/{n}"], tensors[f"labels/{n}"] = i.pixels, i.labels
-    tensors.update({f"gradients/{name}": g for name, g in gradients.items()})
+    tensors.update({f"gradients/{name}": gradients[name] for name, _ in model.named_parameters()})  # stages may come in another order
     _write_safetensors(path, tensors)
 
 

@@ -16,7 +16,7 @@ from jsonargparse.typing import register_type
 
 from distseg.config import Config
 from distseg.extents import Extents
-from distseg.launch import JointFailure, end_as_one, identify, world
+from distseg.launch import JointFailure, end_as_one, world
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields' documentation is the flags' help
 register_type(Extents, serializer=str, deserializer=Extents)

@@ -71,7 +71,7 @@ class Predictor:
     @property
     def last(self) -> bool:
         """Whether this rank holds the last stage, which has the results."""
-        return self.pipeline is None or self.pipeline.partition.placement[-1] == self.pipeline.comm.rank
+        return self.pipeline is None or self.pipeline.last
 
     def tiles_of(self, size) -> list[Box]:
         """The tiles of an image, of at most the configured size, or a stride cell more."""

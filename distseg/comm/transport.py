@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import wait
+from distseg.memory_format import channels_last
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Form:
 
     @classmethod
     def of(cls, x: Tensor) -> "Form":
-        return cls(tuple(x.shape), x.dtype, not x.is_contiguous() and x.is_contiguous(memory_format=_last(x.dim())))
+        return cls(tuple(x.shape), x.dtype, not x.is_contiguous() and x.is_contiguous(memory_format=channels_last(x.dim())))
 
     def empty(self, device, pinned: bool = False) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format, pin_memory=pinned)
@@ -40,14 +41,10 @@ class Form:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        return _last(len(self.shape)) if self.channels_last else torch.contiguous_format
+        return channels_last(len(self.shape)) if self.channels_last else torch.contiguous_format
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}{' channels_last' if self.channels_last else ''}"
-
-
-def _last(dims: int) -> torch.memory_format:
-    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims, torch.contiguous_format)
 
 
 class Receipt:

@@ -13,7 +13,6 @@ dim, as thin as the network accepts: a network of a billion weights takes second
 from __future__ import annotations
 
 import copy
-import math
 from typing import Callable
 
 import torch

@@ -52,6 +52,16 @@ class Pipeline:
         for stage in stages:
             stage.after_layer = self.transport.progress if comm.size > 1 else None
 
+    @property
+    def first(self) -> bool:
+        """Whether this rank runs the first stage, which wants the pixels."""
+        return self.partition.placement[0] == self.comm.rank
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank runs the last stage, which has the results."""
+        return self.partition.placement[-1] == self.comm.rank
+
     def run(self, actions: Sequence[Action], units: Sequence[Unit]) -> None:
         """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
         try:

@@ -16,7 +16,7 @@ from typing import Sequence
 
 from torch import nn
 
-from distseg.models.layers import Pop, Stash, flat_layers  # noqa: F401
+from distseg.models.layers import Pop, Stash
 
 OUTPUT = "x"  # the edge of a stage's output; skips go by their own names
 

@@ -22,36 +22,31 @@ from typing import ClassVar, Iterator, Sequence
 
 
 @dataclass(frozen=True)
-class Forward:
+class Action:
+    """A pass of one micro-batch through one stage."""
+
     stage: int
     micro_batch: int
-    kind: ClassVar[str] = "forward"
+    kind: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """F_ij or B_ij as in torchgpipe's paper: micro-batch i, stage j."""
+        return f"{self.kind[0].upper()}{self.micro_batch},{self.stage}"
+
+
+class Forward(Action):
+    kind = "forward"
 
     def __str__(self) -> str:
         return str(self.micro_batch)
 
-    @property
-    def name(self) -> str:
-        """F_ij as in torchgpipe's paper: micro-batch i, stage j."""
-        return f"F{self.micro_batch},{self.stage}"
 
-
-@dataclass(frozen=True)
-class Backward:
-    stage: int
-    micro_batch: int
-    kind: ClassVar[str] = "backward"
+class Backward(Action):
+    kind = "backward"
 
     def __str__(self) -> str:
         return f"{self.micro_batch}'"
-
-    @property
-    def name(self) -> str:
-        """B_ij: micro-batch i, stage j."""
-        return f"B{self.micro_batch},{self.stage}"
-
-
-Action = Forward | Backward
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Callable, ContextManager, Literal, Protocol
+from typing import Callable, ContextManager, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from distseg.pipeline.partition import OUTPUT, Edge
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Unit
 
-Recompute = Literal["never", "except_last", "always"]
 Tensors = dict[str, list[Tensor]]  # by the edge's name, a tensor for each piece of the unit
 LOSS = "loss"  # what the last stage puts out: rows of the loss's table
 

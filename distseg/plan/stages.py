@@ -61,13 +61,17 @@ def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reac
     largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
     costs = modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100)
     placement = _placement(config)
-    policy = Policy(config.train.accumulate, _schedule(config), config.pipeline.recompute)
+    policy = Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
     if config.pipeline.placement == "v":
         seconds = [policy.forward_passes(0, len(placement)) * f + b for f, b in zip(costs.forward, costs.backward)]
         return v_split(seconds, costs.skips, config.mesh.stages)
     return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
 
 
-def _schedule(config: Config) -> str:
-    """What ``auto`` is without a loss such as Dice; torchgpipe knows one schedule."""
-    return "gpipe" if config.pipeline.placement == "devices" or config.pipeline.schedule == "gpipe" else "1f1b"
+def schedule_of(config: Config, linear: bool = True) -> str:
+    """gpipe or 1f1b; what ``auto`` is depends on whether the loss is linear (:class:`distseg.train.loss.Loss`). torchgpipe knows gpipe only."""
+    if config.pipeline.placement == "devices":
+        return "gpipe"
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "gpipe" if config.mesh.stages > 1 and not linear else "1f1b"

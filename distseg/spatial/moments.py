@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distseg.memory_format import channels_last
+
 _CHUNK = {torch.float64: 1 << 9}  # pixels that are added one after another: float64 is for comparing digits
 _USUAL_CHUNK = 1 << 14
 
@@ -62,8 +64,8 @@ def of_channels(x: Tensor) -> Moments:
     parts = []
     for chunk in x.split(rows_of_chunk(x), 2):
         # The kernel is fast on dense memory only; a chunk is small enough to be copied within the cache.
-        if not (chunk.is_contiguous() or chunk.is_contiguous(memory_format=_last(chunk))):
-            chunk = chunk.contiguous(memory_format=_last(chunk) if x.stride(1) == 1 else torch.contiguous_format)
+        if not (chunk.is_contiguous() or chunk.is_contiguous(memory_format=channels_last(chunk.dim()))):
+            chunk = chunk.contiguous(memory_format=channels_last(chunk.dim()) if x.stride(1) == 1 else torch.contiguous_format)
         pivot = None
         if x.dtype == torch.float32 and not chunk.is_contiguous():
             # In channels_last the kernel adds pixel after pixel, so a large mean takes float32's digits: it goes first.
@@ -77,10 +79,6 @@ def of_channels(x: Tensor) -> Moments:
 def rows_of_chunk(x: Tensor) -> int:
     """Rows (of dim 2) whose pixels a kernel may add one after another without losing digits that count."""
     return max(1, _CHUNK.get(x.dtype, _USUAL_CHUNK) // max(1, x[0, 0, 0].numel()))
-
-
-def _last(x: Tensor) -> torch.memory_format:
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
 def _moments(x: Tensor, mean: Tensor, var: Tensor) -> Moments:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distseg.geometry.tile import Place
+from distseg.memory_format import channels_last
 from distseg.models.layers import skip_store
 from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
@@ -136,4 +137,4 @@ class Waiting:
 def _restored(t: Tensor, last: bool) -> Tensor:
     if not last:
         return t
-    return t.contiguous(memory_format=torch.channels_last if t.dim() == 4 else torch.channels_last_3d)
+    return t.contiguous(memory_format=channels_last(t.dim()))

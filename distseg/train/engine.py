@@ -15,6 +15,7 @@ from distseg.config import Config, SpatialConfig
 from distseg.spatial.piece import Piece
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
+from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.unet import channels_of
 from distseg.pipeline.build import own_part
@@ -22,7 +23,7 @@ from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, 
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
-from distseg.plan.stages import partition_of
+from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
 from distseg.spatial.parallelize import TiledModel
 from distseg.train.loss import Loss
@@ -71,10 +72,8 @@ class Engine:
     def _gradient_step(self) -> GradientStep | DevicesStep:
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
-        self.first = mesh.stage == partition.placement[0]
-        self.last = mesh.stage == partition.placement[-1]
         rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
-        head = LossHead(self.loss, rows, mesh.replicas) if self.last else None
+        head = LossHead(self.loss, rows, mesh.replicas) if mesh.stage == partition.placement[-1] else None
         stages = [
             Stage(s, self.model, self.partition and partition.ranges[s], partition.incoming(s), partition.outgoing(s), head if s + 1 == partition.stages else None, self.autocast)
             for s in partition.stages_of(mesh.stage)
@@ -82,16 +81,15 @@ class Engine:
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
-        return GradientStep(self.pipeline, head, self.loss, self.context, _schedule(config, self.loss), together=self.model.live_in_training)
+        return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training)
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model begins, labels where it ends, in its dtype and memory format."""
-        last = torch.channels_last if len(piece.place.image) == 2 else torch.channels_last_3d
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
         if pixels is not None:
             pixels = pixels.to(self.device, dtype, non_blocking=True)
-            pixels = pixels.contiguous(memory_format=last) if self.channels_last else pixels
+            pixels = pixels.contiguous(memory_format=last_format(pixels.dim())) if self.channels_last else pixels
         if labels is not None:
             labels = labels.to(self.devices[-1], non_blocking=True)
         return Piece(pixels, labels, piece.place)
@@ -118,12 +116,6 @@ class Engine:
         return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
 
 
-def _schedule(config: Config, loss: Loss) -> str:
-    if config.pipeline.schedule != "auto":
-        return config.pipeline.schedule
-    return "gpipe" if config.mesh.stages > 1 and not loss.linear else "1f1b"
-
-
 def _context(config: Config, mesh: Mesh) -> Context:
     """Who shares statistics, by ``norm_scope``."""
     scope = config.spatial.norm_scope
@@ -141,7 +133,7 @@ def place_model(model: nn.Module, device, precision: str, channels_last: bool) -
     model.to(device, torch.float64 if precision == "fp64" else torch.float32)
     if channels_last:
         volumes = any(p.dim() == 5 for p in model.parameters())
-        model.to(memory_format=torch.channels_last_3d if volumes else torch.channels_last)
+        model.to(memory_format=last_format(5 if volumes else 4))
 
 
 def place_stages(model: TiledModel, partition: Partition | None, devices: Sequence[torch.device], precision: str, channels_last: bool) -> None:

@@ -126,8 +126,8 @@ def _loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoa
         per_rank=config.spatial.tiles_per_rank,
         coordinates=mesh.tile,
         reach=engine.reach,
-        pixels=engine.first,
-        labels=engine.last,
+        pixels=engine.pipeline.first,
+        labels=engine.pipeline.last,
     )
 
 

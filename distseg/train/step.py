@@ -9,6 +9,7 @@ single micro-batch), or, for Dice under 1F1B, from a forward pass without gradie
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Sequence
 
 import torch
@@ -106,11 +107,13 @@ class GradientStep:
     def __init__(self, pipeline: Pipeline, head: LossHead | None, loss: Loss, context: Context, schedule: str, together: bool):
         self.pipeline, self.head, self.loss, self.context = pipeline, head, loss, context
         self.schedule, self.together = schedule, together
+        # The same in every step, as a rule; for the V it takes a simulation.
+        self._orders = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
 
     def __call__(self, micro_batches: list[list[Piece]]) -> float:
         """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
         units = units_of(micro_batches, self.together)
-        every = orders(self.schedule, self.pipeline.partition.placement, len(units))
+        every = self._orders(len(units))
         mine = every[self.pipeline.comm.rank]
         if self.head:
             self.head.clear()

@@ -40,11 +40,30 @@ def add(x: Tensor, comm) -> Tensor:
     return torch.from_numpy(total).to(x.device)
 
 
-def wait(request) -> None:
-    """Complete an MPI request without holding the core for longer than a message takes on its way."""
-    patience, pause = time.perf_counter() + 1e-4, 5e-5
+_timeout = 0.0  # seconds; 0: none
+
+
+def set_timeout(seconds: float) -> None:
+    """How long :func:`wait` waits in this process."""
+    global _timeout
+    _timeout = seconds
+
+
+def wait(request, what: str = "a message") -> None:
+    """Complete an MPI request without holding the core for longer than a message takes on its way.
+
+    Raises:
+        TimeoutError: naming what did not come, after the time of :func:`set_timeout`.
+    """
+    start = time.perf_counter()
+    patience, pause = start + 1e-4, 5e-5
     while not request.Test():
-        if time.perf_counter() > patience:
+        now = time.perf_counter()
+        if _timeout and now > start + _timeout:
+            raise TimeoutError(
+                f"{what} did not come within {_timeout:g} s: another rank hangs or is very late; if it only was busy, set run.timeout higher"
+            )
+        if now > patience:
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
 

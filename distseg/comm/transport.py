@@ -78,13 +78,13 @@ class Transport:
             if not self.direct:
                 x = Form.of(x).empty("cpu", pinned=True).copy_(x, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        self._sending.append((self.comm.Isend(_message(x), to, tag), x))
+        self._sending.append((self.comm.Isend(message(x), to, tag), x))
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
         """Post a receive."""
         staged = self.device.type == "cuda" and not self.direct
         buffer = form.empty("cpu", pinned=True) if staged else form.empty(self.device)
-        return Receipt(buffer, self.device, self.comm.Irecv(_message(buffer), source, tag))
+        return Receipt(buffer, self.device, self.comm.Irecv(message(buffer), source, tag))
 
     def tell(self, what, to: int, tag: int) -> None:
         """Start to send a small Python object, such as forms."""
@@ -115,7 +115,7 @@ class Transport:
             wait(self._sending.pop(0)[0])
 
 
-def _message(x: Tensor):
+def message(x: Tensor):
     """The memory of a dense tensor as bytes, in the order in which it lies."""
     flat = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
     return flat if flat.is_cuda else flat.numpy()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from distseg.geometry.tile import Reach
 
-_POINTWISE = (
+POINTWISE = (
     nn.modules.batchnorm._NormBase,
     nn.GroupNorm,
     nn.LayerNorm,
@@ -208,7 +208,7 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it")
-    if isinstance(layer, _POINTWISE):
+    if isinstance(layer, POINTWISE):
         return nn.Identity()
     if isinstance(layer, nn.modules.conv._ConvNd):
         if layer.padding_mode == "circular":

@@ -49,6 +49,11 @@ class Box:
     def shifted(self, offset) -> "Box":
         return Box(tuple(a + o for a, o in zip(self.start, offset)), tuple(b + o for b, o in zip(self.stop, offset)))
 
+    def intersection(self, other: "Box") -> "Box":
+        """What both have; of no pixels where they do not touch."""
+        start = tuple(map(max, self.start, other.start))
+        return Box(start, tuple(max(a, min(b, d)) for a, b, d in zip(start, self.stop, other.stop)))
+
     def contains(self, other: "Box") -> bool:
         return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop))
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from distseg.comm.collective import Alone
-from distseg.geometry.tile import Place
+from distseg.geometry.layout import Region
+from distseg.geometry.tile import Box, Place
 
 
 class _Pass(threading.local):
@@ -21,6 +22,7 @@ class _Pass(threading.local):
 
     def __init__(self):
         self.places: list[Place] = []
+        self.regions: list[Region] | None = None
         self.current = 0
         self.tracking = True
 
@@ -50,6 +52,23 @@ class Context:
     @places.setter
     def places(self, places: list[Place]) -> None:
         self._pass.places = places
+
+    @property
+    def regions(self) -> list[Region] | None:
+        """What is held and owned of the feature map that a layer is called with; None where it follows from the windows."""
+        return self._pass.regions
+
+    @regions.setter
+    def regions(self, regions: list[Region] | None) -> None:
+        self._pass.regions = regions
+
+    def region(self, index: int, stride: tuple[int, ...]) -> Region:
+        """The same of window ``index``, at a layer with this cumulative stride."""
+        if self.regions is not None:
+            return self.regions[index]
+        place = self.places[index]
+        whole = Box.whole(place.image)
+        return Region(whole.coarsened(stride).stop, place.tile.coarsened(stride), place.window.coarsened(stride))
 
     @property
     def current(self) -> int:

@@ -45,6 +45,5 @@ class KeyedDropout(nn.Module):
         keys = [rng.key(context.seed, context.epoch, sample, self.name, "dropout") for sample in place.samples]
         if self.by_channel:
             return torch.stack([channel_mask(self.p, k, x.shape[1]) for k in keys]).view(*x.shape[:2], *(1 for _ in self.stride))
-        box = place.window.coarsened(self.stride)
-        size = Box.whole(place.image).coarsened(self.stride).stop
-        return torch.stack([element_mask(self.p, k, x.shape[1], size, box, x.device) for k in keys])
+        region = context.region(context.current, self.stride)
+        return torch.stack([element_mask(self.p, k, x.shape[1], region.size, region.held, x.device) for k in keys])

@@ -96,8 +96,7 @@ class DistributedNorm(nn.Module):
         """The view of ``x`` on the cells that statistics are taken over: those that this rank owns."""
         if self.context.per_window:
             return x
-        box = self.context.places[index].owned.coarsened(self.stride)
-        return x[(slice(None), slice(None), *box.slices)]
+        return x[(..., *self.context.region(index, self.stride).own.slices)]
 
     def rows(self, index: int) -> list[int]:
         """The row of the statistics for each image of window ``index``."""
@@ -151,14 +150,14 @@ class _JointNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, *xs):
         everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j)])
-        ctx.norm, ctx.places, ctx.pixels = norm, norm.context.places, everyone.count
+        ctx.norm, ctx.where, ctx.pixels = norm, (norm.context.places, norm.context.regions), everyone.count
         ctx.save_for_backward(weight, *norm.mean_and_var(xs[0], everyone), *xs)
         return tuple(norm.normalise(x, j, everyone) for j, x in enumerate(xs))
 
     @staticmethod
     def backward(ctx, *gs):
         norm = ctx.norm
-        norm.context.places = ctx.places
+        norm.context.places, norm.context.regions = ctx.where
         weight, mean, var, *xs = ctx.saved_tensors
         scale = torch.ones_like(mean[0]) if weight is None else weight
         dxs = []

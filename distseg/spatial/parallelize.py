@@ -17,6 +17,7 @@ from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import flat_layers, is_sequential, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
+from distseg.spatial.exchange import Exchange
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -26,12 +27,13 @@ class TiledModel(nn.Module):
     """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
 
     A flat ``nn.Sequential`` runs layer by layer over the windows, so that a norm sees them all; any other module runs
-    one window at a time, and only one where norms are live.
+    one window at a time, and only one where norms are live. With an ``exchange`` a window is a tile, and borders are
+    exchanged between layers.
     """
 
-    def __init__(self, model: nn.Module, context: Context, reach: Reach):
+    def __init__(self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None):
         super().__init__()
-        self.model, self.context, self.reach = model, context, reach
+        self.model, self.context, self.reach, self.exchange = model, context, reach, exchange
         self.layers = _flattened(model)
         self.flat = self.layers is not None
         # Of the whole model, also where only some of its layers are kept:
@@ -77,6 +79,9 @@ class TiledModel(nn.Module):
             after_layer: called after each layer of a flat model.
         """
         self.context.places = places
+        if self.exchange is not None:
+            part = range(len(self.layers)) if part is None else part
+            return self.exchange.run(self.layers[part.start : part.stop], part.start, windows, skips or [{} for _ in windows], self.context, after_layer)
         if self.flat:
             layers = self.layers if part is None else self.layers[part.start : part.stop]
             return self._layer_by_layer(layers, list(windows), skips or [{} for _ in windows], after_layer)
@@ -140,13 +145,14 @@ def _flattened(model: nn.Module) -> list[nn.Module] | None:
     return layers
 
 
-def parallelize(model: nn.Module, reach: Reach, context: Context | None = None) -> TiledModel:
+def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, exchange: Exchange | None = None) -> TiledModel:
     """Swap the layers of ``model`` that look beyond a window for their distributed twins.
 
     Args:
         model: (N, C, *size) -> (N, C', *size), any module; changed in place.
         reach: its halo and stride, from :func:`distseg.receptive_field`.
         context: who shares statistics; by default one rank.
+        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.exchange.links_of`).
 
     Raises:
         ValueError: a layer that can not be computed from windows, by name.
@@ -165,7 +171,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None) 
         layer = model.get_submodule(name)
         twin = KeyedDropout if isinstance(layer, DROPOUTS) else DistributedNorm
         setattr(model.get_submodule(parent), child, twin(layer, context, stride, name))
-    return TiledModel(model, context, reach)
+    return TiledModel(model, context, reach, exchange)
 
 
 def _check_own_layers(model: nn.Module) -> None:

@@ -1,0 +1,306 @@
+"""Halo exchange: tiles get cells that others own, and the gradients of those cells go back and are added up.
+
+Forward, a tile's cells are copied to all tiles that want them; the adjoint adds what these return. All neighbours are
+served at once, one message each a layer, whatever the number of tiles and images: corners, neighbours of neighbours where
+the halo is wider than a tile, and several tiles a rank come out of intersecting boxes, with no case of their own. (The
+CUDA paths have not been run on a GPU yet.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from itertools import product
+from typing import NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from distseg.comm.collective import wait
+from distseg.comm.transport import cuda_aware, message
+from distseg.geometry.footprint import Span
+from distseg.geometry.tile import Box
+
+
+class Copy(NamedTuple):
+    """The cells ``box`` of a feature map, from the tile that owns them to one that wants them; tiles by their cell in the grid."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    box: Box
+
+
+def copies_to(target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]) -> list[Copy]:
+    """What a tile gets from others.
+
+    Args:
+        cuts: along each dim, the borders between tiles.
+        wanted: along each dim, the span that each tile wants.
+    """
+    spans = [w[t] for w, t in zip(wanted, target)]
+    if any(a >= b for a, b in spans):
+        return []
+    sources = product(*(range(bisect_right(c, a) - 1, bisect_left(c, b)) for c, (a, b) in zip(cuts, spans)))
+    return [Copy(s, tuple(target), _common(s, cuts, spans)) for s in sources if s != tuple(target)]
+
+
+def copies_from(source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]) -> list[Copy]:
+    """What others get from a tile."""
+    own = [c[s : s + 2] for c, s in zip(cuts, source)]
+    near = [[t for t, (a, b) in enumerate(w) if max(a, o[0]) < min(b, o[1])] for w, o in zip(wanted, own)]
+    targets = (t for t in product(*near) if t != tuple(source))
+    return [Copy(tuple(source), t, _common(source, cuts, [w[i] for w, i in zip(wanted, t)])) for t in targets]
+
+
+def _common(source, cuts, spans) -> Box:
+    pairs = [(max(a, c[s]), min(b, c[s + 1])) for s, c, (a, b) in zip(source, cuts, spans)]
+    return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+
+class Strip(NamedTuple):
+    """A box of one of this rank's tensors: its number and the slices."""
+
+    tensor: int
+    slices: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+class Side(NamedTuple):
+    """What this rank holds of one tensor of the exchange.
+
+    Attributes:
+        have: cells of the tensor before the exchange; the tile's own are in it.
+        own: the cells that it owns.
+        make: cells of the tensor after it; those beyond the map are padding.
+        size: of the map.
+    """
+
+    have: Box
+    own: Box
+    make: Box
+    size: tuple[int, ...]
+
+
+class Buffers:
+    """Flat buffers for messages, used again once a message is through."""
+
+    def __init__(self, device: torch.device, pinned: bool = False):
+        self.device, self.pinned = device, pinned
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, size: int) -> Tensor:
+        """(size,) bytes."""
+        free = self._free[size]
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+
+    def give(self, buffer: Tensor) -> None:
+        self._free[buffer.numel()].append(buffer)
+
+
+class Mail:
+    """Sends and receives the parts of an exchange: a message a neighbour each way, in buffers that are used again.
+
+    Args:
+        comm: the ranks that share an image.
+        device: of the tensors.
+    """
+
+    def __init__(self, comm, device=torch.device("cpu")):
+        self.comm, self.device = comm, torch.device(device)
+        self.staged = self.device.type == "cuda" and not cuda_aware()
+        self.buffers = Buffers(torch.device("cpu") if self.staged else self.device, pinned=self.staged)
+        self._leaving: list[tuple[object, Tensor]] = []
+        self.bytes_sent = self.messages_sent = 0
+
+    def post(self, sizes: dict[int, int], tag: int) -> dict[int, tuple[object, Tensor]]:
+        """Receives under way: from each rank so many bytes."""
+        arriving = {}
+        for rank, size in sizes.items():
+            buffer = self.buffers.take(size)
+            arriving[rank] = self.comm.Irecv(message(buffer), rank, tag), buffer
+        return arriving
+
+    def send(self, packed: dict[int, Tensor], tag: int) -> None:
+        """Start to send a flat tensor of bytes to each rank."""
+        self._forget()
+        if self.device.type == "cuda":
+            packed = {rank: self.buffers.take(x.numel()).copy_(x, non_blocking=True) for rank, x in packed.items()} if self.staged else packed
+            torch.cuda.current_stream(self.device).synchronize()
+        for rank, x in packed.items():
+            self._leaving.append((self.comm.Isend(message(x), rank, tag), x))
+            self.bytes_sent, self.messages_sent = self.bytes_sent + x.numel(), self.messages_sent + 1
+
+    def packing(self, size: int) -> Tensor:
+        """Room for a message, where tensors are."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device) if self.staged else self.buffers.take(size)
+
+    def arrived(self, under_way: tuple[object, Tensor], what: str) -> Tensor:
+        """The bytes of a receive, once they are there; to be given back by :meth:`done`."""
+        request, buffer = under_way
+        wait(request, what)
+        return buffer
+
+    def done(self, buffer: Tensor) -> None:
+        self.buffers.give(buffer)
+
+    def _forget(self) -> None:
+        """Take back the buffers of messages that are through."""
+        waiting = []
+        for request, buffer in self._leaving:
+            if request.Test():
+                self.buffers.give(buffer)
+            else:
+                waiting.append((request, buffer))
+        self._leaving = waiting
+
+
+class HaloExchange:
+    """One exchange of one layer: what goes where, for tensors of one shape and type.
+
+    ``forward`` and ``adjoint`` are each other's adjoint in the inner product over all cells that ranks have and make.
+
+    Args:
+        sides: of each tensor (B, C, *have.size) of this rank.
+        sends, receives: for each rank the strips that go there, as boxes of own tensors in map cells, in an order both ranks agree on.
+        here: pairs of own tensors, source and target, and the cells that go from one to the other.
+        like: a tensor, for channels and type; ``batches``: images of each tensor.
+        fill: what padding consists of.
+        tag: of the messages of this layer, and the next one, for gradients.
+        last: whether channels come last in messages, as they should where they do in memory; all ranks must agree.
+    """
+
+    def __init__(
+        self, mail: Mail, sides: list[Side], sends: dict[int, list[tuple[int, Box]]], receives: dict[int, list[tuple[int, Box]]],
+        here: list[tuple[int, int, Box]], like: Tensor, batches: list[int], fill: float, tag: int, name: str, last: bool,
+    ):  # fmt: skip
+        self.mail, self.sides, self.fill, self.tag, self.name, self.last = mail, sides, fill, tag, name, last
+        self.channels, self.dtype, self.itemsize = like.shape[1], like.dtype, like.element_size()
+        strip = lambda at, box, origin: Strip(at, box.relative_to(origin).slices, (batches[at], self.channels, *box.size))
+        self.sends = {rank: [strip(at, box, sides[at].have) for at, box in strips] for rank, strips in sends.items()}
+        self.receives = {rank: [strip(at, box, sides[at].make) for at, box in strips] for rank, strips in receives.items()}
+        self.here = [(strip(a, box, sides[a].have), strip(b, box, sides[b].make)) for a, b, box in here]
+
+    @property
+    def idle(self) -> bool:
+        """Whether every tile has all it wants."""
+        return not (self.sends or self.receives or self.here) and all(side.make == side.have for side in self.sides)
+
+    def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """(B, C, *have.size) each -> (B, C, *make.size) each."""
+        arriving = self._start(xs, self.sends, self.receives, self.tag)
+        ys = [self._framed(x, side) for x, side in zip(xs, self.sides)]
+        for source, target in self.here:
+            _view(ys, target).copy_(_view(xs, source))
+        for rank, views in self._finish(arriving, self.receives, ""):
+            for strip, part in views:
+                _view(ys, strip).copy_(part)
+        return ys
+
+    def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients (B, C, *make.size) of what was made -> those of what was there."""
+        return self.finish_adjoint(gs, self.start_adjoint(gs))
+
+    def start_adjoint(self, gs: Sequence[Tensor]):
+        """Send the gradients of others' cells on their way."""
+        return self._start(gs, self.receives, self.sends, self.tag + 1)
+
+    def finish_adjoint(self, gs: Sequence[Tensor], arriving) -> list[Tensor]:
+        dxs = [self._own_part(g, side) for g, side in zip(gs, self.sides)]
+        for source, target in self.here:
+            _view(dxs, source).add_(_view(gs, target))
+        for rank, views in self._finish(arriving, self.sends, "the gradient of "):
+            for strip, part in views:
+                _view(dxs, strip).add_(part)
+        return dxs
+
+    def _framed(self, x: Tensor, side: Side) -> Tensor:
+        """Room for what is made, with own cells and padding in place."""
+        y = _empty(x, side.make.size)
+        common = side.own.intersection(side.make)
+        if not common.pixels:
+            return y.fill_(self.fill)
+        inside = side.make.intersection(Box.whole(side.size)).relative_to(side.make)
+        for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, side.make.size)):
+            y.narrow(2 + dim, 0, a).fill_(self.fill)
+            y.narrow(2 + dim, b, n - b).fill_(self.fill)
+        y[(..., *common.relative_to(side.make).slices)] = x[(..., *common.relative_to(side.have).slices)]
+        return y
+
+    def _own_part(self, g: Tensor, side: Side) -> Tensor:
+        """The gradient of own cells from their own tile; none of the others that it had."""
+        dx = _empty(g, side.have.size)
+        common = side.own.intersection(side.make)
+        if common != side.have:
+            dx.zero_()
+        if common.pixels:
+            dx[(..., *common.relative_to(side.have).slices)] = g[(..., *common.relative_to(side.make).slices)]
+        return dx
+
+    # messages
+
+    def _start(self, tensors: Sequence[Tensor], going: dict[int, list[Strip]], coming: dict[int, list[Strip]], tag: int):
+        arriving = self.mail.post({rank: self._bytes(strips) for rank, strips in coming.items()}, tag)
+        packed = {}
+        for rank, strips in going.items():
+            packed[rank] = self.mail.packing(self._bytes(strips))
+            for strip, part in self._parts(packed[rank], strips):
+                part.copy_(_view(tensors, strip))
+        self.mail.send(packed, tag)
+        return arriving
+
+    def _finish(self, arriving, strips: dict[int, list[Strip]], what: str):
+        for rank, under_way in arriving.items():
+            buffer = self.mail.arrived(under_way, f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles")
+            here = buffer.to(self.mail.device, non_blocking=True)
+            yield rank, self._parts(here, strips[rank])
+            if here is not buffer:
+                torch.cuda.current_stream(self.mail.device).synchronize()
+            self.mail.done(buffer)
+
+    def _bytes(self, strips: list[Strip]) -> int:
+        return sum(_count(strip.shape) for strip in strips) * self.itemsize
+
+    def _parts(self, flat: Tensor, strips: list[Strip]):
+        """Each strip with its part of a message, as a view of the strip's shape."""
+        values, offset = flat.view(self.dtype), 0
+        for strip in strips:
+            count = _count(strip.shape)
+            part = values[offset : offset + count]
+            b, c, *size = strip.shape
+            yield strip, part.view(b, *size, c).movedim(-1, 1) if self.last else part.view(strip.shape)
+            offset += count
+
+
+def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
+    """(B, C, *size) in the memory format of ``like``."""
+    b, c = like.shape[:2]
+    if like.stride(1) == 1 and c > 1:
+        return like.new_empty(b, *size, c).movedim(-1, 1)
+    return like.new_empty(b, c, *size)
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _view(tensors: Sequence[Tensor], strip: Strip) -> Tensor:
+    return tensors[strip.tensor][(..., *strip.slices)]
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange: HaloExchange, *xs):
+        ctx.exchange = exchange
+        return tuple(exchange.forward(xs))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        return None, *ctx.exchange.adjoint(gs)
+
+
+def exchanged(exchange: HaloExchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of this rank with the cells that they want of others; differentiable."""
+    return list(_Exchanged.apply(exchange, *xs))

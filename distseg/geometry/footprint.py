@@ -1,0 +1,112 @@
+"""Which cells of its input a layer looks at, along one dim: the arithmetic of convolutions, poolings and up-samplings.
+
+Three kinds cover what a U-Net uses. ``a, b`` stand for the cells a <= c < b of a feature map; what is looked at may lie
+beyond the map, in the padding.
+
+* gather: output j looks at inputs j s - p, j s - p + d, ..., as convolutions, poolings and padding do;
+* scatter: input i spreads to outputs i s - p, i s - p + d, ..., as transposed convolutions and nearest up-sampling do;
+* interpolate: output j looks at the inputs around (j + 1/2) / f - 1/2, as linear and cubic up-sampling do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """kernel k, stride s, dilation d, ``before`` and ``after`` cells of padding; ``ceil``: an overhanging last window counts."""
+
+    kernel: int = 1
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+    ceil: bool = False
+    mirrored: bool = False
+    """Padding is made of cells of the map (reflection): what lies beyond its border needs those inside."""
+
+    @property
+    def span(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    def size(self, n: int) -> int:
+        """Cells of the output for ``n`` of the input."""
+        room = n + self.before + self.after - self.span
+        if not self.ceil:
+            return room // self.stride + 1
+        m = -(-room // self.stride) + 1
+        return m - 1 if (m - 1) * self.stride >= n + self.before else m  # a window wholly in the padding behind
+
+    def cut(self, c: int) -> int:
+        """Where the owner of outputs changes if that of inputs changes at ``c``: who owns the middle of what an output looks at."""
+        return -(-(c + self.before - (self.span - 1) // 2) // self.stride)
+
+    def needs(self, a: int, b: int) -> Span:
+        """The inputs that outputs a..b-1 look at."""
+        return a * self.stride - self.before, (b - 1) * self.stride - self.before + self.span
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """kernel k, stride s, dilation d; ``before`` cells are cut off the result's beginning, the rest off its end, but for ``extra``."""
+
+    kernel: int
+    stride: int
+    dilation: int = 1
+    before: int = 0
+    extra: int = 0
+    mirrored = False
+
+    @property
+    def span(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    def size(self, n: int) -> int:
+        return (n - 1) * self.stride - 2 * self.before + self.span + self.extra
+
+    def cut(self, c: int) -> int:
+        return c * self.stride - self.before + (self.span - self.stride + 1) // 2
+
+    def needs(self, a: int, b: int) -> Span:
+        """Also the input at whose place the first output lies: it may touch none of them, where k < s, but says where they are."""
+        reach = max(self.span, self.stride)
+        return -((reach - 1 - a - self.before) // self.stride), (b - 1 + self.before) // self.stride + 1
+
+
+@dataclass(frozen=True)
+class Interpolate:
+    """``factor`` outputs an input; ``further`` cells on either side beyond the two that linear interpolation takes."""
+
+    factor: int
+    further: int = 0
+    mirrored = False
+
+    @property
+    def stride(self) -> int:
+        return self.factor
+
+    def size(self, n: int) -> int:
+        return n * self.factor
+
+    def cut(self, c: int) -> int:
+        return c * self.factor
+
+    def needs(self, a: int, b: int) -> Span:
+        below = lambda j: (2 * j + 1 - self.factor) // (2 * self.factor)
+        return below(a) - self.further, below(b - 1) + 2 + self.further
+
+
+Footprint = Gather | Scatter | Interpolate
+
+
+def inside(span: Span, n: int, mirrored: bool = False) -> Span:
+    """The cells of a map of ``n`` that a span beyond its borders is made from: those inside, and the mirror images if ``mirrored``."""
+    a, b = span
+    first, last = max(0, min(a, n)), max(0, min(b, n))
+    if mirrored:
+        first = min(first, n - 1, *([2 * n - 1 - b] if b > n else []))
+        last = max(last, 1, *([1 - a] if a < 0 else []))
+    return first, max(first, last)

@@ -1,0 +1,244 @@
+"""Who owns and who holds which cells of each feature map, where tiles exchange borders instead of reading halos.
+
+Along each dim a chain of layers turns cuts between tiles into cuts of every feature map. From the last layer backwards
+each tile then needs what its result looks at, until an exchange: before it a tile has its own cells only, behind it
+those with a margin that the layers up to the next exchange eat. Two 3-wide convolutions, exchanged before the first::
+
+    owned            |. . . .|. . . .|
+    given            |. . . .|                left tile, before the exchange
+    taken            |. . . .|. .|            a margin of 2 from its neighbour
+    after one conv   |. . . .|.|
+    after two        |. . . .|
+
+All is done per dim: a tile's boxes are products of spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Sequence
+
+from distseg.geometry.footprint import Footprint, Gather, Span, inside
+from distseg.geometry.tile import Box
+
+
+@dataclass(frozen=True)
+class Link:
+    """A layer as geometry sees it: its footprint along each dim (none: pointwise), and the skip that it stashes or pops."""
+
+    name: str
+    footprints: tuple[Footprint, ...] = ()
+    stash: str | None = None
+    pop: str | None = None
+
+    def along(self, dim: int) -> Footprint | None:
+        return self.footprints[dim] if self.footprints else None
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a feature map of ``size`` that a tile holds, and the part of it that it owns."""
+
+    size: tuple[int, ...]
+    owned: Box
+    held: Box
+
+    @property
+    def own(self) -> Box:
+        """What is owned inside what is held."""
+        return self.owned.relative_to(self.held)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tile does at one layer, in cells.
+
+    Attributes:
+        size: of the whole feature map before the layer.
+        owned: this tile's part of it.
+        given: what the tile holds of it, once its predecessor is done.
+        taken: what the layer is computed from, inside the map.
+        raw: the same with what lies beyond the map, in the padding.
+        made: its result, in cells of the feature map after the layer.
+        skip: for a pop, what the tile holds of the skip.
+    """
+
+    size: tuple[int, ...]
+    owned: Box
+    given: Box
+    taken: Box
+    raw: Box
+    made: Box
+    skip: Box | None = None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One layer along one dim: the spans of all tiles of that dim."""
+
+    size: int
+    cuts: tuple[int, ...]
+    given: list[Span]
+    taken: list[Span]
+    raw: list[Span]
+    made: list[Span]
+    skip: list[Span] | None
+
+
+class Layout:
+    """All tiles of one image at all layers of a flat model.
+
+    Args:
+        links: the model's layers in order.
+        image: size in pixels.
+        borders: the positions 0 .. n between tiles along each dim.
+        exchange_every: a number of layers that look beyond a tile, ``level`` or ``all``.
+        fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
+
+    Raises:
+        ValueError: a feature map with fewer cells than tiles, or a result that is not of the image's size.
+    """
+
+    def __init__(self, links: Sequence[Link], image: Sequence[int], borders: Sequence[Sequence[int]], exchange_every: str = "1", fuse_below: int = 0):
+        self.links, self.image = list(links), tuple(image)
+        self.grid = tuple(len(b) - 1 for b in borders)
+        maps = [_maps(self.links, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
+        self.points = frozenset(_exchange_points(self.links, maps, exchange_every, fuse_below))
+        self._lines = [_lines(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
+        self.result = tuple(m[-1][0] for m in maps)
+        self.result_cuts = tuple(m[-1][1] for m in maps)
+        self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
+        self._parts: dict[tuple, Part] = {}
+
+    def cell_of(self, tile: Box) -> tuple[int, ...]:
+        """Where a tile stands in the grid."""
+        return tuple(starts[a] for starts, a in zip(self._starts, tile.start))
+
+    def part(self, layer: int, cell: tuple[int, ...]) -> Part:
+        """Of the tile at ``cell`` of the grid."""
+        if (layer, cell) not in self._parts:
+            self._parts[layer, cell] = self._part(layer, cell)
+        return self._parts[layer, cell]
+
+    def _part(self, layer: int, cell: tuple[int, ...]) -> Part:
+        lines = [line[layer] for line in self._lines]
+
+        def box(field: str) -> Box:
+            return _box([getattr(line, field)[c] for line, c in zip(lines, cell)])
+
+        owned = _box([line.cuts[c : c + 2] for line, c in zip(lines, cell)])
+        skip = box("skip") if lines[0].skip is not None else None
+        return Part(tuple(line.size for line in lines), owned, box("given"), box("taken"), box("raw"), box("made"), skip)
+
+    def result_of(self, cell: Sequence[int]) -> Box:
+        """What the tile owns of the result."""
+        return _box([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
+
+    def spans(self, layer: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
+        """Of the map before a layer, along each dim: the cuts between owners, and what each tile takes."""
+        return [line[layer].cuts for line in self._lines], [line[layer].taken for line in self._lines]
+
+
+def _box(spans: Sequence[Span]) -> Box:
+    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+
+
+_Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
+
+
+def _maps(links: Sequence[Link], dim: int, n: int, cuts: tuple[int, ...]) -> list[_Map]:
+    """The feature maps before each layer and after the last one."""
+    maps, skips = [(n, cuts)], {}
+    for link in links:
+        n, cuts = maps[-1]
+        if link.stash is not None:
+            skips[link.stash] = n, cuts
+        footprint = link.along(dim)
+        if link.pop is not None:
+            n, cuts = skips.pop(link.pop)  # the input is cut to the skip's size
+        elif footprint is not None:
+            n, cuts = _mapped(link, footprint, n, cuts)
+        maps.append((n, cuts))
+    return maps
+
+
+def _mapped(link: Link, footprint: Footprint, n: int, cuts: tuple[int, ...]) -> _Map:
+    m, tiles = footprint.size(n), len(cuts) - 1
+    if m < tiles:
+        raise ValueError(
+            f"layer {link.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
+        )
+    inner = [min(max(footprint.cut(c), k), m - tiles + k) for k, c in enumerate(cuts[1:-1], 1)]
+    return m, (0, *inner, m)
+
+
+def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
+    """Whether some tile's result looks at cells that the tile does not own."""
+    spans = [_taken(link, dim, own, before[0])[0] for own in pairwise(after[1])]
+    return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
+
+
+def _taken(link: Link, dim: int, made: Span, n: int) -> tuple[Span, Span]:
+    """(taken, raw) for a result."""
+    footprint = link.along(dim)
+    if footprint is None:
+        return inside(made, n), inside(made, n)
+    raw = footprint.needs(*made)
+    return inside(raw, n, footprint.mirrored), raw if isinstance(footprint, Gather) else inside(raw, n)
+
+
+def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: str, fuse_below: int) -> list[int]:
+    """The layers before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
+    points: list[int] = []
+    eaten = 0  # layers that looked beyond since the last exchange
+    fused = False
+    for layer, link in enumerate(links):
+        if any(_eats(link, dim, m[layer], m[layer + 1]) for dim, m in enumerate(maps)):
+            small = min(b - a for m in maps for a, b in pairwise(m[layer][1])) < fuse_below
+            due = eaten == 0 if every == "level" else eaten % int(every) == 0 if every != "all" else False
+            if due and not (small and fused):
+                points.append(layer)
+            eaten, fused = eaten + 1, small
+        if every == "level" and any(f.stride != 1 for f in link.footprints):
+            eaten = 0
+    return points
+
+
+def _lines(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[_Line]:
+    """What each tile of the dim holds, takes and makes at each layer."""
+    needed = _needed(links, dim, maps, points)
+    found: list[_Line] = []
+    held: dict[str, list[Span]] = {}
+    given = needed[0]
+    for layer, (link, (n, cuts)) in enumerate(zip(links, maps)):
+        if link.footprints or link.pop is not None:
+            made = needed[layer + 1]
+            taken, raw = map(list, zip(*(_taken(link, dim, span, n) for span in made)))
+        else:
+            made = taken = raw = given
+        if link.stash is not None:
+            held[link.stash] = made
+        found.append(_Line(n, cuts, given, taken, raw, made, held[link.pop] if link.pop is not None else None))
+        given = made
+    return found
+
+
+def _needed(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[list[Span]]:
+    """What each tile must hold of each feature map, its own cells at least; found from the last layer backwards."""
+    needed = [list(pairwise(maps[-1][1]))]
+    skips: dict[str, list[Span]] = {}
+    for layer in reversed(range(len(links))):
+        link, (n, cuts) = links[layer], maps[layer]
+        taken = [_taken(link, dim, span, n)[0] for span in needed[-1]]
+        if link.pop is not None:
+            skips[link.pop] = needed[-1]
+        if link.stash is not None:
+            taken = [_hull(*spans) for spans in zip(taken, skips.pop(link.stash))]
+        owned = list(pairwise(cuts))
+        needed.append(owned if layer in points else [_hull(*spans) for spans in zip(taken, owned)])
+    return needed[::-1]
+
+
+def _hull(one: Span, other: Span) -> Span:
+    return min(one[0], other[0]), max(one[1], other[1])

@@ -1,0 +1,195 @@
+"""Runs a flat model on tiles that exchange borders between layers: no pixel is read or computed twice for its neighbours' sake.
+
+Which layers are preceded by an exchange, and with what margin, is the layout's (:mod:`distseg.geometry.layout`); here
+tensors meet it. All tiles of an image go through a layer together, over ranks and over the several tiles of a rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.collective import Alone
+from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, exchanged
+from distseg.extents import Extents
+from distseg.geometry.layout import Layout, Link, Part, Region
+from distseg.geometry.tile import Box, Place, Reach, check_grid, split
+from distseg.models.layers import Pop, flat_layers, skip_store
+from distseg.spatial.context import Context
+from distseg.spatial.local import cropped, fill_of, framed, link_of, run
+from distseg.spatial.norm import DistributedNorm
+
+Cell = tuple[int, ...]
+
+
+def links_of(model: nn.Module) -> list[Link]:
+    """The layers of a flat model, perhaps only outlined, as geometry sees them.
+
+    Raises:
+        ValueError: a model that is not flat, or a layer that can't be computed in tiles that exchange borders, by name.
+    """
+    try:
+        layers = flat_layers(model)
+    except ValueError:
+        raise ValueError(
+            f"only a flat nn.Sequential can be computed in tiles that exchange borders, but this model is a {type(model).__name__}: "
+            "flatten it, or set spatial.exchange_every to all"
+        ) from None
+    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    dims = first.weight.dim() - 2
+    return [link_of(name, layer, dims, lambda position=position: _channels_before(model, position, first)) for position, (name, layer) in enumerate(layers)]
+
+
+def _channels_before(model: nn.Module, position: int, first: nn.Module) -> int:
+    """The channels of a layer's input, from a forward pass on the meta device."""
+    layers = [layer for _, layer in flat_layers(copy.deepcopy(model).to("meta").eval())]
+    x = torch.empty(1, first.in_channels, *(256,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
+    with torch.no_grad(), skip_store({}):
+        for layer in layers[:position]:
+            x = layer(x)
+    return x.shape[1]
+
+
+class Exchange:
+    """The tiles of this rank among those of all ranks that share an image.
+
+    Args:
+        links: of the whole model, also where this rank holds some of its layers only.
+        stride: of the model; tile borders lie on its multiples.
+        comm: the ranks that share an image, in row-major order of ``grid``.
+        grid, per_rank: of ranks, and of the tiles that each owns.
+        every: exchange before every k-th layer that looks beyond its tile ("1", "2", ...), or once a ``level``.
+        fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
+        channels_last: how tensors lie in memory; messages do likewise.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
+        device=torch.device("cpu"), channels_last: bool = False,
+    ):  # fmt: skip
+        self.links, self.stride, self.comm, self.every, self.fuse_below = list(links), tuple(stride), comm, every, fuse_below
+        self.grid, self.per_rank = Extents(grid), Extents(per_rank)
+        self.channels_last = channels_last
+        self.mail = Mail(comm, device)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._exchanges: dict[tuple, HaloExchange] = {}
+
+    @property
+    def reach(self) -> Reach:
+        """Of what is read: tiles alone."""
+        return Reach((0,) * len(self.stride), self.stride)
+
+    def over(self, comm, grid) -> "Exchange":
+        """The same model on the tiles of other ranks, one each."""
+        one = (1,) * len(self.stride)
+        return Exchange(self.links, self.stride, comm, grid, one, self.every, self.fuse_below, self.mail.device, self.channels_last)
+
+    def layout(self, image: Sequence[int]) -> Layout:
+        """Of an image of this size."""
+        image = tuple(image)
+        if image not in self._layouts:
+            fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
+            check_grid(image, fine, self.stride)
+            borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
+            self._layouts[image] = layout = Layout(self.links, image, borders, self.every, self.fuse_below)
+            if layout.result_cuts != tuple(map(tuple, borders)):
+                raise ValueError(f"the model makes {Extents(layout.result)} pixels of an image of {Extents(image)}, but a segmentation network keeps the size")
+        return self._layouts[image]
+
+    def run(
+        self, layers: Sequence[nn.Module], first: int, xs: Sequence[Tensor], skips: list[dict[str, Tensor]], context: Context,
+        after_layer: Callable[[], None] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Layers ``first``, ``first`` + 1, ... on all pieces of this rank at the context's places: collective over the ranks of the image.
+
+        Args:
+            xs: for each piece the feature map on what the layout gives its tile, (B, C, *size).
+            skips: for each piece the skips that wait; changed in place.
+        """
+        places = context.places
+        layouts = [self.layout(place.image) for place in places]
+        cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
+        try:
+            for position, layer in enumerate(layers, first):
+                parts = [layout.part(position, cell) for layout, cell in zip(layouts, cells)]
+                context.regions = [Region(part.size, part.owned, part.given) for part in parts]
+                if isinstance(layer, DistributedNorm):
+                    xs = layer.joint(xs)
+                else:
+                    xs, haves = self._with_borders(position, layer, xs, parts, layouts, cells, places)
+                    xs = [self._one(layer, *piece, context, i, skips[i]) for i, piece in enumerate(zip(xs, haves, parts))]
+                if after_layer is not None:
+                    after_layer()
+        finally:
+            context.regions = None
+        return list(xs)
+
+    def _one(self, layer: nn.Module, x: Tensor, have: Box, part: Part, context: Context, index: int, skips: dict[str, Tensor]) -> Tensor:
+        context.current = index
+        if isinstance(layer, Pop):
+            skips[layer.name] = cropped(skips[layer.name], part.skip, part.made)
+        with skip_store(skips):
+            return run(layer, x, have, part)
+
+    def _with_borders(self, position, layer, xs, parts, layouts, cells, places) -> tuple[list[Tensor], list[Box]]:
+        """The pieces, and the box of each, with the cells of others that this layer and those up to the next exchange want."""
+        haves = [part.given for part in parts]
+        concerned = [i for i, layout in enumerate(layouts) if position in layout.points]
+        if not concerned:
+            return list(xs), haves
+        frames = [framed(layer, parts[i]) for i in concerned]
+        # Of the shapes that a layer sees this is all that can vary from step to step.
+        key = position, xs[0].shape[1], xs[0].dtype, tuple((places[i].image, cells[i], len(places[i].images)) for i in concerned)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._plan(position, layer, concerned, frames, xs, parts, layouts, cells)
+        exchange = self._exchanges[key]
+        xs = list(xs)
+        if exchange.idle:
+            return xs, haves
+        for i, y, frame in zip(concerned, exchanged(exchange, [xs[i] for i in concerned]), frames):
+            xs[i], haves[i] = y, frame
+        return xs, haves
+
+    def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
+        """Who sends what to whom. Both sides order the strips of a message by image, target and source."""
+        sides = [Side(parts[i].given, parts[i].owned, frame, parts[i].size) for i, frame in zip(concerned, frames)]
+        group = _numbered([layouts[i] for i in concerned])
+        number = {(group[k], cells[i]): k for k, i in enumerate(concerned)}
+        sends, receives, here = [], [], []
+        for k, i in enumerate(concerned):
+            cuts, wanted = layouts[i].spans(position)
+            for c in copies_from(cells[i], cuts, wanted):
+                if self._rank_of(c.target) == self.comm.rank:
+                    here.append((k, number[group[k], c.target], c.box))
+                else:
+                    sends.append((group[k], c.target, c.source, k, c.box))
+            for c in copies_to(cells[i], cuts, wanted):
+                if self._rank_of(c.source) != self.comm.rank:
+                    receives.append((group[k], c.target, c.source, k, c.box))
+        by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self._rank_of(s[end]))
+        return HaloExchange(
+            self.mail, sides, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(xs[i]) for i in concerned],
+            fill=fill_of(layer) or 0.0, tag=2 * position, name=self.links[position].name, last=self.channels_last,
+        )  # fmt: skip
+
+    def _rank_of(self, cell: Cell) -> int:
+        rank = 0
+        for c, p, g in zip(cell, self.per_rank, self.grid):
+            rank = rank * g + c // p
+        return rank
+
+
+def _numbered(layouts: list[Layout]) -> list[int]:
+    """The number of each piece's image size, in order of appearance, which is the same on all ranks."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(layout), len(seen)) for layout in layouts]
+
+
+def _by(strips, rank_of) -> dict[int, list[tuple[int, Box]]]:
+    found: dict[int, list[tuple[int, Box]]] = {}
+    for strip in strips:
+        found.setdefault(rank_of(strip), []).append(strip[3:])
+    return found

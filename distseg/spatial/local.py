@@ -1,0 +1,311 @@
+"""What each kind of layer does on a part of its feature map: the twins of the layers that look at neighbours.
+
+Zero padding belongs to the border of the image, not to that of a tile. So a layer is run without its own padding on just
+the cells that its part is made from; what of them lies beyond the image is filled in here, by the layer's own kernel
+where both sides of a dim are alike, which costs no copy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
+from distseg.geometry.layout import Link, Part
+from distseg.geometry.receptive import POINTWISE, receptive_field
+from distseg.geometry.tile import Box
+from distseg.models.layers import Pop, Stash
+from distseg.spatial.dropout import KeyedDropout
+from distseg.spatial.norm import DistributedNorm
+
+_CONV = (F.conv1d, F.conv2d, F.conv3d)
+_CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_AVG_POOL = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_PADS = {nn.modules.padding._ConstantPadNd: "constant", nn.modules.padding._ReflectionPadNd: "reflect", nn.modules.padding._ReplicationPadNd: "replicate"}
+_FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
+_ALIKE = (*POINTWISE, nn.Identity, DistributedNorm, KeyedDropout)
+
+
+def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int]) -> Link:
+    """A layer as :class:`distseg.geometry.layout.Layout` wants it.
+
+    Args:
+        channels: tells those of the layer's input; asked for a layer of an unknown kind, which may prove pointwise.
+
+    Raises:
+        ValueError: a layer that can't be computed in parts, by name, with what to do.
+    """
+    if isinstance(layer, Stash):
+        return Link(name, stash=layer.name)
+    if isinstance(layer, Pop):
+        return Link(name, pop=layer.name)
+    for kinds, footprints in _FOOTPRINTS:
+        if isinstance(layer, kinds):
+            try:
+                return Link(name, footprints(layer, dims))
+            except _Unsupported as e:
+                raise ValueError(f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}") from None
+    if isinstance(layer, _ALIKE) or _is_pointwise(layer, dims, channels()):
+        return Link(name)
+    raise ValueError(
+        f"layer {name} ({type(layer).__name__}) looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
+        "flat nn.Sequential (convolutions, poolings, up-samplings, norms, Stash and Pop have one), or set spatial.exchange_every to all"
+    )
+
+
+class _Unsupported(ValueError):
+    """What a layer is asked to do."""
+
+
+def _is_pointwise(layer: nn.Module, dims: int, channels: int) -> bool:
+    try:
+        reach = receptive_field(layer, dims, channels)
+    except (ValueError, RuntimeError, TypeError):
+        return False
+    return not any(reach.halo) and set(reach.stride) == {1}
+
+
+def run(layer: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    """A layer's result on ``part.made``.
+
+    Args:
+        x: (B, C, *have.size), the input on ``have``: ``part.taken`` is in it, and what it has beyond the map is padding already.
+    """
+    for kinds, function in _RUN:
+        if isinstance(layer, kinds):
+            return function(layer, x, have, part)
+    return layer(cropped(x, have, part.taken))
+
+
+def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
+    """The part of ``x`` on ``wanted``, a view."""
+    if have == wanted:
+        return x
+    return x[(..., *wanted.relative_to(have).slices)]
+
+
+def fill_of(layer: nn.Module) -> float | None:
+    """What a layer's padding consists of; None where it has none of its own to fill in (mirror images are made from the map)."""
+    if isinstance(layer, _CONVS):
+        return 0.0 if layer.padding_mode == "zeros" else None
+    if isinstance(layer, _MAX):
+        return -math.inf
+    if isinstance(layer, nn.modules.padding._ConstantPadNd):
+        return layer.value
+    return 0.0 if isinstance(layer, _AVG) else None
+
+
+def framed(layer: nn.Module, part: Part) -> Box:
+    """What an exchange had best make for a layer: what it is computed from, with padding where only one side of a dim has any."""
+    if fill_of(layer) is None:
+        return part.taken
+    alike = [t - r == s - u for t, r, s, u in zip(part.taken.start, part.raw.start, part.raw.stop, part.taken.stop)]
+    if not isinstance(layer, _CONVS):
+        alike = [a and t == r for a, t, r in zip(alike, part.taken.start, part.raw.start)]
+    return Box(
+        tuple(t if a else r for a, t, r in zip(alike, part.taken.start, part.raw.start)),
+        tuple(t if a else r for a, t, r in zip(alike, part.taken.stop, part.raw.stop)),
+    )
+
+
+# convolutions
+
+
+def _conv_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    if conv.padding_mode == "circular":
+        raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflect or replicate")
+    found = []
+    for d in range(dims):
+        k, s, dilation = conv.kernel_size[d], conv.stride[d], conv.dilation[d]
+        before = after = conv.padding[d] if not isinstance(conv.padding, str) else 0
+        if conv.padding == "same":  # the odd cell goes behind
+            before = dilation * (k - 1) // 2
+            after = dilation * (k - 1) - before
+        found.append(Gather(k, s, dilation, before, after, mirrored=conv.padding_mode != "zeros"))
+    return tuple(found)
+
+
+def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    if conv.padding_mode != "zeros":
+        x, have = _mirrored(x, have, part, conv.padding_mode)
+    return convolved(conv, x, have, part, conv.weight, conv.bias)
+
+
+def convolved(conv: nn.Module, x: Tensor, have: Box, part: Part, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution without its own padding, but zeros beyond ``have``."""
+    x, pads = _fitted(x, have, part.raw)
+    native = [max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None for pad, s in zip(pads, conv.stride)]
+    if None in native:
+        x = _padded(x, [(0, 0) if p is not None else pad for p, pad in zip(native, pads)])
+    y = _CONV[len(pads) - 1](x, weight, bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups)
+    # Where only one side is padded the kernel pads both, and the other side's surplus is cut off.
+    start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
+    return _from(y, start, part.made.size)
+
+
+def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    return tuple(
+        Scatter(conv.kernel_size[d], conv.stride[d], conv.dilation[d], conv.padding[d], conv.output_padding[d]) for d in range(dims)
+    )
+
+
+def _transposed(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    x = cropped(x, have, part.taken)
+    dims = range(len(conv.stride))
+    first = [part.taken.start[d] * conv.stride[d] - conv.padding[d] for d in dims]
+    span = [conv.dilation[d] * (conv.kernel_size[d] - 1) + 1 for d in dims]
+    last = [(part.taken.stop[d] - 1) * conv.stride[d] - conv.padding[d] + span[d] for d in dims]
+    extra = [max(0, part.made.stop[d] - last[d]) for d in dims]
+    y = _CONV_TRANSPOSE[len(dims) - 1](x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation)
+    return _from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
+
+
+# poolings
+
+
+def _tuple(value, dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value)
+
+
+def _pool_footprints(pool: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    if getattr(pool, "return_indices", False):
+        raise _Unsupported("its indices are those of a tile, not of the image; set return_indices=False")
+    k, s, p, d = (_tuple(getattr(pool, field, 1), dims) for field in ("kernel_size", "stride", "padding", "dilation"))
+    return tuple(Gather(k[i], s[i], d[i], p[i], p[i], pool.ceil_mode) for i in range(dims))
+
+
+def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    dims = len(part.size)
+    k, s, d = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation"))
+    x, pads = _fitted(x, have, part.raw)
+    # The kernel itself pads both sides alike, and rounds up over an overhang behind.
+    native = [(b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None for i, (b, a) in enumerate(pads)]
+    x = _padded(x, [(0, 0) if n else pad for n, pad in zip(native, pads)], -math.inf)
+    return _MAX_POOL[dims - 1](x, k, s, [n[0] if n else 0 for n in native], d, pool.ceil_mode)
+
+
+def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    dims = len(part.size)
+    k, s, p = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "padding"))
+    x, pads = _fitted(x, have, part.raw)
+    y = _AVG_POOL[dims - 1](_padded(x, pads), k, s)
+    divisor = getattr(pool, "divisor_override", None)
+    if divisor is not None:
+        return y * (math.prod(k) / divisor)
+    if part.raw == part.taken:
+        return y
+    for i in range(dims):
+        first = torch.arange(part.made.start[i], part.made.stop[i]) * s[i] - p[i]
+        low, high = (-p[i], part.size[i] + p[i]) if pool.count_include_pad else (0, part.size[i])
+        cells = (first + k[i]).clamp(max=high) - first.clamp(min=low)
+        y = y * (k[i] / cells.to(y)).view(-1, *(1,) * (dims - 1 - i))
+    return y
+
+
+# up-sampling and padding
+
+
+def _factors(up: nn.Module, dims: int) -> tuple[int, ...]:
+    if up.scale_factor is None:
+        raise _Unsupported("it scales to a fixed size; give a scale_factor")
+    if getattr(up, "align_corners", None):
+        raise _Unsupported("align_corners=True makes every pixel depend on the image's size; set it to False")
+    factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
+    if any(f != int(f) or f < 1 for f in factors):
+        raise _Unsupported(f"its scale_factor is {up.scale_factor}; whole numbers are supported")
+    return tuple(int(f) for f in factors)
+
+
+def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    factors = _factors(up, dims)
+    if up.mode in ("nearest", "nearest-exact"):
+        return tuple(Scatter(f, f) for f in factors)
+    return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
+
+
+def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    return _grown(up, _factors(up, len(part.size)), x, have, part)
+
+
+def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[Footprint, ...]:
+    return (Scatter(shuffle.upscale_factor, shuffle.upscale_factor),) * dims
+
+
+def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: Part) -> Tensor:
+    return _grown(shuffle, (shuffle.upscale_factor,) * len(part.size), x, have, part)
+
+
+def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: Part) -> Tensor:
+    """All that comes of the cells that are taken, cut to what is wanted."""
+    y = layer(cropped(x, have, part.taken))
+    return _from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
+
+
+def _pad_footprints(pad: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    if isinstance(pad, nn.modules.padding._CircularPadNd):
+        raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflection or replication")
+    if min(pad.padding) < 0:
+        raise _Unsupported(f"it crops the image (padding {tuple(pad.padding)})")
+    mirrored = not isinstance(pad, nn.modules.padding._ConstantPadNd)
+    sides = [pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))]  # PyTorch names the last dim's first
+    return tuple(Gather(before=before, after=after, mirrored=mirrored) for before, after in sides)
+
+
+def _pad(pad: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    mode = next(mode for kind, mode in _PADS.items() if isinstance(pad, kind))
+    if mode == "constant":
+        return _padded(*_fitted(x, have, part.raw), pad.value)
+    x, have = _mirrored(x, have, part, mode)
+    return cropped(x, have, part.raw)
+
+
+# parts and paddings
+
+
+def _fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
+    """``x`` cut to ``wanted``, and the cells that are still missing before and behind, along each dim."""
+    common = have.intersection(wanted)
+    pads = [(a - w, v - b) for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)]
+    return cropped(x, have, common), pads
+
+
+def _mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
+    """What is taken, with its mirror images beyond the map where these are wanted, and the box that this is."""
+    pads = [(max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)]
+    x = _padded(cropped(x, have, part.taken), pads, mode=mode)
+    return x, Box(tuple(a - p for a, (p, _) in zip(part.taken.start, pads)), tuple(b + q for b, (_, q) in zip(part.taken.stop, pads)))
+
+
+def _padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant") -> Tensor:
+    if not any(map(any, pads)):
+        return x
+    flat = [n for pad in reversed(pads) for n in pad]
+    return F.pad(x, flat, mode, value) if mode == "constant" else F.pad(x, flat, mode)
+
+
+def _from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """``size`` cells of ``y`` from ``start`` on."""
+    if tuple(y.shape[2:]) == tuple(size):
+        return y
+    return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]
+
+
+_FOOTPRINTS = (
+    (_CONVS, _conv_footprints),
+    (_TRANSPOSED, _transposed_footprints),
+    ((*_MAX, *_AVG), _pool_footprints),
+    (nn.Upsample, _up_footprints),
+    (nn.PixelShuffle, _shuffle_footprints),
+    ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
+)
+_RUN = ((_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad))

@@ -1,0 +1,208 @@
+"""Tiles that exchange borders: each layer against its serial twin on the whole image, and the adjoint of the exchange, in float64.
+
+A tile's own part of the output counts with the weights G there, so the serial gradients are those of <G, y>; the
+distributed ones are added up over ranks.
+"""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from distseg.extents import Extents
+from distseg.geometry.layout import Layout
+from distseg.geometry.tile import Box, Place
+from distseg.models.layers import Pop, Stash, flat_layers
+from distseg.spatial.context import Context
+from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.local import link_of
+
+GRIDS = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 6: (2, 3), 9: (3, 3)}
+BATCH, CHANNELS = 2, 4
+
+
+def uneven(n: int, tiles: int) -> tuple[int, ...]:
+    """Borders that lie on nothing: the first tiles are about half as wide as the last ones."""
+    weights = [1 + k / max(1, tiles - 1) for k in range(tiles)]
+    inner = [max(k, min(n - tiles + k, round(n * sum(weights[:k]) / sum(weights)))) for k in range(1, tiles)]
+    return (0, *inner, n)
+
+
+def exchange_of(links, comm, size, grid, per_rank=None, every="1", borders=uneven, **more) -> Exchange:
+    """An exchange with a layout on odd borders, and of any layers: results need not have the image's size."""
+    per_rank = per_rank or (1,) * len(size)
+    exchange = Exchange(links, (1,) * len(size), comm, grid, per_rank, every, **more)
+    exchange._layouts[tuple(size)] = Layout(links, size, [borders(n, g * p) for n, g, p in zip(size, grid, per_rank)], every, more.get("fuse_below", 0))
+    return exchange
+
+
+def own_cells(exchange: Exchange):
+    """Of this rank, row by row."""
+    at, rank = [], exchange.comm.rank
+    for g in reversed(exchange.grid):
+        at.insert(0, rank % g)
+        rank //= g
+    return list(product(*(range(c * p, (c + 1) * p) for c, p in zip(at, exchange.per_rank))))
+
+
+def compare(layers: list[nn.Module], links, comm, size, grid, tolerance=1e-12, **settings) -> None:
+    """Outputs and all gradients of ``layers`` on tiles against the whole image."""
+    torch.manual_seed(0)
+    exchange = exchange_of(links, comm, size, grid, **settings)
+    layout = exchange.layout(size)
+    whole = torch.randn(BATCH, CHANNELS, *size, dtype=torch.float64).requires_grad_()
+    y = nn.Sequential(*layers)(whole)
+    g = torch.randn(y.shape, dtype=torch.float64)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    wanted = torch.autograd.grad(y, [whole, *parameters], g)
+
+    context, places, xs = Context(norm_comm=comm, batch_comm=comm), [], []
+    for cell in own_cells(exchange):
+        tile = layout.part(0, cell).owned
+        places.append(Place(tuple(size), tile, tile, tuple(range(BATCH)), (0,) * BATCH))
+        xs.append(whole.detach()[(..., *tile.slices)].clone().requires_grad_())
+    context.places = places
+    ys = exchange.run(layers, 0, xs, [{} for _ in xs], context)
+    owned = [layout.result_of(cell) for cell in own_cells(exchange)]
+    gradients = torch.autograd.grad(ys, [*xs, *parameters], [g[(..., *box.slices)] for box in owned])
+    for found, box in zip(ys, owned):
+        close(found, y[(..., *box.slices)], tolerance)
+    for found, place in zip(gradients, places):
+        close(found, wanted[0][(..., *place.tile.slices)], tolerance, wanted[0].abs().max())
+    for found, right in zip(gradients[len(xs) :], wanted[1:]):
+        close(torch.from_numpy(comm.allreduce(found.numpy())), right, tolerance)
+    # No cell of the result is computed twice, none is left out.
+    assert comm.allreduce(sum(box.pixels for box in owned)) == Box.whole(y.shape[2:]).pixels
+
+
+def close(found, wanted, tolerance, scale=None) -> None:
+    assert found.shape == wanted.shape
+    scale = (wanted.abs().max() if wanted.numel() else 0) if scale is None else scale
+    error = (found - wanted).abs().max() if wanted.numel() else 0
+    assert error <= tolerance * max(float(scale), 1e-3), f"error {error:.1e} of {scale:.1e}"
+
+
+def one(layer: nn.Module, comm, size, **settings) -> None:
+    compare([layer.double()], [link_of("layer", layer, len(size), lambda: CHANNELS)], comm, size, settings.pop("grid", GRIDS[comm.size]), **settings)
+
+
+RANKS = [1, 2, 3, 4, 6, 9]
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("kernel", range(1, 8))
+def test_convolutions(comm, kernel):
+    for stride, dilation, padding in product((1, 2, 3, 4), (1, 2, 3), (0, kernel // 2, "more")):
+        padding = dilation * (kernel - 1) if padding == "more" else padding
+        size = (dilation * (kernel - 1) + 13, dilation * (kernel - 1) + 17)
+        one(nn.Conv2d(CHANNELS, 3, kernel, stride, padding, dilation, bias=stride == 1), comm, size)
+
+
+@pytest.mark.parallel([1, 4, 6])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate"])
+def test_convolutions_of_other_kinds(comm, mode):
+    one(nn.Conv2d(CHANNELS, 4, (3, 5), (2, 1), (1, 2), padding_mode=mode), comm, (15, 13))
+    one(nn.Conv2d(CHANNELS, 8, (5, 2), padding="same", groups=2, padding_mode=mode), comm, (9, 13))
+    one(nn.Conv2d(CHANNELS, 2, 7, padding=3, dilation=1, padding_mode=mode), comm, (9, 9))  # halos wider than tiles
+    one(nn.Conv2d(CHANNELS, 2, 3, padding=6, dilation=6, padding_mode=mode), comm, (13, 11))
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("stride", range(1, 5))
+def test_transposed_convolutions(comm, stride):
+    for kernel, dilation in product(range(1, 8), (1, 2, 3)):
+        for padding, extra in ((0, 0), (min(1, dilation * (kernel - 1)), stride - 1)):
+            one(nn.ConvTranspose2d(CHANNELS, 6, kernel, stride, padding, extra, groups=2, dilation=dilation), comm, (5, 7))
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("kernel", range(1, 6))
+def test_poolings(comm, kernel):
+    for stride, padding, ceil in product(range(1, 5), {0, kernel // 2}, (False, True)):
+        one(nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil), comm, (18, 19))
+        for include in (False, True):
+            one(nn.AvgPool2d(kernel, stride, padding, ceil, include), comm, (18, 19))
+    one(nn.MaxPool2d(kernel, 2, kernel // 2, dilation=2, ceil_mode=True), comm, (20, 23))
+    one(nn.AvgPool2d(kernel, 2, divisor_override=3), comm, (18, 19))
+
+
+@pytest.mark.parallel(RANKS)
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test_up_sampling(comm, mode):
+    for factor in (1, 2, 3, (2, 4)):
+        one(nn.Upsample(scale_factor=factor, mode=mode), comm, (5, 7))
+    one(nn.PixelShuffle(2), comm, (5, 7))
+
+
+@pytest.mark.parallel(RANKS)
+def test_padding_layers(comm):
+    for layer in (nn.ZeroPad2d((1, 2, 3, 0)), nn.ConstantPad2d((0, 5, 1, 1), 2.5), nn.ReflectionPad2d((2, 4, 3, 1)), nn.ReplicationPad2d((3, 3, 0, 4))):
+        one(layer, comm, (7, 8))
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_volumes(comm):
+    grid = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 1, 2)}[comm.size]
+    for layer in (
+        nn.Conv3d(CHANNELS, 3, 3, padding=1),
+        nn.Conv3d(CHANNELS, 3, (1, 4, 3), (1, 2, 3), (0, 1, 1)),
+        nn.ConvTranspose3d(CHANNELS, 3, 3, 2, 1, 1),
+        nn.MaxPool3d(2, ceil_mode=True),
+        nn.AvgPool3d(3, 2, 1),
+        nn.Upsample(scale_factor=2, mode="trilinear"),
+    ):
+        one(layer, comm, (5, 9, 7), grid=grid)
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_several_tiles_a_rank(comm):
+    for layer in (nn.Conv2d(CHANNELS, 3, 5, padding=2), nn.ConvTranspose2d(CHANNELS, 3, 4, 2, 1), nn.MaxPool2d(3, 2, 1)):
+        one(layer, comm, (17, 19), per_rank=(2, 3))
+
+
+def net(norm=lambda: nn.Identity()) -> nn.Sequential:
+    """Two levels with a skip, bilinear and transposed up-sampling, odd sizes cut at the skip."""
+    conv = lambda a, b, k=3: nn.Conv2d(a, b, k, padding=k // 2, bias=False)
+    return nn.Sequential(
+        conv(CHANNELS, 6), norm(), nn.LeakyReLU(0.1), conv(6, 6, 5), Stash("a"), nn.MaxPool2d(2, ceil_mode=True),
+        conv(6, 8), norm.__call__() if norm is None else nn.ReLU(), Stash("b"), nn.AvgPool2d(2, ceil_mode=True),
+        conv(8, 8), nn.Upsample(scale_factor=2, mode="bilinear"), Pop("b"), conv(16, 6),
+        nn.ConvTranspose2d(6, 6, 2, 2), Pop("a"), conv(12, 5), norm(), nn.Tanh(), conv(5, 3), nn.Conv2d(3, 2, 1),
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.parametrize("every", ["1", "2", "3", "7", "level"])
+@pytest.mark.parametrize("size", [(29, 37), (24, 31)])
+def test_a_network_with_skips_at_every_interval(comm, every, size):
+    torch.manual_seed(1)
+    model = net()
+    on_grid = lambda n, tiles: (0, *(round(k * n / tiles / 4) * 4 for k in range(1, tiles)), n)
+    for borders in (on_grid, uneven):
+        compare(list(model), links_of(model), comm, size, GRIDS[comm.size], every=every, borders=borders)
+    compare(list(model), links_of(model), comm, size, GRIDS[comm.size], every=every, per_rank=(1, 2), fuse_below=5)
+
+
+@pytest.mark.parallel(RANKS)
+def test_the_exchange_and_its_adjoint(comm):
+    """<F x, y> == <x, F* y> over all ranks, for halos wider than a tile, corners, several tiles and padding."""
+    for seed, (kernel, per_rank) in enumerate(product((1, 3, 9), ((1, 1), (2, 1)))):
+        torch.manual_seed(10 * seed + comm.rank)
+        layer = nn.Conv2d(CHANNELS, CHANNELS, kernel, padding=kernel // 2)
+        size = (13, 11)
+        exchange = exchange_of([link_of("c", layer, 2, lambda: 1)], comm, size, GRIDS[comm.size], per_rank)
+        layout = exchange.layout(size)
+        cells = own_cells(exchange)
+        parts = [layout.part(0, cell) for cell in cells]
+        places = [Place(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
+        xs = [torch.randn(BATCH, CHANNELS, *part.given.size, dtype=torch.float64) for part in parts]
+        exchange._with_borders(0, layer, xs, parts, [layout] * len(parts), cells, places)
+        for halo in exchange._exchanges.values():
+            made = halo.forward(xs)
+            ys = [torch.randn(m.shape, dtype=torch.float64) for m in made]
+            back = halo.adjoint(ys)
+            dot = lambda a, b: comm.allreduce(sum((p * q).sum().item() for p, q in zip(a, b)))
+            scale = (dot(made, made) * dot(ys, ys)) ** 0.5
+            assert abs(dot(made, ys) - dot(xs, back)) <= 1e-14 * scale

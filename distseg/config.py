@@ -7,7 +7,7 @@ in pixels and written as ``97x131`` (height x width).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import List, Literal, Optional
+from typing import List, Literal, Optional, Union
 
 from distseg.extents import Extents
 
@@ -108,6 +108,10 @@ class SpatialConfig:
     """The grid of tiles that each rank owns of an image."""
     halo: Optional[int] = None
     """Halo in pixels; by default the exact one, probed from the model. A smaller one is an approximation."""
+    exchange_every: Union[int, str] = "all"
+    """all: tiles are read with their halos, as windows, and nothing is exchanged. 1, 2, ...: tiles are read alone, and ranks swap borders before every k-th layer that looks beyond its tile. level: as often as the resolution changes."""
+    fuse_below: int = 0
+    """With an exchange: consecutive layers on tiles of fewer cells than this along a dim share one exchange, as deep levels may when messages are slow."""
     norm_scope: Literal["group", "step", "window"] = "group"
     """Batch norm sees the images that one sample group processes together (group), all groups' (step), or, as the paper ran it, every norm sees its window only (window, an approximation)."""
     frozen_norm: bool = False
@@ -115,7 +119,20 @@ class SpatialConfig:
 
     def __post_init__(self):
         _extents(self, "tiles_per_rank")
-        _at_least(self, 0, "halo")
+        _at_least(self, 0, "halo", "fuse_below")
+        every = str(self.exchange_every)
+        if every not in ("level", "all") and not (every.isdigit() and int(every) > 0):
+            raise ValueError(f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}")
+        object.__setattr__(self, "exchange_every", every)
+        if self.exchanges and self.halo is not None:
+            raise ValueError(f"spatial.halo is {self.halo}, but with spatial.exchange_every {every} tiles have no halo: leave one of them out")
+        if self.exchanges and self.norm_scope == "window":
+            raise ValueError(f"spatial.norm_scope is window, but with spatial.exchange_every {every} there are no windows: set it to group or step")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tiles exchange borders, instead of being read with halos."""
+        return self.exchange_every != "all"
 
 
 @dataclass(frozen=True)
@@ -226,6 +243,11 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Optional[int] = None
     """CPU threads a rank; by default the node's cores shared fairly among its ranks."""
+    timeout: float = 1800.0
+    """Seconds that a rank waits for a message of another before it ends the job with an error; 0: for ever."""
+
+    def __post_init__(self):
+        _at_least(self, 0, "timeout")
 
 
 @dataclass(frozen=True)

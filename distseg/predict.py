@@ -16,11 +16,12 @@ import h5py
 import numpy as np
 import torch
 
+from distseg.comm.collective import set_timeout
 from distseg.config import Config, ModelConfig
 from distseg.data.readers import open_image
 from distseg.data.store import Store
 from distseg.extents import Extents
-from distseg.geometry.tile import Box, Place, tiles, window
+from distseg.geometry.tile import Box, Place, most_even_grid, tiles, window
 from distseg.launch import set_up, together
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
@@ -31,10 +32,11 @@ from distseg.pipeline.infer import stream_stages
 from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.spatial.context import Context
+from distseg.spatial.exchange import Exchange
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.stream import stream
 from distseg.train.checkpoint import find, load_weights, read_manifest
-from distseg.train.engine import autocast, place_stages, used_reach
+from distseg.train.engine import autocast, make_exchange, place_stages, used_reach
 from distseg.train.metrics import most_likely
 from distseg.train.precision import choose
 
@@ -67,6 +69,7 @@ class Predictor:
         self.model, self.replicas, self.device, self.autocast = model, replicas, device, autocast
         self.tile, self.scratch, self.channels_last, self.pipeline = tile, scratch, channels_last, pipeline
         self._workers = {replicas.size: replicas}
+        self._exchanges: dict[Extents, Exchange] = {}
 
     @property
     def last(self) -> bool:
@@ -74,8 +77,10 @@ class Predictor:
         return self.pipeline is None or self.pipeline.last
 
     def tiles_of(self, size) -> list[Box]:
-        """The tiles of an image, of at most the configured size, or a stride cell more."""
+        """The tiles of an image, of at most the configured size, or a stride cell more; one a rank where borders are exchanged."""
         stride = self.model.reach.stride
+        if self.model.exchange:
+            return tiles(size, most_even_grid(size, stride, self.replicas.size), stride)
         steps = (max(1, t // s) * s for t, s in zip(self.tile, stride))
         return tiles(size, Extents(-(-n // step) for n, step in zip(size, steps)), stride)
 
@@ -86,13 +91,15 @@ class Predictor:
         if self.replicas.rank >= workers.size:
             return
         mine = every[self.replicas.rank :: workers.size]
-        places = [Place(tuple(scene.size), t, window(t, scene.size, self.model.reach), (0,), (0,)) for t in mine]
+        exchange = self._exchange(scene.size, workers)
+        reach = exchange.reach if exchange else self.model.reach
+        places = [Place(tuple(scene.size), t, window(t, scene.size, reach), (0,), (0,)) for t in mine]
 
         def load(i: int) -> torch.Tensor:
             x = torch.from_numpy(scene.read(places[i].window)).unsqueeze(0).to(self.device, self._dtype)
             return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
 
-        with self._evaluating(workers), self.autocast():
+        with self._evaluating(workers, exchange), self.autocast():
             if self.pipeline is None:
                 outputs = stream(self.model, places, load, self.scratch)
             else:
@@ -110,18 +117,28 @@ class Predictor:
             self._workers[count] = self.replicas.Split(int(self.replicas.rank >= count), self.replicas.rank)
         return self._workers[count] if self.replicas.rank < count else _NoWork(count)
 
+    def _exchange(self, size, workers) -> Exchange | None:
+        """The model on tiles of these ranks that exchange borders, if it exchanges them at all."""
+        if self.model.exchange is None:
+            return None
+        grid = most_even_grid(size, self.model.reach.stride, workers.size)
+        if grid not in self._exchanges:
+            self._exchanges[grid] = self.model.exchange.over(workers, grid)
+        return self._exchanges[grid]
+
     @contextmanager
-    def _evaluating(self, workers):
-        """Evaluation mode, with instance and group statistics shared by the ranks at work on the image."""
+    def _evaluating(self, workers, exchange: Exchange | None):
+        """Evaluation mode, with instance and group statistics shared, and borders exchanged, by the ranks at work on the image."""
         context, training = self.model.context, self.model.training
-        before = context.norm_comm, context.batch_comm
+        before = context.norm_comm, context.batch_comm, self.model.exchange
         context.norm_comm = context.batch_comm = workers
+        self.model.exchange = exchange
         self.model.eval()
         try:
             yield
         finally:
             self.model.train(training)
-            context.norm_comm, context.batch_comm = before
+            context.norm_comm, context.batch_comm, self.model.exchange = before
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     """
     device = set_up(world, config.run.device, config.run.threads)
     precision, channels_last = choose(config.train, device, world)
+    set_timeout(config.run.timeout)
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=Extents((1,) * len(config.predict.tile))))
     with together(world):
@@ -151,7 +169,8 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     with together(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
-        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed)
+        exchange = make_exchange(config.spatial, model, reach, mesh.tiles, config.mesh.tiles, devices[0], channels_last)
+        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, exchange=exchange)
         load_weights(checkpoint, model, part=partition is not None)
     place_stages(tiled, partition, devices, precision, channels_last)
     pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None

@@ -118,7 +118,7 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
     with together(world):
-        own = own_pieces(config, mesh, images, engine.reach)
+        own = own_pieces(config, mesh, images, engine.reading)
     for _ in range(steps - 1):
         engine.backward(own)
         engine.update(config.optim.lr)

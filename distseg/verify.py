@@ -99,7 +99,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
             initial.double()
     engine = Engine(config, mesh, model, images.size, precision="fp64")
     with together(world):
-        own = own_pieces(config, mesh, images, engine.reach)
+        own = own_pieces(config, mesh, images, engine.reading)
     loss = engine.backward(own)
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
     engine.update(config.optim.lr)
@@ -169,7 +169,8 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
     return {
         "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
         "images": [str(Extents(w.labels.shape)) for w in wholes],
-        "halo": list(engine.reach.halo),
+        "halo": list(engine.reading.halo),
+        "exchange_every": config.spatial.exchange_every,
         "stride": list(engine.reach.stride),
         "reducer": engine.reducer.name,
         "approximations": approximations(config, engine.reach, receptive_field(initial)),
@@ -228,6 +229,11 @@ def _write_safetensors(path: str, tensors: dict[str, Tensor]) -> None:
             f.write(array.tobytes())
 
 
+def _borders(report: dict) -> str:
+    every = report["exchange_every"]
+    return "halo " + "x".join(map(str, report["halo"])) if every == "all" else f"borders exchanged every {every}"
+
+
 def passed(report: dict, tolerance: float) -> bool:
     """Whether every error is a number and at most the tolerance."""
     return report["max_error"] <= tolerance  # false for NaN
@@ -238,7 +244,7 @@ def summary(report: dict, tolerance: float) -> str:
     mesh = report["mesh"]
     lines = [
         f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, images {', '.join(report['images'])}, "
-        f"halo {Extents(report['halo'])}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
+        f"{_borders(report)}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
     ]
     lines += [f"approximation: {text}" for text in report["approximations"]]
     lines.append(f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} against {report['loss']['serial']:.15g}")

@@ -108,6 +108,23 @@ def tiles(image, grid, stride) -> list[Box]:
     return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in product(*ranges)]
 
 
+def most_even_grid(image, stride, parts: int) -> Extents:
+    """The grid of at most ``parts`` tiles, and as many of them as fit, whose tiles are nearest to squares."""
+    cells = [-(-n // s) for n, s in zip(image, stride)]
+    for count in range(parts, 0, -1):
+        fitting = [grid for grid in _factorings(count, len(cells)) if all(g <= c for g, c in zip(grid, cells))]
+        if fitting:
+            return Extents(min(fitting, key=lambda grid: sum(g / n for g, n in zip(grid, image))))
+    raise AssertionError("one tile fits any image")
+
+
+def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
+    """All grids of ``count`` tiles."""
+    if dims == 1:
+        return [(count,)]
+    return [(first, *rest) for first in range(1, count + 1) if count % first == 0 for rest in _factorings(count // first, dims - 1)]
+
+
 def window(tile: Box, image, reach: Reach) -> Box:
     """The pixels to compute so that the tile comes out exact: the halo around it, on the stride grid, inside the image."""
     start = tuple(max(0, (a - h) // s * s) for a, h, s in zip(tile.start, reach.halo, reach.stride))

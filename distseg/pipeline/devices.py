@@ -89,6 +89,11 @@ def check_config(config: Config) -> None:
     pipeline, mesh = config.pipeline, config.mesh
     if pipeline.placement != "devices":
         return
+    if config.spatial.exchanges:
+        raise ValueError(
+            f"spatial.exchange_every is {config.spatial.exchange_every}, but with pipeline.placement devices several threads of a rank compute at once, "
+            "and exchanges need one order: set it to all, or put the stages on ranks (mesh.stages)"
+        )
     if mesh.stages != 1:
         raise ValueError(
             f"pipeline.placement devices puts all {stages_of(pipeline)} stages on each rank, but mesh.stages is {mesh.stages}: set mesh.stages to 1, "

@@ -32,4 +32,4 @@ class Unit:
     @property
     def signature(self) -> tuple:
         """Units that agree in it have tensors of the same shapes in every layer."""
-        return tuple((len(p.place.images), p.place.window.size) for p in self.pieces)
+        return tuple((len(p.place.images), p.place.image, p.place.tile, p.place.window) for p in self.pieces)

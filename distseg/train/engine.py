@@ -8,7 +8,7 @@ from typing import Callable, ContextManager, Sequence
 import torch
 from torch import nn
 
-from distseg.comm.collective import add
+from distseg.comm.collective import add, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.config import Config, SpatialConfig
@@ -25,6 +25,7 @@ from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
+from distseg.spatial.exchange import Exchange, links_of
 from distseg.spatial.parallelize import TiledModel
 from distseg.train.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate
@@ -55,10 +56,12 @@ class Engine:
         self.precision = precision
         self.autocast = autocast(precision, device)
         self.reach = used_reach(model, config.spatial)
+        self.exchange = make_exchange(config.spatial, model, self.reach, mesh.tiles, config.mesh.tiles, self.device, channels_last)
+        set_timeout(config.run.timeout)
         self.loss = Loss(config.loss, channels_of(model)[1])
         self.context = _context(config, mesh)
-        self.partition = partition_of(config, model, image, self.reach, device.type)
-        self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm)
+        self.partition = partition_of(config, model, image, self.reading, device.type)
+        self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
         if config.pipeline.placement == "devices":
             check_norms(self.model)
         place_stages(self.model, self.partition, self.devices, precision, channels_last)
@@ -81,7 +84,12 @@ class Engine:
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
-        return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training)
+        return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or self.exchange is not None)
+
+    @property
+    def reading(self) -> Reach:
+        """What is read around a tile: nothing, where borders are exchanged."""
+        return self.exchange.reach if self.exchange else self.reach
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model begins, labels where it ends, in its dtype and memory format."""
@@ -156,6 +164,19 @@ def used_reach(model: nn.Module, spatial: SpatialConfig) -> Reach:
     if spatial.halo is None:
         return exact
     return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)
+
+
+def make_exchange(spatial: SpatialConfig, model: nn.Module, reach: Reach, comm, grid, device, channels_last: bool) -> Exchange | None:
+    """Of a plain model, perhaps only outlined, on a grid of ranks; None where tiles are read with their halos.
+
+    Raises:
+        ValueError: a model that can't be computed in tiles that exchange borders.
+    """
+    if not spatial.exchanges:
+        return None
+    return Exchange(
+        links_of(model), reach.stride, comm, grid, spatial.tiles_per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last
+    )
 
 
 def approximations(config: Config, reach: Reach, exact: Reach) -> list[str]:

@@ -125,7 +125,7 @@ def _loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoa
         grid=mesh.shape.tiles,
         per_rank=config.spatial.tiles_per_rank,
         coordinates=mesh.tile,
-        reach=engine.reach,
+        reach=engine.reading,
         pixels=engine.pipeline.first,
         labels=engine.pipeline.last,
     )

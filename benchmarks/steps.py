@@ -49,13 +49,14 @@ class Setting:
     channels_last: bool = False
     samples: int = 1
     tiles: Extents = Extents((1, 1))
+    exchange_every: str = "all"
 
     def config(self, reducer: str = "auto") -> Config:
         model = ModelConfig(
             depth=self.depth, num_convs=self.num_convs, base_channels=self.base_channels, in_channels=4, out_channels=CLASSES,
             norm=self.norm, dropout=self.dropout,
         )  # fmt: skip
-        return Config(model=model, mesh=MeshConfig(self.samples, self.tiles, reducer=reducer), data=DataConfig(images=1), spatial=SpatialConfig())
+        return Config(model=model, mesh=MeshConfig(self.samples, self.tiles, reducer=reducer), data=DataConfig(images=1), spatial=SpatialConfig(exchange_every=self.exchange_every))
 
     def as_dict(self) -> dict:
         return {name: str(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -67,7 +68,7 @@ def distributed_step(setting: Setting, comm=None, reducer: str = "auto") -> tupl
     mesh = Mesh(comm or world(), setting.samples, setting.tiles)
     engine = Engine(config, mesh, build_model(config.model), setting.size, precision=setting.precision, channels_last=setting.channels_last)
     images = RandomImages(setting.size, 4, CLASSES, config)
-    pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reach)]
+    pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reading)]
 
     def step() -> float:
         loss = engine.backward([[Piece(p.pixels, p.labels, p.place) for p in pieces]])
@@ -183,7 +184,7 @@ def main() -> None:
 
 def _window_pixels(engine: Engine, setting: Setting) -> int:
     """Pixels of this rank's window."""
-    return sum(window.pixels for _, window in owned_tiles(setting.size, setting.tiles, (1, 1), engine.mesh.tile, engine.reach))
+    return sum(window.pixels for _, window in owned_tiles(setting.size, setting.tiles, (1, 1), engine.mesh.tile, engine.reading))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from distseg.geometry.tile import Box, Place
 from distseg.models.layers import Pop, Stash, flat_layers
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange, links_of
-from distseg.spatial.local import link_of
+from distseg.spatial.local import framed, link_of
 
 GRIDS = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 6: (2, 3), 9: (3, 3)}
 BATCH, CHANNELS = 2, 4
@@ -198,8 +198,8 @@ def test_the_exchange_and_its_adjoint(comm):
         parts = [layout.part(0, cell) for cell in cells]
         places = [Place(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
         xs = [torch.randn(BATCH, CHANNELS, *part.given.size, dtype=torch.float64) for part in parts]
-        exchange._with_borders(0, layer, xs, parts, [layout] * len(parts), cells, places)
-        for halo in exchange._exchanges.values():
+        frames = [framed(layer, part) for part in parts]
+        for halo in [exchange._exchange(0, layer, range(len(xs)), frames, xs, parts, [layout] * len(parts), cells, places)]:
             made = halo.forward(xs)
             ys = [torch.randn(m.shape, dtype=torch.float64) for m in made]
             back = halo.adjoint(ys)

@@ -204,8 +204,9 @@ class HaloExchange:
         """Send the gradients of others' cells on their way."""
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
-    def finish_adjoint(self, gs: Sequence[Tensor], arriving) -> list[Tensor]:
-        dxs = [self._own_part(g, side) for g, side in zip(gs, self.sides)]
+    def finish_adjoint(self, gs: Sequence[Tensor], arriving, in_place: bool = False) -> list[Tensor]:
+        """The gradients once the others' part is added; ``in_place`` into ``gs``, of which the results may then be views."""
+        dxs = [self._own_part(g, side, in_place) for g, side in zip(gs, self.sides)]
         for source, target in self.here:
             _view(dxs, source).add_(_view(gs, target))
         for rank, views in self._finish(arriving, self.sends, "the gradient of "):
@@ -226,10 +227,12 @@ class HaloExchange:
         y[(..., *common.relative_to(side.make).slices)] = x[(..., *common.relative_to(side.have).slices)]
         return y
 
-    def _own_part(self, g: Tensor, side: Side) -> Tensor:
+    def _own_part(self, g: Tensor, side: Side, in_place: bool) -> Tensor:
         """The gradient of own cells from their own tile; none of the others that it had."""
-        dx = _empty(g, side.have.size)
         common = side.own.intersection(side.make)
+        if in_place and common == side.have:
+            return g[(..., *common.relative_to(side.make).slices)]
+        dx = _empty(g, side.have.size)
         if common != side.have:
             dx.zero_()
         if common.pixels:

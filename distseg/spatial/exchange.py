@@ -19,7 +19,8 @@ from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.tile import Box, Place, Reach, check_grid, split
 from distseg.models.layers import Pop, flat_layers, skip_store
 from distseg.spatial.context import Context
-from distseg.spatial.local import cropped, fill_of, framed, link_of, run
+from distseg.spatial.conv import exchanged_convolution
+from distseg.spatial.local import cropped, fill_of, framed, fuses, link_of, run
 from distseg.spatial.norm import DistributedNorm
 
 Cell = tuple[int, ...]
@@ -119,13 +120,27 @@ class Exchange:
                 if isinstance(layer, DistributedNorm):
                     xs = layer.joint(xs)
                 else:
-                    xs, haves = self._with_borders(position, layer, xs, parts, layouts, cells, places)
-                    xs = [self._one(layer, *piece, context, i, skips[i]) for i, piece in enumerate(zip(xs, haves, parts))]
+                    xs = self._layer(position, layer, list(xs), parts, layouts, cells, context, skips)
                 if after_layer is not None:
                     after_layer()
         finally:
             context.regions = None
         return list(xs)
+
+    def _layer(self, position: int, layer: nn.Module, xs: list[Tensor], parts: list[Part], layouts, cells, context: Context, skips) -> list[Tensor]:
+        """One layer on all pieces: where it looks further than they have, after an exchange."""
+        haves = [part.given for part in parts]
+        concerned = [i for i, layout in enumerate(layouts) if position in layout.points]
+        if concerned:
+            frames = [framed(layer, parts[i]) for i in concerned]
+            mine = [_autocast(layer, xs[i]) for i in concerned]
+            exchange = self._exchange(position, layer, concerned, frames, mine, parts, layouts, cells, context.places)
+            if not exchange.idle:
+                if len(concerned) == len(xs) and fuses(layer):
+                    return exchanged_convolution(layer, exchange, frames, parts, mine)
+                for i, y, frame in zip(concerned, exchanged(exchange, mine), frames):
+                    xs[i], haves[i] = y, frame
+        return [self._one(layer, *piece, context, i, skips[i]) for i, piece in enumerate(zip(xs, haves, parts))]
 
     def _one(self, layer: nn.Module, x: Tensor, have: Box, part: Part, context: Context, index: int, skips: dict[str, Tensor]) -> Tensor:
         context.current = index
@@ -134,24 +149,12 @@ class Exchange:
         with skip_store(skips):
             return run(layer, x, have, part)
 
-    def _with_borders(self, position, layer, xs, parts, layouts, cells, places) -> tuple[list[Tensor], list[Box]]:
-        """The pieces, and the box of each, with the cells of others that this layer and those up to the next exchange want."""
-        haves = [part.given for part in parts]
-        concerned = [i for i, layout in enumerate(layouts) if position in layout.points]
-        if not concerned:
-            return list(xs), haves
-        frames = [framed(layer, parts[i]) for i in concerned]
+    def _exchange(self, position, layer, concerned, frames, xs, parts, layouts, cells, places) -> HaloExchange:
         # Of the shapes that a layer sees this is all that can vary from step to step.
         key = position, xs[0].shape[1], xs[0].dtype, tuple((places[i].image, cells[i], len(places[i].images)) for i in concerned)
         if key not in self._exchanges:
             self._exchanges[key] = self._plan(position, layer, concerned, frames, xs, parts, layouts, cells)
-        exchange = self._exchanges[key]
-        xs = list(xs)
-        if exchange.idle:
-            return xs, haves
-        for i, y, frame in zip(concerned, exchanged(exchange, [xs[i] for i in concerned]), frames):
-            xs[i], haves[i] = y, frame
-        return xs, haves
+        return self._exchanges[key]
 
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
         """Who sends what to whom. Both sides order the strips of a message by image, target and source."""
@@ -171,7 +174,7 @@ class Exchange:
                     receives.append((group[k], c.target, c.source, k, c.box))
         by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self._rank_of(s[end]))
         return HaloExchange(
-            self.mail, sides, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(xs[i]) for i in concerned],
+            self.mail, sides, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
             fill=fill_of(layer) or 0.0, tag=2 * position, name=self.links[position].name, last=self.channels_last,
         )  # fmt: skip
 
@@ -180,6 +183,13 @@ class Exchange:
         for c, p, g in zip(cell, self.per_rank, self.grid):
             rank = rank * g + c // p
         return rank
+
+
+def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input in the type in which autocast computes a convolution: that is what had better travel."""
+    if isinstance(layer, nn.modules.conv._ConvNd) and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:

@@ -105,6 +105,11 @@ def fill_of(layer: nn.Module) -> float | None:
     return 0.0 if isinstance(layer, _AVG) else None
 
 
+def fuses(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution that :mod:`distseg.spatial.conv` computes together with the exchange before it."""
+    return isinstance(layer, _CONVS) and layer.padding_mode == "zeros"
+
+
 def framed(layer: nn.Module, part: Part) -> Box:
     """What an exchange had best make for a layer: what it is computed from, with padding where only one side of a dim has any."""
     if fill_of(layer) is None:

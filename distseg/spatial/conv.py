@@ -1,0 +1,76 @@
+"""A convolution and the exchange before it as one: gradients of borders travel while the weight's gradient is computed.
+
+The backward pass of a convolution is two computations of equal size, of which only the input's gradient is awaited by
+other ranks. So it comes first and its borders are sent; by the time the weight's is done, those of the others are there.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.halo import HaloExchange
+from distseg.geometry.layout import Part
+from distseg.geometry.tile import Box
+
+
+class _Call:
+    """Arguments of PyTorch's convolution but for tensors."""
+
+    def __init__(self, conv: nn.Module, frame: Box, part: Part):
+        # What a frame lacks lies beyond the image, the same on both sides of a dim (see local.framed).
+        self.padding = [a - r for a, r in zip(frame.start, part.raw.start)]
+        self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
+        self.none = [0] * len(self.padding)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.aten.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, self.none, self.groups)
+
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, bias: bool, mask: list[bool]):
+        sizes = [weight.shape[0]] if bias else None
+        return torch.ops.aten.convolution_backward(g, x, weight, sizes, self.stride, self.padding, self.dilation, False, self.none, self.groups, mask)
+
+
+class _ExchangedConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange: HaloExchange, calls: list[_Call], weight, bias, *xs):
+        frames = exchange.forward(xs)
+        ctx.exchange, ctx.calls, ctx.bias = exchange, calls, bias is not None
+        ctx.save_for_backward(weight, *frames)
+        return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        weight, *frames = ctx.saved_tensors
+        dxs: Sequence[Tensor | None] = [None] * len(frames)
+        gs = [_like(g, frame) for g, frame in zip(gs, frames)]
+        wanted = any(ctx.needs_input_grad[4:])  # alike on all ranks: the first layer's input is pixels everywhere
+        if wanted:
+            dxs = [call.backward(g, x, weight, False, [True, False, False])[0] for call, g, x in zip(ctx.calls, gs, frames)]
+            arriving = ctx.exchange.start_adjoint(dxs)
+        dweight = dbias = None
+        mask = [False, ctx.needs_input_grad[2], ctx.bias and ctx.needs_input_grad[3]]
+        if any(mask):
+            _, dweights, dbiases = zip(*(call.backward(g, x, weight, ctx.bias, mask) for call, g, x in zip(ctx.calls, gs, frames)))
+            dweight, dbias = (sum(parts[1:], parts[0]) if wanted_too else None for parts, wanted_too in zip((dweights, dbiases), mask[1:]))
+        if wanted:
+            dxs = ctx.exchange.finish_adjoint(dxs, arriving, in_place=True)
+        return None, None, dweight, dbias, *dxs
+
+
+def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Sequence[Box], parts: Sequence[Part], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The convolution of all tiles of this rank on what an exchange makes of their cells; zero padding only."""
+    weight, bias = conv.weight, conv.bias
+    if torch.is_autocast_enabled(weight.device.type):  # which does not reach into a function with a backward pass of its own
+        weight, bias = weight.to(xs[0].dtype), None if bias is None else bias.to(xs[0].dtype)
+    calls = [_Call(conv, frame, part) for frame, part in zip(frames, parts)]
+    return list(_ExchangedConv.apply(exchange, calls, weight, bias, *xs))
+
+
+def _like(g: Tensor, x: Tensor) -> Tensor:
+    """A gradient in the memory format of the convolution's input, as its kernels expect."""
+    if x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5):
+        return g.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    return g

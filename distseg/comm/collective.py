@@ -5,12 +5,16 @@ what ranks combine is combined in more than training's precision; CUDA tensors a
 for messages of a few kilobytes costs the same as a device's own path.
 
 MPI itself waits by asking again and again, which takes the core from the very rank it waits for where ranks outnumber
-cores. Here a rank asks for a moment, then sleeps between questions.
+cores. Here a rank does work that was put off for such moments (:func:`later`), else it asks for a moment, then sleeps
+between questions.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from contextlib import contextmanager
+from typing import Callable
 
 import numpy as np
 import torch
@@ -58,6 +62,9 @@ def wait(request, what: str = "a message") -> None:
     start = time.perf_counter()
     patience, pause = start + 1e-4, 5e-5
     while not request.Test():
+        if _put_off:
+            _put_off.popleft()()
+            continue
         now = time.perf_counter()
         if _timeout and now > start + _timeout:
             raise TimeoutError(
@@ -65,7 +72,34 @@ def wait(request, what: str = "a message") -> None:
             )
         if now > patience:
             time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            pause = min(2 * pause, 2e-4)
+
+
+_put_off: deque[Callable[[], None]] | None = None
+_MOST_PUT_OFF = 1  # what is put off holds its tensors in memory
+
+
+@contextmanager
+def putting_off():
+    """Inside, :func:`later` puts work off; all of it is done in the end."""
+    global _put_off
+    _put_off = deque()
+    try:
+        yield
+        while _put_off:
+            _put_off.popleft()()
+    finally:
+        _put_off = None
+
+
+def later(work: Callable[[], None]) -> bool:
+    """Have ``work`` done while this rank waits for another, in the order of the calls; False where nothing is put off."""
+    if _put_off is None:
+        return False
+    _put_off.append(work)
+    while len(_put_off) > _MOST_PUT_OFF:
+        _put_off.popleft()()
+    return True
 
 
 def _host(x: Tensor) -> np.ndarray:

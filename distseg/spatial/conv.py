@@ -1,7 +1,8 @@
 """A convolution and the exchange before it as one: gradients of borders travel while the weight's gradient is computed.
 
 The backward pass of a convolution is two computations of equal size, of which only the input's gradient is awaited by
-other ranks. So it comes first and its borders are sent; by the time the weight's is done, those of the others are there.
+other ranks. So it comes first and its borders are sent. The weight's is computed while this rank would wait, for borders or
+for the sums of the norm before, and goes right into the parameter's ``grad``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Sequence
 import torch
 from torch import Tensor, nn
 
+from distseg.comm.collective import later
 from distseg.comm.halo import HaloExchange
 from distseg.geometry.layout import Part
 from distseg.geometry.tile import Box
@@ -35,29 +37,41 @@ class _Call:
 
 class _ExchangedConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exchange: HaloExchange, calls: list[_Call], weight, bias, *xs):
+    def forward(ctx, conv: nn.Module, exchange: HaloExchange, calls: list[_Call], weight, bias, *xs):
         frames = exchange.forward(xs)
-        ctx.exchange, ctx.calls, ctx.bias = exchange, calls, bias is not None
+        ctx.conv, ctx.exchange, ctx.calls = conv, exchange, calls
         ctx.save_for_backward(weight, *frames)
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
     @staticmethod
     def backward(ctx, *gs):
         weight, *frames = ctx.saved_tensors
-        dxs: Sequence[Tensor | None] = [None] * len(frames)
+        conv, exchange, calls, wanted = ctx.conv, ctx.exchange, ctx.calls, ctx.needs_input_grad
         gs = [_like(g, frame) for g, frame in zip(gs, frames)]
-        wanted = any(ctx.needs_input_grad[4:])  # alike on all ranks: the first layer's input is pixels everywhere
-        if wanted:
-            dxs = [call.backward(g, x, weight, False, [True, False, False])[0] for call, g, x in zip(ctx.calls, gs, frames)]
-            arriving = ctx.exchange.start_adjoint(dxs)
+        dxs: Sequence[Tensor | None] = [None] * len(frames)
+        of_inputs = any(wanted[5:])  # alike on all ranks: the first layer's input is pixels everywhere
+        if of_inputs:
+            dxs = [call.backward(g, x, weight, False, [True, False, False])[0] for call, g, x in zip(calls, gs, frames)]
+            arriving = exchange.start_adjoint(dxs)
+
+        def of_parameters() -> list[Tensor | None]:
+            mask = [False, wanted[3], wanted[4]]
+            parts = [call.backward(g, x, weight, wanted[4], mask)[1:] for call, g, x in zip(calls, gs, frames)]
+            return [sum(found[1:], found[0]) if w else None for found, w in zip(zip(*parts), mask[1:])]
+
         dweight = dbias = None
-        mask = [False, ctx.needs_input_grad[2], ctx.bias and ctx.needs_input_grad[3]]
-        if any(mask):
-            _, dweights, dbiases = zip(*(call.backward(g, x, weight, ctx.bias, mask) for call, g, x in zip(ctx.calls, gs, frames)))
-            dweight, dbias = (sum(parts[1:], parts[0]) if wanted_too else None for parts, wanted_too in zip((dweights, dbiases), mask[1:]))
-        if wanted:
-            dxs = ctx.exchange.finish_adjoint(dxs, arriving, in_place=True)
-        return None, None, dweight, dbias, *dxs
+        if (wanted[3] or wanted[4]) and not later(lambda: _accumulate((conv.weight, conv.bias), of_parameters())):
+            dweight, dbias = of_parameters()
+        if of_inputs:
+            dxs = exchange.finish_adjoint(dxs, arriving, in_place=True)
+        return None, None, None, dweight, dbias, *dxs
+
+
+@torch.no_grad()
+def _accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Tensor | None]) -> None:
+    for p, g in zip(parameters, gradients):
+        if g is not None:
+            p.grad = g.to(p.dtype) if p.grad is None else p.grad.add_(g)
 
 
 def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Sequence[Box], parts: Sequence[Part], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -66,7 +80,7 @@ def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Seque
     if torch.is_autocast_enabled(weight.device.type):  # which does not reach into a function with a backward pass of its own
         weight, bias = weight.to(xs[0].dtype), None if bias is None else bias.to(xs[0].dtype)
     calls = [_Call(conv, frame, part) for frame, part in zip(frames, parts)]
-    return list(_ExchangedConv.apply(exchange, calls, weight, bias, *xs))
+    return list(_ExchangedConv.apply(conv, exchange, calls, weight, bias, *xs))
 
 
 def _like(g: Tensor, x: Tensor) -> Tensor:

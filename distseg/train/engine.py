@@ -8,7 +8,7 @@ from typing import Callable, ContextManager, Sequence
 import torch
 from torch import nn
 
-from distseg.comm.collective import add, set_timeout
+from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.config import Config, SpatialConfig
@@ -105,7 +105,8 @@ class Engine:
     def backward(self, micro_batches: list[list[Piece]]) -> float:
         """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
         self.gradients.zero()
-        loss = self.gradient_step([[self.to_device(p) for p in pieces] for pieces in micro_batches])
+        with putting_off():
+            loss = self.gradient_step([[self.to_device(p) for p in pieces] for pieces in micro_batches])
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)
 

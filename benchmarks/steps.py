@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,6 +156,11 @@ def _busy() -> float:
     return (sum(ticks[:3]) + sum(ticks[5:8])) * _TICK  # all but idle and waiting for a disk
 
 
+def _peak() -> int:
+    """Bytes of this process's resident set at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
@@ -171,11 +177,13 @@ def main() -> None:
         keep_freed_memory()
     comm = world()
     step, engine = distributed_step(Setting(**given), comm.Split(comm.rank) if alone else comm, reducer)
+    before = _peak()
     for _ in range(warmup):
         step()
     cpu = time.process_time()
     found = timed(step, comm, steps, patience)
     found["processor"] = (time.process_time() - cpu) / len(found["every"])  # seconds a step on this rank
+    found["memory"] = max(comm.allgather(_peak() - before))  # bytes of the largest rank, without what it held before the first step
     window = sum(comm.allgather(_window_pixels(engine, Setting(**given))))
     if comm.rank == 0:
         owned = math.prod(given["size"]) * (comm.size if alone else given["samples"])

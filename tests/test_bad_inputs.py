@@ -35,6 +35,32 @@ def shared_norm(in_channels=4, out_channels=2):
     return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), norm, nn.Conv2d(4, 4, 3, padding=1), norm, nn.Conv2d(4, out_channels, 1))
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def residual(in_channels=4, out_channels=2):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Residual(), nn.Conv2d(4, out_channels, 1))
+
+
+def nested(in_channels=4, out_channels=2):
+    return Nested()
+
+
 def own(function: str) -> dict:
     return {**{k: None for k in BASE if k.startswith("model")}, "model.name": f"{HERE}:{function}"}
 
@@ -59,6 +85,16 @@ TABLE = {
     "label smoothing of more than all": ({"loss.label_smoothing": "1.5"}, "loss.label_smoothing .*1.5"),
     "frozen statistics that are not there": ({"spatial.frozen_norm": "true"}, r"enc0_norm0 \(instance norm\) has no running statistics to freeze: spatial.frozen_norm needs batch norm"),
     "a negative halo": ({"spatial.halo": "-4", "spatial.tiles_per_rank": "1x2"}, "spatial.halo .*-4"),
+    "an exchange of nothing": ({"spatial.exchange_every": "0"}, "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'"),
+    "an exchange of something else": ({"spatial.exchange_every": "often"}, "spatial.exchange_every is .*got 'often'"),
+    "a halo and an exchange": ({"spatial.exchange_every": "2", "spatial.halo": "4"}, "spatial.halo is 4, but with spatial.exchange_every 2 tiles have no halo"),
+    "windows and an exchange": ({"spatial.exchange_every": "1", "spatial.norm_scope": "window"}, "norm_scope is window, but .* there are no windows"),
+    "threads and an exchange": (
+        {"spatial.exchange_every": "1", "pipeline.placement": "devices", "pipeline.devices": "[cpu, cpu]"},
+        "spatial.exchange_every is 1, but with pipeline.placement devices .* set it to all, or put the stages on ranks",
+    ),
+    "a block in an exchange": ({**own("residual"), "spatial.exchange_every": "1"}, r"layer 1 \(Residual\) looks beyond a pixel and has no twin .* write it as layers"),
+    "a module that is not flat in an exchange": ({**own("nested"), "spatial.exchange_every": "1"}, "only a flat nn.Sequential .* but this model is a Nested: flatten it"),
     "no micro-batches": ({"train.accumulate": "0"}, "train.accumulate .*0"),
     "no images": ({"data.images": "0"}, "data.images .*0"),
     "one pixel a channel": ({"image": "4x4"}, "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth"),

@@ -27,7 +27,7 @@ def same_threads_afterwards():
 
 def test_all_are_found():
     assert BENCHMARKS == [
-        "balance", "freed_memory", "halo_error", "horovod_cycle", "overhead", "pipeline_bubble", "pipeline_devices", "pipeline_model", "precision",
+        "balance", "freed_memory", "halo", "halo_error", "horovod_cycle", "overhead", "pipeline_bubble", "pipeline_devices", "pipeline_model", "precision",
         "scaling", "stage_memory",
     ]  # fmt: skip
 

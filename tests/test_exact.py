@@ -138,3 +138,34 @@ def test_statistics_per_window_are_found_and_named(comm):
     if report:
         assert report["max_error"] > 1e-6
         assert "norm_scope is window" in report["approximations"][0]
+
+
+@pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("every", ["1", "2", "level"])
+def test_tiles_that_exchange_borders(comm, norm, every):
+    grid = {1: "1x1", 2: "1x2", 4: "4x1", 6: "2x3"}[comm.size]
+    check(comm, "61x75", tiles=grid, norm=norm, exchange_every=every, up=UPS[comm.size % 3], images=2)
+
+
+@pytest.mark.parallel(8)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("every, recompute", [("1", "always"), ("2", "never"), ("level", "except_last")])
+def test_samples_times_stages_times_tiles_that_exchange_borders(comm, norm, every, recompute):
+    more = dict(exchange_every=every, recompute=recompute, tiles_per_rank=Extents("2x1"), fuse_below=6, accumulate=2, loss="dice")
+    check(comm, "61x75", samples=2, tiles="1x2", stages=2, norm=norm, **more)
+
+
+@pytest.mark.parallel([3, 4])
+def test_the_v_with_tiles_that_exchange_borders(comm):
+    check(comm, "61x75", tiles={3: "1x1", 4: "2x1"}[comm.size], stages={3: 3, 4: 2}[comm.size], placement="v", exchange_every=3, accumulate=3)
+
+
+@pytest.mark.parallel(2)
+def test_frozen_batch_norm_of_tiles_that_exchange_borders(comm):
+    check(comm, "61x75", tiles="2x1", tiles_per_rank=Extents("1x2"), norm="batch", frozen_norm=True, exchange_every=1, accumulate=2)
+
+
+@pytest.mark.parallel(4)
+def test_images_smaller_than_their_network_s_reach_exchange_with_everybody(comm):
+    check(comm, "61x203", tiles="1x4", depth=5, num_convs=1, base_channels=2, norm="group", groups=1, exchange_every="level")

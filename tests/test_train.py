@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, TrainConfig
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, SpatialConfig, TrainConfig
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
@@ -43,6 +43,7 @@ def config(folder: Path, samples=1, tiles="1x1", images=1, stages=1, **more) -> 
         model=ModelConfig(depth=2, num_convs=1, base_channels=8, norm=more.get("norm", "instance"), dropout=0.1),
         mesh=MeshConfig(samples=samples, tiles=Extents(tiles), stages=stages),
         pipeline=PipelineConfig(**pipeline),
+        spatial=SpatialConfig(exchange_every=more.get("exchange_every", "all")),
         data=DataConfig(store=str(folder / "store.h5"), images=images, crop=Extents("32x32"), augment=["flip", "turn"], epoch_samples=8),
         optim=OptimConfig(lr=3e-3, clip=1.0),
         predict=PredictConfig(tile=Extents("16x24")),
@@ -71,6 +72,23 @@ def test_layouts_train_alike(comm, folder, norm):
         four, one = weights(folder / "four"), weights(folder / "one")
         for name, w in one.items():
             assert torch.allclose(four[name], w, rtol=0, atol=1e-10), name
+    else:
+        comm.Split(1)
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("every", ["1", "level"])
+def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, every):
+    train(config(folder, 2, "1x2", exchange_every=every, output=str(folder / "four")), comm)
+    if comm.rank == 0:
+        train(config(folder, images=2, output=str(folder / "one")), comm.Split(0))
+        four, one = weights(folder / "four"), weights(folder / "one")
+        for name, w in one.items():
+            assert torch.allclose(four[name], w, rtol=0, atol=1e-10), name
+        read = {run: read_log(folder / run)[-1]["bytes_read"] for run in ("four", "one")}
+        assert 4 * read["four"] == read["one"]
+        four, one = (read_log(folder / run)[-2] for run in ("four", "one"))
+        assert four["kind"] == "validation" and four["iou"] == pytest.approx(one["iou"])
     else:
         comm.Split(1)
 
@@ -151,6 +169,13 @@ def test_prediction_has_no_seams(comm, folder, norm):
     check_prediction(config(folder, tiles=f"{comm.size}x1", norm=norm, epochs=1), comm, folder)
 
 
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("norm", ["batch", "instance", "none"])
+def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, norm):
+    mesh = {2: dict(samples=2), 3: dict(tiles="3x1"), 4: dict(tiles="2x1", stages=2)}[comm.size]
+    check_prediction(config(folder, norm=norm, epochs=1, exchange_every=1, **mesh), comm, folder)
+
+
 def check_prediction(plan, comm, folder):
     train(plan, comm)
     from distseg.commands import run_predict
@@ -213,6 +238,28 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
     done = mpirun(
         2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", "--mesh.tiles", "1x2", "--model.name", "dying:net",
         "--train.tensorboard", "false", "--train.epochs", "50", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
+    )  # fmt: skip
+    assert done.returncode != 0 and message in done.stderr, str(done)
+    assert done.stderr.count("distseg: error") <= 1
+
+
+@pytest.mark.parametrize(
+    "how,message",
+    [
+        ("os.kill(os.getpid(), 9)", ""),
+        ("raise ValueError('band 3 is empty')", "rank 1: band 3 is empty"),
+        ("__import__('time').sleep(1000)", "the borders at layer 2 from rank 1 of the image's tiles did not come within 3 s"),
+    ],
+    ids=["killed", "raises", "late"],
+)
+def test_a_rank_that_dies_or_is_late_in_an_exchange_ends_the_job(mpirun, tmp_path, how, message):
+    write_store(tmp_path / "store.h5")
+    source = DYING.format(calls=5, how=how).replace("nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1)", "nn.Conv2d(4, out_channels, 3, padding=1)")
+    (tmp_path / "dying.py").write_text(source)
+    done = mpirun(
+        2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", "--mesh.tiles", "1x2", "--model.name", "dying:net",
+        "--spatial.exchange_every", "1", "--run.timeout", "3", "--train.tensorboard", "false", "--train.epochs", "50",
+        cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
     )  # fmt: skip
     assert done.returncode != 0 and message in done.stderr, str(done)
     assert done.stderr.count("distseg: error") <= 1

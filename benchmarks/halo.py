@@ -7,9 +7,9 @@ on the machine. Counts are arithmetic on the layouts that a step runs by; a mode
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
@@ -21,9 +21,9 @@ from benchmarks.steps import Setting, arguments_of
 from distseg.comm.halo import copies_to
 from distseg.config import ModelConfig
 from distseg.extents import Extents
-from distseg.geometry.layout import Layout, Link
+from distseg.geometry.layout import Layout
 from distseg.geometry.receptive import receptive_field
-from distseg.geometry.tile import Box, Reach, window
+from distseg.geometry.tile import Box, window
 from distseg.models.zoo import outline_model
 from distseg.plan.layerwise import calls, random_input
 from distseg.report.style import PALETTE, new_figure
@@ -33,8 +33,8 @@ QUESTION = "What does each number of layers between exchanges cost, in work, byt
 EVERY = ("1", "2", "4", "8", "level", "all")
 GRID, MIDDLE = Extents((3, 3)), (1, 1)
 MODEL, SIZES = "summit-small", (64, 128, 256, 512, 1024, 1440)  # the paper's 1434 on the stride grid
-MEASURED = Setting(depth=3, num_convs=2, base_channels=16, norm="instance")
-RANKS = {2: Extents((1, 2)), 4: Extents((2, 2))}
+MEASURED, MEASURED_SIZES = Setting(depth=3, num_convs=2, base_channels=16, norm="instance"), [64, 128, 256, 384]
+GRIDS = [Extents((1, 2)), Extents((2, 2))]  # of a rank a tile
 MB, FLOAT = 1e6, 4
 _COLORS = dict(zip(EVERY, (*PALETTE[:5], PALETTE[7])))
 
@@ -49,53 +49,39 @@ class Machine:
     bandwidth: float
 
 
-# A core of this machine, messages through shared memory; a GPU of the paper, messages of 5 us and kernels of 20 us in all to pack and unpack each.
+# A core of this machine, messages through shared memory; the paper's GPU on a link of 100 Gbit/s: 5 us a message, 20 us for kernels that pack and unpack.
 MACHINES = (Machine("CPU core", 90e9, 1e-5, 4e9), Machine("V100", 12e12, 2.5e-5, 10e9))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one tile.
+    """Of one tile and a step; arithmetic of its forward pass."""
 
-    Attributes:
-        own, made, needed: multiply-adds of a forward pass on the cells that the tile owns, on those that it computes, and on those of
-            them that later layers look at.
-        exchanges: of a forward pass.
-        messages, bytes: that arrive in a step, forward and backward.
-        read: bytes of the pixels that are read beyond the tile.
-    """
-
-    own: int
-    made: int
-    needed: int
-    exchanges: int = 0
-    messages: int = 0
-    bytes: int = 0
-    read: int = 0
+    own: int  # multiply-adds on the cells that the tile owns
+    made: int  # on those that it computes
+    exchanges: int = 0  # of a forward pass
+    messages: int = 0  # that arrive, forward and backward
+    bytes: int = 0  # of them
+    needed: int = 0  # of windows: multiply-adds on cells that later layers look at
+    read: int = 0  # of windows: bytes of the pixels beyond the tile
 
     def seconds(self, machine: Machine) -> float:
-        """Of a step, the backward pass taken to be two forward passes; nothing overlaps."""
+        """The backward pass is taken to be two forward passes; nothing overlaps."""
         return 3 * 2 * self.made / machine.flops + self.messages * machine.latency + self.bytes / machine.bandwidth
 
 
-@dataclass(frozen=True)
 class Network:
     """A flat model as arithmetic sees it: ``channels`` of each layer's input, ``multiply_adds`` of each convolution for a cell of its result."""
 
-    links: list[Link]
-    reach: Reach
-    channels: list[int]
-    multiply_adds: list[int]
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "Network":
+    def __init__(self, config: ModelConfig):
         model = outline_model(config)
-        channels, multiply_adds = [], []
+        self.links, self.reach = links_of(model), receptive_field(model)
+        self.channels: list[int] = []
+        self.multiply_adds: list[int] = []
         for _, call in calls(model, random_input(model, (256, 256), 1, "meta")):
-            channels.append(call.x.shape[1])
-            multiply_adds.append(call.layer.weight.numel() if isinstance(call.layer, nn.Conv2d) else 0)
+            self.channels.append(call.x.shape[1])
+            self.multiply_adds.append(call.layer.weight.numel() if isinstance(call.layer, nn.Conv2d) else 0)
             call.forward()
-        return cls(links_of(model), receptive_field(model), channels, multiply_adds)
 
     def layout(self, every: str, image: Sequence[int], grid: Sequence[int]) -> Layout:
         return Exchange(self.links, self.reach.stride, grid=grid, every=every).layout(image)
@@ -110,19 +96,15 @@ class Network:
     def cost(self, every: str, image: Extents, grid: Extents, cell: tuple[int, ...]) -> Cost:
         layout = self.layout(every, image, grid)
         own = self._work([*(layout.part(layer, cell).owned for layer in range(1, len(self.links))), layout.result_of(cell)])
-        made = self._made(layout, cell)
+        made = self._work(layout.part(layer, cell).made for layer in range(len(self.links)))
         if every == "all":
             tile = layout.part(0, cell).owned
             read = window(tile, image, self.reach)
-            whole = self._made(self.layout(every, read.size, (1, 1)), (0, 0))
+            whole = self.cost("1", Extents(read.size), Extents((1, 1)), (0, 0)).own
             return Cost(own, whole, needed=made, read=(read.pixels - tile.pixels) * self.channels[0] * FLOAT)
-        ways = {layer: 2 if layer else 1 for layer in layout.points}  # pixels need no gradient, so none of theirs travels
-        copies = [(layer, copy) for layer in layout.points for copy in copies_to(cell, *layout.spans(layer))]
-        received = sum(ways[layer] * copy.box.pixels * self.channels[layer] * FLOAT for layer, copy in copies)
-        return Cost(own, made, made, len(layout.points), sum(ways[layer] for layer, _ in copies), received)
-
-    def _made(self, layout: Layout, cell: tuple[int, ...]) -> int:
-        return self._work(layout.part(layer, cell).made for layer in range(len(self.links)))
+        # Pixels need no gradient, so nothing returns of what the first layer got.
+        arriving = [(layer, copy) for layer in layout.points for copy in copies_to(cell, *layout.spans(layer)) * (2 if layer else 1)]
+        return Cost(own, made, len(layout.points), len(arriving), sum(copy.box.pixels * self.channels[layer] * FLOAT for layer, copy in arriving))
 
     def _work(self, boxes: Iterable[Box]) -> int:
         return sum(each * box.pixels for each, box in zip(self.multiply_adds, boxes))
@@ -130,26 +112,24 @@ class Network:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 384], metavar="T", help="of measured tiles, none: arithmetic alone (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="*", default=MEASURED_SIZES, metavar="T", help="of measured tiles, or none (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="undisturbed steps of a job; the fastest counts (default: %(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds a job waits for a quiet machine (default: %(default)s)")
-    parser.add_argument("--reducer", default="auto", help="of gradients (default: %(default)s)")
     options = parser.parse_args(arguments)
-    sizes, setting, ranks, wanted = SIZES, MEASURED, RANKS, EVERY
+    sizes, setting, grids, wanted = SIZES, MEASURED, GRIDS, EVERY
     if options.quick:
-        sizes, setting, ranks, wanted = SIZES[:2], Setting(depth=1, num_convs=1, base_channels=4), {2: RANKS[2]}, ("1", "all")
-        options.sizes, options.repeats, options.steps, options.patience, options.reducer = [32], 1, 1, 0.0, "mpi"
-    network = Network.of(ModelConfig(MODEL))
+        sizes, setting, grids, wanted = SIZES[:2], Setting(depth=1, num_convs=1, base_channels=4), GRIDS[:1], ("1", "all")
+        options.sizes, options.repeats, options.steps, options.patience = [32], 1, 1, 0.0
+    network = Network(ModelConfig(MODEL))
     modelled = [row for size in sizes for row in modelled_rows(network, size, wanted)]
     measured, samples = [], {}
-    for count, grid in ranks.items():
-        for size in options.sizes:
-            rows, results = measured_rows(setting, grid, size, wanted, options)
-            measured, samples[f"{count} ranks, tiles of {size}"] = measured + rows, results.as_dict()
-            print(f"{count} ranks, tiles of {size}: measured", file=sys.stderr, flush=True)
+    for grid, size in product(grids, options.sizes):
+        rows, results = measured_rows(setting, grid, size, wanted, options)
+        measured, samples[f"{grid} tiles of {size}"] = measured + rows, results.as_dict()
+        print(f"{grid} tiles of {size}: measured", file=sys.stderr, flush=True)
     parameters = {
         "model": MODEL, "grid": str(GRID), "machines": [vars(machine) for machine in MACHINES], "measured": setting.as_dict(),
-        "ranks": {count: str(grid) for count, grid in ranks.items()}, "steps": options.steps, "reducer": options.reducer, "dtype": "float32",
+        "measured grids": list(map(str, grids)), "steps": options.steps, "dtype": "float32",
     }  # fmt: skip
     notes, plot = _notes(modelled, setting), lambda path: _plot(path, modelled, measured)
     report("halo", QUESTION, Rows(modelled + measured, {"samples": samples}), options, parameters, notes, plot)
@@ -159,20 +139,17 @@ def modelled_rows(network: Network, size: int, wanted: Sequence[str]) -> list[di
     """Of the tile in the middle of a grid, on the modelled machines."""
     image = Extents(n * size for n in GRID)
     costs = {name: network.cost(every, image, GRID, MIDDLE) for name, every in network.choices(wanted, image, GRID).items()}
-    times = {name: {machine.name: cost.seconds(machine) for machine in MACHINES} for name, cost in costs.items()}
-    best = {machine.name: min(each[machine.name] for each in times.values()) for machine in MACHINES}
-    return [
-        _row(f"{GRID} tiles", size, name, cost) | {f"{machine} / best": seconds / best[machine] for machine, seconds in times[name].items()}
-        for name, cost in costs.items()
-    ]
+    best = {machine: min(cost.seconds(machine) for cost in costs.values()) for machine in MACHINES}
+    times = {name: {f"{machine.name} / best": cost.seconds(machine) / best[machine] for machine in MACHINES} for name, cost in costs.items()}
+    return [_row(f"{GRID} tiles", size, name, cost) | times[name] for name, cost in costs.items()]
 
 
 def measured_rows(setting: Setting, grid: Extents, size: int, wanted: Sequence[str], options: argparse.Namespace) -> tuple[list[dict], Results]:
     """Of a tile a rank, all of which lie in a corner of the image or at one of its sides."""
     setting = replace(setting, size=Extents(n * size for n in grid), tiles=grid)
-    network = Network.of(setting.config().model)
+    network = Network(setting.config().model)
     chosen = {name: replace(setting, exchange_every=every) for name, every in network.choices(wanted, setting.size, grid).items()}
-    peaks: dict[str, int] = {}
+    peaks: dict[str, int] = {}  # bytes
     cases = {name: lambda name=name: _seconds(name, chosen[name], options, peaks) for name in chosen}
     results, rows = measure(cases, repeats_of(options), warmup=0, baseline="all"), []
     for name in chosen:
@@ -185,8 +162,9 @@ def measured_rows(setting: Setting, grid: Extents, size: int, wanted: Sequence[s
 
 def _seconds(name: str, setting: Setting, options: argparse.Namespace, peaks: dict[str, int]) -> Reading:
     """Of a job; its peak of memory goes to ``peaks``."""
-    given = [*arguments_of(setting), "--steps", str(options.steps), "--patience", str(options.patience), "--reducer", options.reducer]
-    found = run_ranks(setting.tiles.volume, given, environment={"HOROVOD_CYCLE_TIME": os.environ.get("HOROVOD_CYCLE_TIME", "20")})
+    given = [*arguments_of(setting), "--steps", str(options.steps), "--patience", str(options.patience), *["--reducer", "mpi"] * options.quick]
+    # The harness's own HOROVOD_CYCLE_TIME would burn a core's time; distseg's default for CPUs counts.
+    found = run_ranks(setting.tiles.volume, given, environment={"HOROVOD_CYCLE_TIME": "20"})
     if not found["undisturbed"]:
         print(f"{setting.tiles} tiles, {name}: no step of {len(found['every'])} was undisturbed; is the machine in use?", file=sys.stderr, flush=True)
     peaks[name] = found["memory"]
@@ -195,8 +173,8 @@ def _seconds(name: str, setting: Setting, options: argparse.Namespace, peaks: di
 
 def _row(case: str, size: int, name: str, cost: Cost) -> dict:
     return {
-        "case": case, "tile": size, "every": name, "exchanges": cost.exchanges, "work": cost.made / cost.own, "needed": cost.needed / cost.own,
-        "MB": cost.bytes / MB, "messages": cost.messages, "more read [MB]": cost.read / MB,
+        "case": case, "tile": size, "every": name, "exchanges": cost.exchanges, "messages": cost.messages, "MB": cost.bytes / MB,
+        "work": cost.made / cost.own, "needed": cost.needed / cost.own or None, "more read [MB]": cost.read / MB or None,
     }  # fmt: skip
 
 
@@ -205,23 +183,23 @@ def _notes(modelled: list[dict], setting: Setting) -> str:
     best = "; ".join(f"{m.name} " + ", ".join(f"{row['tile']}: {row['every']}" for row in modelled if row[f"{m.name} / best"] == 1) for m in MACHINES)
     return f"""\
 every: layers that look beyond their tile, from one exchange to the next (spatial.exchange_every); a = b: the same layers; all: windows
-work: multiply-adds of all convolutions over those on own cells; needed: the same if windows were cut to what later layers need (they are not)
-MB, messages: float32, arriving at a tile in a step, forward and backward (as much leaves), without norms' and gradients' sums, which are alike for all
-more read: pixels of the window, not the tile; for T <= 128 the window of {MODEL} ends at the border of the {GRID} tiles: larger images cost more
-modelled: the middle tile of {GRID}, {MODEL}; seconds = 6 x multiply-adds / FLOP/s + messages x latency + bytes / bandwidth, nothing overlapped;
+messages, MB: float32, arriving at a tile in a step, forward and backward (as much leaves), but for norms and the sum of gradients, alike for all
+work: multiply-adds of all convolutions over those on own cells; needed: the same if windows were cut to what later layers look at (they are not)
+more read: the window without the tile; for T up to 128 the window of {MODEL} ends at the border of the image, in a larger one it would not
+{GRID} tiles: the middle one, {MODEL}; seconds = 6 x multiply-adds / FLOP/s + messages x latency + bytes / bandwidth, nothing overlapped;
 {machines}
-best by this model: {best}
-ranks: measured on U-Nets of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, {setting.norm} norm, a tile and a thread a rank; of each job the fastest of a few
-steps while nobody else used the machine; / all: within a turn, median and range; where 4 ranks share 2 cores, one computes while another waits;
-memory: the largest rank's peak resident set above the one before the first step; glibc keeps freed blocks, so the high-water mark counts"""
+best there: {best}
+ranks: measured, U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, a tile and a thread a rank; of each job the
+fastest of a few steps while nobody else used the machine; / all: within a turn, median and range; the 4 ranks share 2 cores, so one computes
+while another waits; memory: the largest rank's peak resident set above the one before the first step; glibc keeps freed blocks, which count"""
 
 
 def _plot(path: Path, modelled: list[dict], measured: list[dict]) -> None:
-    per_pixel = lambda row, key: row[key] * MB / row["tile"] ** 2 or None  # noqa: E731
+    per_pixel = lambda row, key: (row[key] or 0) * MB / row["tile"] ** 2 or None  # noqa: E731
     with new_figure(path, (12.0, 8.5), layout="constrained") as figure:
         (work, moved), (times, model) = figure.subplots(2, 2)
         _lines(work, modelled, lambda row: row["work"])
-        _lines(work, modelled, lambda row: row["needed"] if row["every"] == "all" else None, ":", " (needed of it)")
+        _lines(work, modelled, lambda row: row["needed"], ":", " (needed of it)")
         work.set(title=f"Work, {MODEL}, middle of {GRID} tiles", ylabel="multiply-adds / those on own cells", yscale="log")
         _lines(moved, modelled, lambda row: per_pixel(row, "MB"))
         _lines(moved, modelled, lambda row: per_pixel(row, "more read [MB]"), ":", " (read, not exchanged)")
@@ -240,14 +218,13 @@ def _lines(axis, rows: list[dict], value: Callable[[dict], float | None], style:
     """One for each setting, over the tile's size; rows without a value are left out."""
     for name in dict.fromkeys(row["every"] for row in rows if value(row) is not None):
         mine, color = [row for row in rows if row["every"] == name], _COLORS[name.split(" = ")[0]]
-        tiles = [row["tile"] for row in mine]
-        axis.plot(tiles, list(map(value, mine)), style, color=color, marker="o", markersize=4, label=name + more)
+        axis.plot([row["tile"] for row in mine], list(map(value, mine)), style, color=color, marker="o", markersize=4, label=name + more)
         if ranges:
-            axis.vlines(tiles, [row["from"] for row in mine], [row["to"] for row in mine], color=color)
+            axis.vlines([row["tile"] for row in mine], [row["from"] for row in mine], [row["to"] for row in mine], color=color)
 
 
 def _finish(axis, sizes: list[int]) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     if not sizes:
         return axis.set_axis_off()
@@ -255,10 +232,10 @@ def _finish(axis, sizes: list[int]) -> None:
     axis.set_xticks(sizes, list(map(str, sizes)))
     if axis.get_yscale() == "log":
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axis.minorticks_off()
     axis.set_xlabel("tile's side T [pixels]")
-    axis.legend(title="exchange before every", fontsize=8, title_fontsize=8, ncols=2)
+    axis.legend(title="exchange before every", fontsize=8, title_fontsize=8, ncols=2, handlelength=3)
 
 
 if __name__ == "__main__":

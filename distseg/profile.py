@@ -15,6 +15,7 @@ from typing import Callable, Sequence
 import numpy as np
 import torch
 
+from distseg.comm.collective import watch_waits
 from distseg.config import Config
 from distseg.extents import Extents
 from distseg.launch import set_up, together
@@ -27,7 +28,7 @@ from distseg.train.precision import choose
 from distseg.verify import own_pieces, prepare
 
 COMPUTING = ("forward", "backward", "recompute")
-KINDS = (*COMPUTING, "wait", "send", "norm-exchange", "reduce", "update")
+KINDS = (*COMPUTING, "wait", "send", "halo", "norm-exchange", "reduce", "update")
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ def watch(engine: Engine, world) -> Trace:
     world.Barrier()
     trace = Trace(world.rank, _clock(engine.device))
     engine.pipeline.trace = trace
+    watch_waits(trace.span)
     engine.reducer = _TracedReducer(engine.reducer, trace)
     engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
     for name in ("norm_comm", "batch_comm", "groups_comm"):

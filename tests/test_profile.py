@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from distseg.config import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from distseg.config import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.mesh import MeshShape
 from distseg.pipeline.trace import Span, Trace, TracedComm
@@ -44,6 +44,17 @@ def test_files_and_table(comm, shared_path):
         assert all(row[kind] >= 0 for kind in KINDS) and -1e-9 <= row["other"] < 0.5 * found.seconds
     header, _, *lines = found.text().split("\n\n")[1].splitlines()
     assert [line.split("  ")[0] for line in lines] == [*found.names, "mean share"] and ("norm-exchange [ms]" in header) == (comm.size == 4)
+
+
+@pytest.mark.parallel(2)
+def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work(comm, tmp_path):
+    settings = replace(CONFIG, mesh=MeshConfig(tiles="1x2", reducer="mpi"), spatial=SpatialConfig(exchange_every=1))
+    found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
+    if found:
+        names = {(s.kind, s.name) for s in found.spans}
+        assert ("backward", "put off") in names
+        assert ("halo", "the borders at layer enc0_conv0 from rank 1 of the image's tiles") in names
+        assert ("halo", "the gradient of the borders at layer mid_conv0 from rank 1 of the image's tiles") in names
 
 
 @pytest.mark.parallel(2)

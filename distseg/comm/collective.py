@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager
-from typing import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Callable, ContextManager
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ def add(x: Tensor, comm) -> Tensor:
 
 
 _timeout = 0.0  # seconds; 0: none
+_span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
 
 
 def set_timeout(seconds: float) -> None:
@@ -53,17 +54,32 @@ def set_timeout(seconds: float) -> None:
     _timeout = seconds
 
 
-def wait(request, what: str = "a message") -> None:
+def watch_waits(span: Callable[[str, str], ContextManager]) -> None:
+    """From now on, waits with a kind, and the work that fills waits, are spans (:class:`distseg.pipeline.trace.Trace`)."""
+    global _span
+    _span = span
+
+
+def wait(request, what: str = "a message", kind: str | None = None) -> None:
     """Complete an MPI request without holding the core for longer than a message takes on its way.
+
+    Args:
+        what: is awaited, for errors.
+        kind: of the span, where somebody watches.
 
     Raises:
         TimeoutError: naming what did not come, after the time of :func:`set_timeout`.
     """
+    with _span(kind, what) if kind else nullcontext():
+        _wait(request, what)
+
+
+def _wait(request, what: str) -> None:
     start = time.perf_counter()
     patience, pause = start + 1e-4, 5e-5
     while not request.Test():
         if _put_off:
-            _put_off.popleft()()
+            _do_next()
             continue
         now = time.perf_counter()
         if _timeout and now > start + _timeout:
@@ -87,7 +103,7 @@ def putting_off():
     try:
         yield
         while _put_off:
-            _put_off.popleft()()
+            _do_next()
     finally:
         _put_off = None
 
@@ -98,8 +114,14 @@ def later(work: Callable[[], None]) -> bool:
         return False
     _put_off.append(work)
     while len(_put_off) > _MOST_PUT_OFF:
-        _put_off.popleft()()
+        _do_next()
     return True
+
+
+def _do_next() -> None:
+    work = _put_off.popleft()
+    with _span("backward", "put off"):
+        work()
 
 
 def _host(x: Tensor) -> np.ndarray:

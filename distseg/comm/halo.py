@@ -137,7 +137,7 @@ class Mail:
     def arrived(self, under_way: tuple[object, Tensor], what: str) -> Tensor:
         """The bytes of a receive, once they are there; to be given back by :meth:`done`."""
         request, buffer = under_way
-        wait(request, what)
+        wait(request, what, "halo")
         return buffer
 
     def done(self, buffer: Tensor) -> None:

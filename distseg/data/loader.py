@@ -54,7 +54,7 @@ class StepLoader:
     """The steps of an epoch as one rank reads them.
 
     A step has ``groups`` x ``accumulate`` x ``data.images`` samples; group d takes the d-th contiguous block of them, and
-    its micro-batches are contiguous blocks of that. ``bytes_read`` counts what the steps handed out took from the store.
+    its micro-batches are contiguous blocks of that. ``steps_read`` counts the steps handed out, ``bytes_read`` what they took from the store.
 
     Args:
         grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
@@ -85,7 +85,7 @@ class StepLoader:
         self.groups, self.group, self.accumulate = groups, group, accumulate
         self.grid, self.per_rank, self.coordinates, self.reach = grid, per_rank, coordinates, reach
         self.pixels, self.labels = pixels, labels
-        self.bytes_read = 0
+        self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
         self._check_images()
 
@@ -95,6 +95,7 @@ class StepLoader:
         steps = ([self._pieces(m) for m in self._micro_batches(samples[k])] for k in range(first_step, len(samples)))
         for step in prefetch(steps, self.data.prefetch):
             self.bytes_read += sum(count for _, count in step)
+            self.steps_read += 1
             yield [found for found, _ in step]
 
     def _samples(self, epoch: int) -> Sequence[list[Sample]]:

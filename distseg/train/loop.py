@@ -25,6 +25,7 @@ from distseg.models.zoo import outline_model
 from distseg.predict import Predictor
 from distseg.report.log import open_log
 from distseg.report.progress import progress
+from distseg.report.units import si
 from distseg.train.checkpoint import Checkpoints, SilentCheckpoints, find, load_optimizer, load_weights, read_index, read_manifest
 from distseg.train.engine import Engine, approximations
 from distseg.train.metrics import scores
@@ -63,7 +64,7 @@ def train(config: Config, world) -> dict | None:
     result = resumed.get("validation")
 
     with open_log(config.train.output, config.train.tensorboard, first, resumed.get("step")) as log:
-        for line in _introduction(config, engine, exact, parameters, loader) if first else []:
+        for line in _introduction(config, engine, _largest(store, config), exact, parameters, loader) if first else []:
             print(line, flush=True)
         log.write("start", step, resumed.get("epoch", 0), config=_plain(config), parameters=parameters)
         for epoch in range(resumed.get("epoch", 0), config.train.epochs):
@@ -93,6 +94,8 @@ def train(config: Config, world) -> dict | None:
             if done:
                 break
         log.write("end", step, epoch, seconds=time.monotonic() - start, bytes_read=loader.bytes_read)
+        if first and loader.steps_read:
+            print(f"rank 0 read {si(loader.bytes_read / loader.steps_read, 'B')} a step", flush=True)
     world.Barrier()
     return result if first else None
 
@@ -154,7 +157,7 @@ def _plain(config: Config) -> dict:
     return {s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()} for s, fields in asdict(config).items()}
 
 
-def _introduction(config: Config, engine: Engine, exact, parameters: int, loader: StepLoader) -> list[str]:
+def _introduction(config: Config, engine: Engine, image, exact, parameters: int, loader: StepLoader) -> list[str]:
     mesh = engine.mesh
     lines = [
         f"model {config.model.name}: {parameters:,} parameters, halo {max(exact.halo)}, stride {max(exact.stride)}",
@@ -162,6 +165,9 @@ def _introduction(config: Config, engine: Engine, exact, parameters: int, loader
         + (", channels_last" if engine.channels_last else ""),
         f"{config.train.epochs} epochs of {loader.steps_per_epoch} steps, {mesh.shape.samples * config.train.accumulate * config.data.images} images a step",
     ]
+    if engine.exchange:
+        points = len(engine.exchange.layout(image).points)
+        lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
     if engine.partition:
         balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
         lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}, recompute {config.pipeline.recompute}")

@@ -235,7 +235,7 @@ def _finish(axis, sizes: list[int]) -> None:
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     axis.minorticks_off()
     axis.set_xlabel("tile's side T [pixels]")
-    axis.legend(title="exchange before every", fontsize=8, title_fontsize=8, ncols=2, handlelength=3)
+    axis.legend(title="exchange before every", fontsize=8, title_fontsize=8, handlelength=3)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import owned_tiles
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
+from distseg.spatial import conv
 from distseg.models.zoo import build_model
 from distseg.train.engine import Engine, autocast, place_model
 from distseg.train.optim import make_optimizer
@@ -166,15 +167,19 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--alone", action="store_true", help="every rank a job of its own: what the machine gives to ranks that exchange nothing")
     parser.add_argument("--reducer", default="auto")
+    parser.add_argument("--idle_waits", action="store_true", help="waits are not filled with weight gradients")
     parser.add_argument("--system_malloc", action="store_true", help="leave glibc's allocator as it is")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a quiet machine")
     parser.add_argument("--warmup", type=int, default=2)
     given = vars(parser.parse_args())
-    alone, reducer, system, steps, patience, warmup = (given.pop(name) for name in ("alone", "reducer", "system_malloc", "steps", "patience", "warmup"))
+    names = ("alone", "reducer", "idle_waits", "system_malloc", "steps", "patience", "warmup")
+    alone, reducer, idle, system, steps, patience, warmup = (given.pop(name) for name in names)
     torch.set_num_threads(1)
     if not system:
         keep_freed_memory()
+    if idle:
+        conv.later = lambda work: False
     comm = world()
     step, engine = distributed_step(Setting(**given), comm.Split(comm.rank) if alone else comm, reducer)
     before = _peak()

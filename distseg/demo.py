@@ -52,8 +52,7 @@ def _distseg(*arguments, ranks: int = 1) -> None:
     if ranks > 1:
         command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *command]
     print("\n$ " + shlex.join(["distseg" if part == "distseg" else part for part in command if part not in (sys.executable, "-m")]), flush=True)
-    # More ranks than cores: one that waits inside MPI leaves its core to one that computes.
-    settings = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle")
+    settings = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     environment = {**dict.fromkeys(settings, "1"), **os.environ}
     code = subprocess.run(command, env=environment).returncode
     if code:

@@ -27,8 +27,8 @@ def same_threads_afterwards():
 
 def test_all_are_found():
     assert BENCHMARKS == [
-        "balance", "freed_memory", "halo", "halo_error", "horovod_cycle", "overhead", "pipeline_bubble", "pipeline_devices", "pipeline_model", "precision",
-        "scaling", "stage_memory",
+        "balance", "freed_memory", "halo", "halo_error", "horovod_cycle", "overhead", "overlap", "pipeline_bubble", "pipeline_devices", "pipeline_model",
+        "precision", "scaling", "stage_memory",
     ]  # fmt: skip
 
 

@@ -109,7 +109,7 @@ class SpatialConfig:
     halo: Optional[int] = None
     """Halo in pixels; by default the exact one, probed from the model. A smaller one is an approximation."""
     exchange_every: Union[int, str] = "all"
-    """all: tiles are read with their halos, as windows, and nothing is exchanged. 1, 2, ...: tiles are read alone, and ranks swap borders before every k-th layer that looks beyond its tile. level: as often as the resolution changes."""
+    """all: tiles are read with their halos, as windows, and nothing is exchanged; layers compute what later layers need of them. 1, 2, ...: tiles are read alone, and ranks swap borders before every k-th layer that looks beyond its tile. level: as often as the resolution changes."""
     fuse_below: int = 0
     """With an exchange: consecutive layers on tiles of fewer cells than this along a dim share one exchange, as deep levels may when messages are slow."""
     norm_scope: Literal["group", "step", "window"] = "group"

@@ -36,7 +36,7 @@ from distseg.spatial.exchange import Exchange
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.stream import stream
 from distseg.train.checkpoint import find, load_weights, read_manifest
-from distseg.train.engine import autocast, make_exchange, place_stages, used_reach
+from distseg.train.engine import autocast, make_exchange, place_stages, read_around, used_reach
 from distseg.train.metrics import most_likely
 from distseg.train.precision import choose
 
@@ -79,7 +79,7 @@ class Predictor:
     def tiles_of(self, size) -> list[Box]:
         """The tiles of an image, of at most the configured size, or a stride cell more; one a rank where borders are exchanged."""
         stride = self.model.reach.stride
-        if self.model.exchange:
+        if self.model.exchange and self.model.exchange.exchanges:
             return tiles(size, most_even_grid(size, stride, self.replicas.size), stride)
         steps = (max(1, t // s) * s for t, s in zip(self.tile, stride))
         return tiles(size, Extents(-(-n // step) for n, step in zip(size, steps)), stride)
@@ -92,7 +92,7 @@ class Predictor:
             return
         mine = every[self.replicas.rank :: workers.size]
         exchange = self._exchange(scene.size, workers)
-        reach = exchange.reach if exchange else self.model.reach
+        reach = read_around(self.model.reach, exchange)
         places = [Place(tuple(scene.size), t, window(t, scene.size, reach), (0,), (0,)) for t in mine]
 
         def load(i: int) -> torch.Tensor:
@@ -119,8 +119,8 @@ class Predictor:
 
     def _exchange(self, size, workers) -> Exchange | None:
         """The model on tiles of these ranks that exchange borders, if it exchanges them at all."""
-        if self.model.exchange is None:
-            return None
+        if self.model.exchange is None or not self.model.exchange.exchanges:
+            return None  # windows are streamed
         grid = most_even_grid(size, self.model.reach.stride, workers.size)
         if grid not in self._exchanges:
             self._exchanges[grid] = self.model.exchange.over(workers, grid)
@@ -169,7 +169,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     with together(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
-        exchange = make_exchange(config.spatial, model, reach, mesh.tiles, config.mesh.tiles, devices[0], channels_last)
+        exchange = make_exchange(config, model, reach, mesh.tiles, devices[0], channels_last)
         tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, exchange=exchange)
         load_weights(checkpoint, model, part=partition is not None)
     place_stages(tiled, partition, devices, precision, channels_last)

@@ -25,6 +25,12 @@ from distseg.spatial.local import framed, link_of
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages, own_pieces
 
+
+@pytest.fixture(autouse=True)
+def same_weights_on_all_ranks():
+    torch.manual_seed(0)
+
+
 GRIDS = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 6: (2, 3), 9: (3, 3)}
 BATCH, CHANNELS = 2, 4
 

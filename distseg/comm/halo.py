@@ -97,6 +97,10 @@ class Buffers:
         self._free[buffer.numel()].append(buffer)
 
 
+# Messages on their way, with their buffers and whose these are: they must live on even if their exchange does not.
+_leaving: list[tuple[object, Tensor, Buffers]] = []
+
+
 class Mail:
     """Sends and receives the parts of an exchange: a message a neighbour each way, in buffers that are used again.
 
@@ -109,7 +113,6 @@ class Mail:
         self.comm, self.device = comm, torch.device(device)
         self.staged = self.device.type == "cuda" and not cuda_aware()
         self.buffers = Buffers(torch.device("cpu") if self.staged else self.device, pinned=self.staged)
-        self._leaving: list[tuple[object, Tensor]] = []
         self.bytes_sent = self.messages_sent = 0
 
     def post(self, sizes: dict[int, int], tag: int) -> dict[int, tuple[object, Tensor]]:
@@ -122,12 +125,12 @@ class Mail:
 
     def send(self, packed: dict[int, Tensor], tag: int) -> None:
         """Start to send a flat tensor of bytes to each rank."""
-        self._forget()
+        _forget()
         if self.device.type == "cuda":
             packed = {rank: self.buffers.take(x.numel()).copy_(x, non_blocking=True) for rank, x in packed.items()} if self.staged else packed
             torch.cuda.current_stream(self.device).synchronize()
         for rank, x in packed.items():
-            self._leaving.append((self.comm.Isend(message(x), rank, tag), x))
+            _leaving.append((self.comm.Isend(message(x), rank, tag), x, self.buffers))
             self.bytes_sent, self.messages_sent = self.bytes_sent + x.numel(), self.messages_sent + 1
 
     def packing(self, size: int) -> Tensor:
@@ -143,15 +146,17 @@ class Mail:
     def done(self, buffer: Tensor) -> None:
         self.buffers.give(buffer)
 
-    def _forget(self) -> None:
-        """Take back the buffers of messages that are through."""
-        waiting = []
-        for request, buffer in self._leaving:
-            if request.Test():
-                self.buffers.give(buffer)
-            else:
-                waiting.append((request, buffer))
-        self._leaving = waiting
+
+def _forget() -> None:
+    """Give back the buffers of messages that are through."""
+    waiting = []
+    for entry in _leaving:
+        request, buffer, owner = entry
+        if request.Test():
+            owner.give(buffer)
+        else:
+            waiting.append(entry)
+    _leaving[:] = waiting
 
 
 class HaloExchange:

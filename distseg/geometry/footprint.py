@@ -95,8 +95,9 @@ class Interpolate:
         return c * self.factor
 
     def needs(self, a: int, b: int) -> Span:
-        below = lambda j: (2 * j + 1 - self.factor) // (2 * self.factor)
-        return below(a) - self.further, below(b - 1) + 2 + self.further
+        first = (2 * a + 1 - self.factor) // (2 * self.factor)
+        last = -((self.factor - 1 - 2 * (b - 1)) // (2 * self.factor))  # rounded up: a result right on a cell looks at no other
+        return first - self.further, last + 1 + self.further
 
 
 Footprint = Gather | Scatter | Interpolate

@@ -217,9 +217,9 @@ def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
 
 
 def _check_alike(units: Sequence[Unit]) -> None:
-    sizes = {unit.signature for unit in units}
+    sizes = {(len(p.place.images), p.place.window.size) for unit in units for p in unit.pieces}
     if len(sizes) > 1 or len(units[0].pieces) > 1:
-        found = sorted({f"{images} x {'x'.join(map(str, size))}" for signature in sizes for images, size in signature})
+        found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)
         raise ValueError(
             f"with pipeline.placement devices all micro-batches of a step have one size, but here are (images x window) {', '.join(found)}: "
             "set data.crop, or pipeline.placement to line"

@@ -17,8 +17,8 @@ from distseg.geometry.tile import Place
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import OUTPUT, Edge
 from distseg.spatial.parallelize import TiledModel
-from distseg.spatial.piece import Piece, Unit
-from distseg.spatial.stream import Skips, Waiting, on_tile, stream_layers
+from distseg.spatial.piece import Piece, Unit, on_tile
+from distseg.spatial.stream import Skips, Waiting, stream_layers
 
 
 _UNDER_WAY = 16  # messages that a stage may be ahead of those that take them

@@ -1,7 +1,8 @@
 """Runs a flat model on tiles that exchange borders between layers: no pixel is read or computed twice for its neighbours' sake.
 
 Which layers are preceded by an exchange, and with what margin, is the layout's (:mod:`distseg.geometry.layout`); here
-tensors meet it. All tiles of an image go through a layer together, over ranks and over the several tiles of a rank.
+tensors meet it. All tiles of an image go through a layer together, over ranks and over the several tiles of a rank. Without
+any exchange (``all``) tiles are windows at first, and each layer computes no more of them than later layers look at.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from distseg.comm.collective import Alone
 from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, exchanged
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link, Part, Region
-from distseg.geometry.tile import Box, Place, Reach, check_grid, split
+from distseg.geometry.tile import Box, Place, check_grid, split
 from distseg.models.layers import Pop, flat_layers, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
@@ -62,7 +63,7 @@ class Exchange:
         stride: of the model; tile borders lie on its multiples.
         comm: the ranks that share an image, in row-major order of ``grid``.
         grid, per_rank: of ranks, and of the tiles that each owns.
-        every: exchange before every k-th layer that looks beyond its tile ("1", "2", ...), or once a ``level``.
+        every: exchange before every k-th layer that looks beyond its tile ("1", "2", ...), once a ``level``, or never (``all``).
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
         channels_last: how tensors lie in memory; messages do likewise.
     """
@@ -79,9 +80,9 @@ class Exchange:
         self._exchanges: dict[tuple, HaloExchange] = {}
 
     @property
-    def reach(self) -> Reach:
-        """Of what is read: tiles alone."""
-        return Reach((0,) * len(self.stride), self.stride)
+    def exchanges(self) -> bool:
+        """Whether tiles exchange anything; else they are read as windows."""
+        return self.every != "all"
 
     def over(self, comm, grid) -> "Exchange":
         """The same model on the tiles of other ranks, one each."""
@@ -107,12 +108,15 @@ class Exchange:
         """Layers ``first``, ``first`` + 1, ... on all pieces of this rank at the context's places: collective over the ranks of the image.
 
         Args:
-            xs: for each piece the feature map on what the layout gives its tile, (B, C, *size).
+            xs: for each piece the feature map on what the layout gives its tile, (B, C, *size); pixels on its window.
             skips: for each piece the skips that wait; changed in place.
         """
         places = context.places
         layouts = [self.layout(place.image) for place in places]
         cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
+        if first == 0:
+            assert all(place.window.contains(layout.part(0, cell).given) for place, layout, cell in zip(places, layouts, cells))
+            xs = [cropped(x, place.window, layout.part(0, cell).given) for x, place, layout, cell in zip(xs, places, layouts, cells)]
         try:
             for position, layer in enumerate(layers, first):
                 parts = [layout.part(position, cell) for layout, cell in zip(layouts, cells)]

@@ -27,8 +27,8 @@ class TiledModel(nn.Module):
     """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
 
     A flat ``nn.Sequential`` runs layer by layer over the windows, so that a norm sees them all; any other module runs
-    one window at a time, and only one where norms are live. With an ``exchange`` a window is a tile, and borders are
-    exchanged between layers.
+    one window at a time, and only one where norms are live. With an ``exchange`` layers compute what is needed of a window,
+    which may be no more than the tile, and borders are exchanged between them.
     """
 
     def __init__(self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None):
@@ -71,7 +71,7 @@ class TiledModel(nn.Module):
         skips: list[dict[str, Tensor]] | None = None,
         after_layer: Callable[[], None] | None = None,
     ) -> list[Tensor]:
-        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles.
+        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles; with an exchange (B, C', *tile.size).
 
         Args:
             part: the layers of a flat model to run; ``windows`` then are the feature maps before them. All by default.

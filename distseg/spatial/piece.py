@@ -9,6 +9,13 @@ from torch import Tensor
 from distseg.geometry.tile import Place
 
 
+def on_tile(output: Tensor, place: Place) -> Tensor:
+    """The part that the tile owns of an output on its window, or on the tile already."""
+    if tuple(output.shape[2:]) == place.tile.size:
+        return output
+    return output[(..., *place.owned.slices)]
+
+
 @dataclass
 class Piece:
     """The same window of B images of one size.

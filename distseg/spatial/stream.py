@@ -21,6 +21,7 @@ from distseg.memory_format import channels_last
 from distseg.models.layers import skip_store
 from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
+from distseg.spatial.piece import on_tile
 
 
 Skips = dict[str, Tensor]
@@ -98,11 +99,6 @@ def _run(model: TiledModel, layers: list, x: Tensor, skips: dict, index: int, no
         for layer in layers:
             x = layer(x)
     return x, skips
-
-
-def on_tile(output: Tensor, place: Place) -> Tensor:
-    """The part of a window's output that the tile owns."""
-    return output[(slice(None), slice(None), *place.owned.slices)]
 
 
 class Waiting:

@@ -56,7 +56,7 @@ class Engine:
         self.precision = precision
         self.autocast = autocast(precision, device)
         self.reach = used_reach(model, config.spatial)
-        self.exchange = make_exchange(config.spatial, model, self.reach, mesh.tiles, config.mesh.tiles, self.device, channels_last)
+        self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
         set_timeout(config.run.timeout)
         self.loss = Loss(config.loss, channels_of(model)[1])
         self.context = _context(config, mesh)
@@ -84,12 +84,12 @@ class Engine:
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
-        return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or self.exchange is not None)
+        return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
 
     @property
     def reading(self) -> Reach:
         """What is read around a tile: nothing, where borders are exchanged."""
-        return self.exchange.reach if self.exchange else self.reach
+        return read_around(self.reach, self.exchange)
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model begins, labels where it ends, in its dtype and memory format."""
@@ -167,17 +167,30 @@ def used_reach(model: nn.Module, spatial: SpatialConfig) -> Reach:
     return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)
 
 
-def make_exchange(spatial: SpatialConfig, model: nn.Module, reach: Reach, comm, grid, device, channels_last: bool) -> Exchange | None:
-    """Of a plain model, perhaps only outlined, on a grid of ranks; None where tiles are read with their halos.
+def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, channels_last: bool) -> Exchange | None:
+    """Of a plain model, perhaps only outlined, on a mesh's grid of tiles; None where whole windows go through every layer.
 
     Raises:
-        ValueError: a model that can't be computed in tiles that exchange borders.
+        ValueError: ``spatial.exchange_every`` asks for exchanges of a model that can't be computed in parts.
     """
+    spatial, grid = config.spatial, config.mesh.tiles
     if not spatial.exchanges:
+        one_window = grid.volume * spatial.tiles_per_rank.volume == 1
+        approximate = spatial.halo is not None or spatial.norm_scope == "window"
+        if one_window or approximate or config.pipeline.placement == "devices":
+            return None
+    try:
+        links = links_of(model)
+    except ValueError:
+        if spatial.exchanges:
+            raise
         return None
-    return Exchange(
-        links_of(model), reach.stride, comm, grid, spatial.tiles_per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last
-    )
+    return Exchange(links, reach.stride, comm, grid, spatial.tiles_per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last)
+
+
+def read_around(reach: Reach, exchange: Exchange | None) -> Reach:
+    """What is read of an image for a tile of it."""
+    return Reach((0,) * len(reach.halo), reach.stride) if exchange and exchange.exchanges else reach
 
 
 def approximations(config: Config, reach: Reach, exact: Reach) -> list[str]:

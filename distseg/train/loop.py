@@ -165,7 +165,7 @@ def _introduction(config: Config, engine: Engine, image, exact, parameters: int,
         + (", channels_last" if engine.channels_last else ""),
         f"{config.train.epochs} epochs of {loader.steps_per_epoch} steps, {mesh.shape.samples * config.train.accumulate * config.data.images} images a step",
     ]
-    if engine.exchange:
+    if config.spatial.exchanges:
         points = len(engine.exchange.layout(image).points)
         lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
     if engine.partition:

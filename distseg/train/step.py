@@ -20,7 +20,7 @@ from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.schedule import Action, Forward, orders
 from distseg.spatial.context import Context
-from distseg.spatial.piece import Piece, Unit
+from distseg.spatial.piece import Piece, Unit, on_tile
 from distseg.train.loss import Loss
 
 
@@ -59,7 +59,7 @@ class LossHead:
         self.value: float | None = None
 
     def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
-        tiles = [output[(slice(None), slice(None), *p.place.owned.slices)] for p, output in zip(unit.pieces, outputs)]
+        tiles = [on_tile(output, p.place) for p, output in zip(unit.pieces, outputs)]
         return [self.loss.rows(tile, p.labels) for p, tile in zip(unit.pieces, tiles)]
 
     def note(self, unit: Unit, rows: list[Tensor]) -> None:

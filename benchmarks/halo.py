@@ -62,7 +62,7 @@ class Cost:
     exchanges: int = 0  # of a forward pass
     messages: int = 0  # that arrive, forward and backward
     bytes: int = 0  # of them
-    needed: int = 0  # of windows: multiply-adds on cells that later layers look at
+    whole: int = 0  # of windows: multiply-adds if every layer computed all of them
     read: int = 0  # of windows: bytes of the pixels beyond the tile
 
     def seconds(self, machine: Machine) -> float:
@@ -101,7 +101,7 @@ class Network:
             tile = layout.part(0, cell).owned
             read = window(tile, image, self.reach)
             whole = self.cost("1", Extents(read.size), Extents((1, 1)), (0, 0)).own
-            return Cost(own, whole, needed=made, read=(read.pixels - tile.pixels) * self.channels[0] * FLOAT)
+            return Cost(own, made, whole=whole, read=(read.pixels - tile.pixels) * self.channels[0] * FLOAT)
         # Pixels need no gradient, so nothing returns of what the first layer got.
         arriving = [(layer, copy) for layer in layout.points for copy in copies_to(cell, *layout.spans(layer)) * (2 if layer else 1)]
         return Cost(own, made, len(layout.points), len(arriving), sum(copy.box.pixels * self.channels[layer] * FLOAT for layer, copy in arriving))
@@ -174,7 +174,7 @@ def _seconds(name: str, setting: Setting, options: argparse.Namespace, peaks: di
 def _row(case: str, size: int, name: str, cost: Cost) -> dict:
     return {
         "case": case, "tile": size, "every": name, "exchanges": cost.exchanges, "messages": cost.messages, "MB": cost.bytes / MB,
-        "work": cost.made / cost.own, "needed": cost.needed / cost.own or None, "more read [MB]": cost.read / MB or None,
+        "work": cost.made / cost.own, "whole": cost.whole / cost.own or None, "more read [MB]": cost.read / MB or None,
     }  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def _notes(modelled: list[dict], setting: Setting) -> str:
     return f"""\
 every: layers that look beyond their tile, from one exchange to the next (spatial.exchange_every); a = b: the same layers; all: windows
 messages, MB: float32, arriving at a tile in a step, forward and backward (as much leaves), but for norms and the sum of gradients, alike for all
-work: multiply-adds of all convolutions over those on own cells; needed: the same if windows were cut to what later layers look at (they are not)
+work: multiply-adds of all convolutions over those on own cells; whole: of windows, if layers computed more than later layers look at, as they need not
 more read: the window without the tile; for T up to 128 the window of {MODEL} ends at the border of the image, in a larger one it would not
 {GRID} tiles: the middle one, {MODEL}; seconds = 6 x multiply-adds / FLOP/s + messages x latency + bytes / bandwidth, nothing overlapped;
 {machines}
@@ -199,7 +199,7 @@ def _plot(path: Path, modelled: list[dict], measured: list[dict]) -> None:
     with new_figure(path, (12.0, 8.5), layout="constrained") as figure:
         (work, moved), (times, model) = figure.subplots(2, 2)
         _lines(work, modelled, lambda row: row["work"])
-        _lines(work, modelled, lambda row: row["needed"], ":", " (needed of it)")
+        _lines(work, modelled, lambda row: row["whole"], ":", " (whole windows)")
         work.set(title=f"Work, {MODEL}, middle of {GRID} tiles", ylabel="multiply-adds / those on own cells", yscale="log")
         _lines(moved, modelled, lambda row: per_pixel(row, "MB"))
         _lines(moved, modelled, lambda row: per_pixel(row, "more read [MB]"), ":", " (read, not exchanged)")

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for network, setting in networks.items():
         cases = cases_of(setting)[: 2 if options.quick else None]
         details: dict[str, dict] = {}
-        results = measure({case.name: lambda case=case: _seconds(case, options, details) for case in cases}, repeats_of(options), warmup=0)
+        results = measure({case.name: lambda case=case: seconds_of(case, options, details) for case in cases}, repeats_of(options), warmup=0)
         rows += [_row(network, case, results, details[case.name]) for case in cases]
         samples[network], parameters[network] = results.as_dict(), {case.name: case.setting.as_dict() for case in cases}
         print(f"{network} is measured", file=sys.stderr, flush=True)
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report("scaling", QUESTION, Rows(rows, {"samples": samples}), options, parameters, notes, lambda path: _plot(path, rows))
 
 
-def _seconds(case: Case, options: argparse.Namespace, details: dict[str, dict]) -> Reading:
+def seconds_of(case: Case, options: argparse.Namespace, details: dict[str, dict]) -> Reading:
+    """Of a step in a job of its own; what the job tells goes to ``details``."""
     given = [*arguments_of(case.setting), "--steps", str(options.steps), "--patience", str(options.patience), *["--reducer", "mpi"] * options.quick, *case.flags]
     # The harness's own HOROVOD_CYCLE_TIME would burn a core's time; distseg's default for CPUs counts.
     found = run_ranks(case.ranks, given, environment={"HOROVOD_CYCLE_TIME": os.environ.get("HOROVOD_CYCLE_TIME", "20")})

@@ -28,7 +28,7 @@ def same_threads_afterwards():
 def test_all_are_found():
     assert BENCHMARKS == [
         "balance", "freed_memory", "halo", "halo_error", "horovod_cycle", "overhead", "overlap", "pipeline_bubble", "pipeline_devices", "pipeline_model",
-        "precision", "scaling", "stage_memory",
+        "precision", "scaling", "stage_memory", "strong",
     ]  # fmt: skip
 
 

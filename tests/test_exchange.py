@@ -15,13 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from distseg.config import Config, MeshConfig, ModelConfig, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout
-from distseg.geometry.tile import Box, Place
+from distseg.geometry.receptive import receptive_field
+from distseg.geometry.tile import Box, Place, tiles
 from distseg.mesh import Mesh
 from distseg.models.layers import Pop, Stash
 from distseg.models.zoo import build_model
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange, links_of
 from distseg.spatial.local import framed, link_of
+from distseg.spatial.parallelize import parallelize
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages, own_pieces
 
@@ -267,3 +269,25 @@ def test_a_layer_of_the_user_s_own_is_taken_for_what_it_is():
 
     links = links_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1)))
     assert [bool(link.footprints) for link in links] == [True, False, True]
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("norm", [lambda: nn.InstanceNorm2d(6, affine=True), lambda: nn.BatchNorm2d(6), nn.Identity])
+def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
+    size, grid = (37, 45), (2, 2)
+    blocks = [nn.Sequential(nn.Conv2d(3, 6, 5, padding=2, bias=False), norm(), nn.ReLU()), Stash("a"), nn.MaxPool2d(2, ceil_mode=True)]
+    blocks += [nn.Sequential(nn.Conv2d(6, 6, 3, padding=2, dilation=2, bias=False), norm(), nn.ELU()), nn.ConvTranspose2d(6, 6, 3, 2, 1, 1), Pop("a"), nn.Conv2d(12, 2, 1)]
+    plain = nn.Sequential(*blocks).double()
+    whole = torch.randn(2, 3, *size, dtype=torch.float64)
+    y = plain(whole)
+    g = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, list(plain.parameters()), g)
+
+    reach = receptive_field(plain)
+    exchange = Exchange(links_of(plain), reach.stride, comm, grid, every="1")
+    tiled = parallelize(plain, reach, Context(norm_comm=comm, batch_comm=comm), exchange)
+    box = tiles(size, grid, reach.stride)[comm.rank]
+    (mine,) = tiled([whole[(..., *box.slices)]], [Place(size, box, box, (0, 1), (0, 1))])
+    close(mine, y[(..., *box.slices)], 1e-12)
+    for found, right in zip(torch.autograd.grad(mine, list(tiled.parameters()), g[(..., *box.slices)]), wanted):
+        close(torch.from_numpy(comm.allreduce(found.numpy())), right, 1e-11)

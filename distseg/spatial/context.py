@@ -51,11 +51,11 @@ class Context:
 
     @places.setter
     def places(self, places: list[Place]) -> None:
-        self._pass.places = places
+        self._pass.places, self._pass.regions = places, None
 
     @property
     def regions(self) -> list[Region] | None:
-        """What is held and owned of the feature map that a layer is called with; None where it follows from the windows."""
+        """What is held and owned of the feature map that a layer is called with; None, as after new places, where it follows from the windows."""
         return self._pass.regions
 
     @regions.setter

@@ -67,9 +67,13 @@ def world():
     process = identify()
     # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not keep the core from the
     # thread that computes: a step on two cores takes 1.5 times as long otherwise (docs/performance.md).
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    name = "OMPI_MCA_mpi_yield_when_idle"
+    ours = name not in os.environ
+    os.environ.setdefault(name, "1")
     with _alone_in_open_mpi() if process == _LONE else nullcontext():
         from mpi4py import MPI
+    if ours:
+        os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
     if process.size != MPI.COMM_WORLD.size and process.size > 1:
         raise ValueError(
             f"the launcher started {process.size} processes, but MPI sees {MPI.COMM_WORLD.size}: mpi4py "

@@ -8,3 +8,13 @@ import torch
 def channels_last(dims: int) -> torch.memory_format:
     """Of a tensor (N, C, H, W) or (N, C, D, H, W); others have none of their own."""
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims, torch.contiguous_format)
+
+
+def lies_last(x: torch.Tensor) -> bool:
+    """Whether a tensor has its channels last in memory; a single channel counts as first."""
+    return x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5)
+
+
+def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``x`` in the memory format of ``other``, as kernels that take both expect; copied only where it lies otherwise."""
+    return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x

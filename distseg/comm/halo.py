@@ -8,6 +8,7 @@ CUDA paths have not been run on a GPU yet.)
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from itertools import product
@@ -266,13 +267,13 @@ class HaloExchange:
             self.mail.done(buffer)
 
     def _bytes(self, strips: list[Strip]) -> int:
-        return sum(_count(strip.shape) for strip in strips) * self.itemsize
+        return sum(math.prod(strip.shape) for strip in strips) * self.itemsize
 
     def _parts(self, flat: Tensor, strips: list[Strip]):
         """Each strip with its part of a message, as a view of the strip's shape."""
         values, offset = flat.view(self.dtype), 0
         for strip in strips:
-            count = _count(strip.shape)
+            count = math.prod(strip.shape)
             part = values[offset : offset + count]
             b, c, *size = strip.shape
             yield strip, part.view(b, *size, c).movedim(-1, 1) if self.last else part.view(strip.shape)
@@ -285,13 +286,6 @@ def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
     if like.stride(1) == 1 and c > 1:
         return like.new_empty(b, *size, c).movedim(-1, 1)
     return like.new_empty(b, c, *size)
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _view(tensors: Sequence[Tensor], strip: Strip) -> Tensor:

@@ -16,6 +16,7 @@ from distseg.comm.collective import later
 from distseg.comm.halo import HaloExchange
 from distseg.geometry.layout import Part
 from distseg.geometry.tile import Box
+from distseg.memory_format import like_format
 
 
 class _Call:
@@ -47,7 +48,7 @@ class _ExchangedConv(torch.autograd.Function):
     def backward(ctx, *gs):
         weight, *frames = ctx.saved_tensors
         conv, exchange, calls, wanted = ctx.conv, ctx.exchange, ctx.calls, ctx.needs_input_grad
-        gs = [_like(g, frame) for g, frame in zip(gs, frames)]
+        gs = [like_format(g, frame) for g, frame in zip(gs, frames)]
         dxs: Sequence[Tensor | None] = [None] * len(frames)
         of_inputs = any(wanted[5:])  # alike on all ranks: the first layer's input is pixels everywhere
         if of_inputs:
@@ -81,10 +82,3 @@ def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Seque
         weight, bias = weight.to(xs[0].dtype), None if bias is None else bias.to(xs[0].dtype)
     calls = [_Call(conv, frame, part) for frame, part in zip(frames, parts)]
     return list(_ExchangedConv.apply(conv, exchange, calls, weight, bias, *xs))
-
-
-def _like(g: Tensor, x: Tensor) -> Tensor:
-    """A gradient in the memory format of the convolution's input, as its kernels expect."""
-    if x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5):
-        return g.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-    return g

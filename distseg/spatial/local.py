@@ -97,7 +97,7 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
 def fill_of(layer: nn.Module) -> float | None:
     """What a layer's padding consists of; None where it has none of its own to fill in (mirror images are made from the map)."""
     if isinstance(layer, _CONVS):
-        return 0.0 if layer.padding_mode == "zeros" else None
+        return 0.0 if fuses(layer) else None
     if isinstance(layer, _MAX):
         return -math.inf
     if isinstance(layer, nn.modules.padding._ConstantPadNd):
@@ -143,16 +143,11 @@ def _conv_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
 def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     if conv.padding_mode != "zeros":
         x, have = _mirrored(x, have, part, conv.padding_mode)
-    return convolved(conv, x, have, part, conv.weight, conv.bias)
-
-
-def convolved(conv: nn.Module, x: Tensor, have: Box, part: Part, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The convolution without its own padding, but zeros beyond ``have``."""
     x, pads = _fitted(x, have, part.raw)
     native = [max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None for pad, s in zip(pads, conv.stride)]
     if None in native:
         x = _padded(x, [(0, 0) if p is not None else pad for p, pad in zip(native, pads)])
-    y = _CONV[len(pads) - 1](x, weight, bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups)
+    y = _CONV[len(pads) - 1](x, conv.weight, conv.bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups)
     # Where only one side is padded the kernel pads both, and the other side's surplus is cut off.
     start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
     return _from(y, start, part.made.size)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distseg.geometry.tile import Place
-from distseg.memory_format import channels_last
+from distseg.memory_format import channels_last, lies_last
 from distseg.models.layers import skip_store
 from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
@@ -116,7 +116,7 @@ class Waiting:
         return tensors.pop("x"), {name.partition("/")[2]: t for name, t in tensors.items()}
 
     def put(self, i: int, x: Tensor, skips: Skips) -> None:
-        self.layout[i] = x.device, x.dim() in (4, 5) and x.stride(1) == 1 and x.shape[1] > 1
+        self.layout[i] = x.device, lies_last(x)
         tensors = {"x": x, **{f"skip/{name}": skip for name, skip in skips.items()}}
         try:
             save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, self._file(i))

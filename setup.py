@@ -28,6 +28,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["distseg", "distseg.*"]),
     include_package_data=True,
+    package_data={"distseg.kernels": ["*.cpp"]},
     install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow"],
     extras_require=extras | {"all": sorted({package for group in extras.values() for package in group})},
     entry_points={"console_scripts": ["distseg = distseg.cli:main"]},

@@ -13,8 +13,10 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.geometry.tile import Box, Place, Reach, tiles, window
+from distseg.kernels import norm as compiled
 from distseg.spatial.context import Context
 from distseg.spatial.norm import DistributedNorm, commit
+from distseg.spatial.parallelize import parallelize
 
 IMAGE, CELLS, REACH = (13, 22), (7, 11), Reach((3, 3), (2, 2))
 IMAGES, CHANNELS = 2, 6
@@ -99,42 +101,78 @@ def test_adjoint(comm, name):
     assert backward == pytest.approx(forward, rel=1e-11)
 
 
+@pytest.fixture(params=["compiled", "PyTorch's, by passes", "PyTorch's, whole"])
+def kernels(request, monkeypatch):
+    """The three ways to compute a norm."""
+    if request.param != "compiled":
+        monkeypatch.setattr(compiled, "available", lambda x: False)
+    if request.param == "PyTorch's, by passes":
+        monkeypatch.setattr(DistributedNorm, "is_local", lambda self, xs: False)
+    return request.param
+
+
 @pytest.mark.parametrize("name", ["instance", "instance affine", "group", "batch"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-def test_the_local_kernel_is_as_good_as_the_general_path(name, layout, dtype, tolerance, monkeypatch):
-    """Both against float64; the precision of the answer, and its type, are the input's either way."""
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-13)])
+def test_all_kernels_give_the_norm_and_its_activation(name, layout, dtype, tolerance, kernels):
+    """Against float64; the precision of the answer, and its type, are the input's."""
     torch.manual_seed(0)
-    layer, whole = layer_of(name).float(), feature_map(1, dtype).contiguous(memory_format=layout)
+    layer, whole = layer_of(name).to(torch.promote_types(dtype, torch.float32)), feature_map(1, dtype).contiguous(memory_format=layout)
     g = feature_map(2, dtype)
+    slope = 0.2 if dtype != torch.bfloat16 else 1.0  # a sign that rounding turns is no error
     exact = copy.deepcopy(layer).double()
     x = whole.double().requires_grad_()
-    y = exact(x)
+    y = nn.functional.leaky_relu(exact(x), slope)
     y.backward(g.double())
     wanted = [y, x.grad, *(p.grad for p in exact.parameters())]
-    for local in (True, False):
-        norm = twin_of(layer)
-        norm.context.places = places(grid=(1, 1))
-        if local:
-            assert norm.is_local([whole]) == (name != "group" or layout == torch.contiguous_format)
-        else:
-            monkeypatch.setattr(norm, "is_local", lambda xs: False)
-        x = whole.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        y = norm(x)
-        y.backward(g)
-        assert (y.dtype, x.grad.dtype) == (dtype, dtype)
-        for found, right in zip([y, x.grad, *(p.grad for p in norm.parameters())], wanted):
-            assert (found.double() - right).norm() <= tolerance * right.norm(), (local, found.shape)
-        if name == "batch":
-            (seen,) = norm.seen
-            torch.testing.assert_close(seen.mean.float(), whole.float().mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(seen.var.float(), whole.float().var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
-
-
-def test_float64_never_takes_the_local_kernel():
-    norm = twin_of(layer_of("batch"))
+    norm = twin_of(layer)
+    norm.slope = slope
     norm.context.places = places(grid=(1, 1))
-    assert not norm.is_local([feature_map(1)])
+    assert norm.is_local([whole]) == (kernels == "PyTorch's, whole" and dtype != torch.float64 and (name != "group" or layout == torch.contiguous_format))
+    x = whole.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = norm(x)
+    y.backward(g)
+    assert (y.dtype, x.grad.dtype) == (dtype, dtype)
+    for found, right in zip([y, x.grad, *(p.grad for p in norm.parameters())], wanted):
+        assert (found.double() - right).norm() <= tolerance * right.norm(), found.shape
+    if name == "batch":
+        (seen,) = norm.seen
+        torch.testing.assert_close(seen.mean.float(), whole.float().mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(seen.var.float(), whole.float().var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+
+
+class TestFolded:
+    """Channels dropped before a norm, and the activation behind it, are computed in the norm's own passes."""
+
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_as_three_layers(self, name, kernels):
+        torch.manual_seed(1)
+        inner, whole, g = layer_of(name), feature_map(1).requires_grad_(), feature_map(2)
+        model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Dropout2d(0.4), inner, nn.LeakyReLU(0.1)).double()
+        tiled = parallelize(copy.deepcopy(model), Reach((0, 0), (1, 1)), Context(seed=3))
+        assert [type(layer).__name__ for layer in tiled.layers] == ["Conv2d", "Folded", "DistributedNorm", "Folded"]
+        box = Box.whole(CELLS)
+        place = Place(CELLS, box, box, tuple(range(IMAGES)), (0,) * IMAGES)
+        norm = tiled.layers[2]
+        mask = norm.dropout[0].channels_of(place, CHANNELS)
+        assert 0 < (mask == 0).sum() < mask.numel()
+        y = model[3](inner(model[0](whole) * mask.view(IMAGES, CHANNELS, 1, 1)))
+        y.backward(g)
+        x = whole.detach().clone().requires_grad_()
+        (ours,) = tiled([x], [place])
+        ours.backward(g)
+        close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        close(ours, y)
+        close(x.grad, whole.grad)
+        for mine, theirs in zip(norm.parameters(), inner.parameters()):
+            close(mine.grad, theirs.grad)
+
+    def test_what_is_folded(self):
+        layers = nn.Dropout(0.1), nn.BatchNorm2d(4), nn.GELU(), nn.InstanceNorm2d(4), nn.ReLU(), nn.Dropout2d(0.1), nn.ReLU()
+        model = nn.Sequential(nn.Conv2d(4, 4, 1), *layers)
+        kinds = [type(layer).__name__ for layer in parallelize(model, Reach((0, 0), (1, 1))).layers[1:]]
+        assert kinds == ["KeyedDropout", "DistributedNorm", "GELU", "DistributedNorm", "Folded", "KeyedDropout", "ReLU"]
+        assert (model[2].slope, model[4].slope) == (1.0, 0.0)
 
 
 @pytest.mark.parallel([1, 2])

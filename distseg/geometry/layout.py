@@ -106,7 +106,8 @@ class Layout:
         maps = [_maps(self.links, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
         self.points = frozenset(_exchange_points(self.links, maps, exchange_every, fuse_below))
         self._lines = [_lines(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
-        self.result = tuple(m[-1][0] for m in maps)
+        self.sizes = [tuple(m[layer][0] for m in maps) for layer in range(len(self.links) + 1)]
+        self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
         self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
         self._parts: dict[tuple, Part] = {}
@@ -175,12 +176,12 @@ def _mapped(link: Link, footprint: Footprint, n: int, cuts: tuple[int, ...]) -> 
 
 def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
     """Whether some tile's result looks at cells that the tile does not own."""
-    spans = [_taken(link, dim, own, before[0])[0] for own in pairwise(after[1])]
+    spans = [taken_of(link, dim, own, before[0])[0] for own in pairwise(after[1])]
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 
 
-def _taken(link: Link, dim: int, made: Span, n: int) -> tuple[Span, Span]:
-    """(taken, raw) for a result."""
+def taken_of(link: Link, dim: int, made: Span, n: int) -> tuple[Span, Span]:
+    """(taken, raw) along a dim: the cells that a result is made from, in the map and with what lies beyond it."""
     footprint = link.along(dim)
     if footprint is None:
         return inside(made, n), inside(made, n)
@@ -214,7 +215,7 @@ def _lines(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[
     for layer, (link, (n, cuts)) in enumerate(zip(links, maps)):
         if link.footprints or link.pop is not None:
             made = needed[layer + 1]
-            taken, raw = map(list, zip(*(_taken(link, dim, span, n) for span in made)))
+            taken, raw = map(list, zip(*(taken_of(link, dim, span, n) for span in made)))
         else:
             made = taken = raw = given
         if link.stash is not None:
@@ -230,7 +231,7 @@ def _needed(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset
     skips: dict[str, list[Span]] = {}
     for layer in reversed(range(len(links))):
         link, (n, cuts) = links[layer], maps[layer]
-        taken = [_taken(link, dim, span, n)[0] for span in needed[-1]]
+        taken = [taken_of(link, dim, span, n)[0] for span in needed[-1]]
         if link.pop is not None:
             skips[link.pop] = needed[-1]
         if link.stash is not None:

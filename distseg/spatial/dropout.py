@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg import rng
-from distseg.geometry.tile import Box
+from distseg.geometry.tile import Box, Place
 from distseg.spatial.context import Context
 
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -42,8 +42,14 @@ class KeyedDropout(nn.Module):
     def mask(self, x: Tensor) -> Tensor:
         """(B, C, 1, ...) by channel, (B, C, *size) by element."""
         place, context = self.context.place, self.context
-        keys = [rng.key(context.seed, context.epoch, sample, self.name, "dropout") for sample in place.samples]
         if self.by_channel:
-            return torch.stack([channel_mask(self.p, k, x.shape[1]) for k in keys]).view(*x.shape[:2], *(1 for _ in self.stride))
+            return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in self.stride))
         region = context.region(context.current, self.stride)
-        return torch.stack([element_mask(self.p, k, x.shape[1], region.size, region.held, x.device) for k in keys])
+        return torch.stack([element_mask(self.p, k, x.shape[1], region.size, region.held, x.device) for k in self._keys(place)])
+
+    def channels_of(self, place: Place, channels: int) -> Tensor:
+        """(B, C) float64, where channels are dropped."""
+        return torch.stack([channel_mask(self.p, k, channels) for k in self._keys(place)])
+
+    def _keys(self, place: Place) -> list[int]:
+        return [rng.key(self.context.seed, self.context.epoch, sample, self.name, "dropout") for sample in place.samples]

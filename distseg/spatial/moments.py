@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distseg.kernels import norm as compiled
 from distseg.memory_format import channels_last
 
 _CHUNK = {torch.float64: 1 << 9}  # pixels that are added one after another: float64 is for comparing digits
@@ -55,6 +56,9 @@ def stack(parts: list[Moments]) -> Moments:
 
 def of_channels(x: Tensor) -> Moments:
     """Moments of each channel of one image or a part of it, (1, C, *size) -> count (), mean (C,), m2 (C,)."""
+    if compiled.available(x):
+        count = torch.tensor(x.numel() / x.shape[1], dtype=torch.float64)
+        return Moments(count, *compiled.moments(x))
     if x.is_cuda:
         var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())], correction=0)
         return _moments(x, mean, var)
@@ -62,7 +66,7 @@ def of_channels(x: Tensor) -> Moments:
     dtype = torch.promote_types(x.dtype, torch.float32)
     like = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
     parts = []
-    for chunk in x.split(rows_of_chunk(x), 2):
+    for chunk in x.split(_rows_of_chunk(x), 2):
         # The kernel is fast on dense memory only; a chunk is small enough to be copied within the cache.
         if not (chunk.is_contiguous() or chunk.is_contiguous(memory_format=channels_last(chunk.dim()))):
             chunk = chunk.contiguous(memory_format=channels_last(chunk.dim()) if x.stride(1) == 1 else torch.contiguous_format)
@@ -76,7 +80,7 @@ def of_channels(x: Tensor) -> Moments:
     return parts[0] if len(parts) == 1 else combine(stack(parts))
 
 
-def rows_of_chunk(x: Tensor) -> int:
+def _rows_of_chunk(x: Tensor) -> int:
     """Rows (of dim 2) whose pixels a kernel may add one after another without losing digits that count."""
     return max(1, _CHUNK.get(x.dtype, _USUAL_CHUNK) // max(1, x[0, 0, 0].numel()))
 

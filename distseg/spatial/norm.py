@@ -1,24 +1,35 @@
 """Instance, group and batch norm of images that lie in pieces: the twins of PyTorch's layers.
 
 Statistics are taken over the pixels that tiles own, never their halos, and combined over the tile group in one packed
-message a layer. Every pixel of a window, its halo too, is normalised with them. So with y = (x - mean) * r * w + b,
-r = (var + eps)^(-1/2), N owned pixels in all and g the gradient of y, a statistic collects gradient from every window:
+message a layer. Every pixel of a window, its halo too, is normalised with them. So with y = xhat * w + b,
+xhat = (x - mean) * r, r = (var + eps)^(-1/2), N owned pixels in all and g the gradient of y, a statistic collects
+gradient from every window:
 
     s1 = sum over all windows of g * w,    s2 = sum over all windows of g * w * xhat        (one message)
     dx = r * (g * w)  everywhere,          dx -= r / N * (s1 + xhat * s2)  on owned pixels
 
 which is the adjoint of 'mean and variance of the owned pixels, handed to every window'.
+
+A dropout of channels before the norm and a leaky activation behind it are computed with it (:func:`fold`): the one
+scales channels by m, so mean and deviation too, the other is a slope of g. Each would take passes over memory of its
+own, which on today's machines are what a norm costs.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone, add, gather
+from distseg.geometry.tile import Box
+from distseg.kernels import norm as compiled, plain
+from distseg.kernels.norm import Affine
 from distseg.spatial.context import Context
-from distseg.spatial.moments import Moments, by_group, combine, of_channels, rows_of_chunk, stack
+from distseg.spatial.dropout import KeyedDropout
+from distseg.spatial.moments import Moments, by_group, combine, of_channels, stack
 
 _ALONE = Alone()
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
@@ -44,6 +55,8 @@ class DistributedNorm(nn.Module):
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
         self.frozen = False
+        self.slope = 1.0
+        self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
         self.seen: list[Moments] = []
 
     @property
@@ -56,23 +69,27 @@ class DistributedNorm(nn.Module):
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
         """The same windows normalised: a list of (B, C, *size), one each place of the context."""
-        if not self.live:
-            return [F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps) for x in xs]
         if self.is_local(xs):
             return [self.local(xs[0])]
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Whether PyTorch's own kernel does: one rank, whole images, one tensor.
+        """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
 
         Not in float64, where its plain sums lose digits, nor for group norm in channels_last, where it is slower.
         """
         x = xs[0]
+        if compiled.available(x) or not self.live or self.masks(xs)[0] is not None:
+            return False
         alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
         return alone and x.dtype != torch.float64 and (self.kind != "group" or x.is_contiguous())
 
     def local(self, x: Tensor) -> Tensor:
         """The norm of whole images (B, C, *size) by PyTorch."""
+        y = self._local(x)
+        return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
+
+    def _local(self, x: Tensor) -> Tensor:
         if self.kind == "group":
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         if self.kind == "instance":  # an image alone in a batch, as PyTorch's instance norm is slow in channels_last
@@ -94,9 +111,11 @@ class DistributedNorm(nn.Module):
 
     def owned(self, x: Tensor, index: int) -> Tensor:
         """The view of ``x`` on the cells that statistics are taken over: those that this rank owns."""
-        if self.context.per_window:
-            return x
-        return x[(..., *self.context.region(index, self.stride).own.slices)]
+        return x[(..., *self.own(x, index).slices)]
+
+    def own(self, x: Tensor, index: int) -> Box:
+        """These cells, counted in ``x``."""
+        return Box.whole(x.shape[2:]) if self.context.per_window else self.context.region(index, self.stride).own
 
     def rows(self, index: int) -> list[int]:
         """The row of the statistics for each image of window ``index``."""
@@ -106,10 +125,19 @@ class DistributedNorm(nn.Module):
             return [index if self.kind == "batch" else before + b for b in range(len(images))]
         return [0 if self.kind == "batch" else image for image in images]
 
-    def moments(self, x: Tensor, index: int) -> list[tuple[int, Moments]]:
+    def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
+        """For each window what a dropout scales the channels of its images by, (B, C) float64; None where there is none."""
+        if not (self.training and self.dropout):
+            return [None] * len(xs)
+        return [self.dropout[0].channels_of(place, x.shape[1]) for place, x in zip(self.context.places, xs)]
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[tuple[int, Moments]]:
         """Moments of the channels of window ``index``, with the row of the statistics each belongs to."""
         owned = self.owned(x, index)
-        return [(row, of_channels(owned[b : b + 1])) for b, row in enumerate(self.rows(index))]
+        parts = [of_channels(owned[b : b + 1]) for b in range(len(x))]
+        if mask is not None:
+            parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask.to(x.device))]
+        return list(zip(self.rows(index), parts))
 
     def statistics(self, parts: list[tuple[int, Moments]]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
@@ -129,78 +157,167 @@ class DistributedNorm(nn.Module):
             self.seen.append(combine(everyone))
         return everyone
 
-    def normalise(self, x: Tensor, index: int, statistics: Moments) -> Tensor:
-        """Window ``index`` normalised with these statistics."""
-        mean, var = self.mean_and_var(x, statistics)
-        rows = enumerate(self.rows(index))
-        ys = [torch.native_batch_norm(x[b : b + 1], self.weight, self.bias, mean[i], var[i], False, 0.0, self.eps)[0] for b, i in rows]
-        return ys[0] if len(ys) == 1 else torch.cat(ys)
+    def known(self) -> Moments:
+        """The statistics of a norm that is not live: the running ones, of one row, for any number of pixels."""
+        count = torch.ones(1, dtype=torch.float64, device=self.running_mean.device)
+        return Moments(count, self.running_mean.double().unsqueeze(0), self.running_var.double().unsqueeze(0))
 
-    def mean_and_var(self, x: Tensor, statistics: Moments) -> tuple[Tensor, Tensor]:
-        """(I, C) each, in the precision that the kernels take beside ``x``."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return tuple(self.per_channel(v, x.shape[1]).to(dtype) for v in (statistics.mean, statistics.var))
+    def normalise(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None) -> Tensor:
+        """Window ``index`` normalised with these statistics, and what is folded into the norm."""
+        return _normalised(x, [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)])
+
+    def coefficients(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None) -> list["Coefficients"]:
+        """For each image of window ``index``."""
+        rows, channels = self.rows(index), x.shape[1]
+        mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
+        return [
+            _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, None if mask is None else mask[b].to(x.device))
+            for b, i in enumerate(rows)
+        ]
 
     def per_channel(self, values: Tensor, channels: int) -> Tensor:
         """(I, K) -> (I, C)."""
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
 
+class Coefficients(NamedTuple):
+    """Of one image: y by ``affine``, and xhat = hat * (x - pivot) + offset; all (C,)."""
+
+    affine: Affine
+    hat: Tensor
+    offset: Tensor | float
+
+
+def _coefficients(mean, var, eps: float, weight, bias, slope: float, mask: Tensor | None) -> Coefficients:
+    r = (var + eps).rsqrt()
+    w = torch.ones_like(r) if weight is None else weight.detach().double()
+    b = torch.zeros_like(r) if bias is None else bias.detach().double()
+    if mask is None:
+        return Coefficients(Affine(mean, r * w, b, slope), r, 0.0)
+    # The norm's input is mask * x: mask * x - mean = mask * (x - mean / mask), but for channels that were dropped.
+    kept = mask > 0
+    pivot = torch.where(kept, mean / mask.where(kept, 1), 0)
+    offset = torch.where(kept, 0, -mean * r)
+    return Coefficients(Affine(pivot, mask * r * w, b + offset * w, slope), mask * r, offset)
+
+
 class _JointNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, *xs):
-        everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j)])
-        ctx.norm, ctx.where, ctx.pixels = norm, (norm.context.places, norm.context.regions), everyone.count
-        ctx.save_for_backward(weight, *norm.mean_and_var(xs[0], everyone), *xs)
-        return tuple(norm.normalise(x, j, everyone) for j, x in enumerate(xs))
+        masks = norm.masks(xs)
+        everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]) if norm.live else norm.known()
+        ctx.norm, ctx.live, ctx.pixels = norm, norm.live, everyone.count
+        ctx.rows, ctx.own = [norm.rows(j) for j in range(len(xs))], [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None
+        ctx.coefficients = [norm.coefficients(x, j, everyone, masks[j]) for j, x in enumerate(xs)]
+        ctx.save_for_backward(weight, *xs)
+        return tuple(_normalised(x, [c.affine for c in found]) for x, found in zip(xs, ctx.coefficients))
 
     @staticmethod
     def backward(ctx, *gs):
-        norm = ctx.norm
-        norm.context.places, norm.context.regions = ctx.where
-        weight, mean, var, *xs = ctx.saved_tensors
-        scale = torch.ones_like(mean[0]) if weight is None else weight
-        dxs = []
-        dweight, dbias = torch.zeros_like(mean, dtype=torch.float64), torch.zeros_like(mean, dtype=torch.float64)
-        for j, (x, g) in enumerate(zip(xs, gs)):
-            rows = []
-            for b, i in enumerate(norm.rows(j)):
-                dx, dw, db = _local_backward(g[b : b + 1], x[b : b + 1], scale, mean[i], var[i], norm.eps)
-                rows.append(dx)
-                dweight[i] += dw
-                dbias[i] += db
-            dxs.append(rows[0] if len(rows) == 1 else torch.cat(rows))
-        slope, offset = _correction(norm, scale, mean, var, dweight, dbias, ctx.pixels)
-        shape = (1, -1, *(1 for _ in norm.stride))
-        for j, (x, dx) in enumerate(zip(xs, dxs)):
-            x, dx = norm.owned(x, j), norm.owned(dx, j)
-            for b, i in enumerate(norm.rows(j)):
-                a, c = slope[i].view(shape).to(dx.dtype), offset[i].view(shape).to(dx.dtype)
-                dx[b : b + 1].addcmul_(x[b : b + 1], a).add_(c)
+        weight, *xs = ctx.saved_tensors
+        images = [(j, b, i) for j, rows in enumerate(ctx.rows) for b, i in enumerate(rows)]
+        dweight = torch.zeros(len(ctx.pixels), xs[0].shape[1], dtype=torch.float64, device=xs[0].device)
+        dbias = torch.zeros_like(dweight)
+        if ctx.live or any(ctx.needs_input_grad[1:3]):
+            for j, b, i in images:
+                c = ctx.coefficients[j][b]
+                total, weighted = _kernels(xs[j]).sums(gs[j][b : b + 1], xs[j][b : b + 1], c.affine)
+                dbias[i] += total
+                dweight[i] += c.hat * weighted + c.offset * total
+        s1, s2 = _shares(ctx.norm, weight, dweight, dbias, ctx.pixels) if ctx.live else (None, None)
+        dxs = [torch.empty_like(x) for x in xs]
+        for j, b, i in images:
+            c = ctx.coefficients[j][b]
+            tilt, shift = _tilt_and_shift(c, s1[i], s2[i]) if ctx.live else (torch.zeros_like(c.hat),) * 2
+            own = ctx.own[j] if ctx.live else Box.whole(xs[j].shape[2:])
+            _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
 
 
-def _local_backward(g, x, scale, mean, var, eps) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias with the statistics held fixed; in chunks where the last digits count."""
-    rows = rows_of_chunk(x) if x.dtype == torch.float64 else x.shape[2]
-    kernel = torch.ops.aten.native_batch_norm_backward
-    parts = [kernel(*gx, scale, mean, var, None, None, False, eps, [True, True, True]) for gx in zip(g.split(rows, 2), x.split(rows, 2))]
-    if len(parts) == 1:
-        return parts[0]
-    dxs, dweights, dbiases = zip(*parts)
-    return torch.cat(dxs, 2), torch.stack(dweights).sum(0), torch.stack(dbiases).sum(0)
+class Pending:
+    """The backward pass of a live norm whose windows come one after another: what the statistics collect, until all are through.
+
+    ``statistics`` as :meth:`DistributedNorm.statistics` gives them.
+    """
+
+    def __init__(self, norm: DistributedNorm, statistics: Moments):
+        self.norm, self.statistics = norm, statistics
+        self.dweight = self.dbias = None
+
+    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
+        """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
+        coefficients = self.norm.coefficients(x, index, self.statistics, mask)
+        return _PendingNorm.apply(self, coefficients, self.norm.rows(index), x)
+
+    def collect(self, row: int, coefficients: Coefficients, total: Tensor, weighted: Tensor) -> None:
+        if self.dweight is None:
+            self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), len(total), dtype=torch.float64, device=total.device)
+        self.dbias[row] += total
+        self.dweight[row] += coefficients.hat * weighted + coefficients.offset * total
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
+        norm = self.norm
+        self.s1, self.s2 = _shares(norm, norm.weight, self.dweight, self.dbias, self.statistics.count)
+        for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias)):
+            if p is not None:
+                d = d.sum(0).to(p.dtype)
+                p.grad = d if p.grad is None else p.grad.add_(d)
+
+    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
+        """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
+        dx = torch.empty_like(x)
+        for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
+            tilt, shift = _tilt_and_shift(c, self.s1[i], self.s2[i])
+            as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
+            _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
+        return dx
 
 
-def _correction(norm, scale, mean, var, dweight, dbias, pixels) -> tuple[Tensor, Tensor]:
-    """(slope, offset), each (I, C), of what owned pixels lose: r / N * (s1 + xhat * s2) = -(slope * x + offset)."""
-    channels = mean.shape[-1]
-    sums = torch.stack((dbias, dweight)) * scale  # (2, I, C)
+class _PendingNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], x):
+        ctx.pending, ctx.coefficients, ctx.rows = pending, coefficients, rows
+        ctx.save_for_backward(x)
+        return _normalised(x, [c.affine for c in coefficients])
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        for b, (i, c) in enumerate(zip(ctx.rows, ctx.coefficients)):
+            part, slope, none = x[b : b + 1], g[b : b + 1], torch.zeros_like(c.hat)
+            ctx.pending.collect(i, c, *_kernels(x).sums(slope, part, c.affine))
+            _kernels(x).gradient(slope, part, c.affine, none, none, Box.whole(x.shape[2:]), out=dx[b : b + 1])
+        return None, None, None, dx
+
+
+def _tilt_and_shift(c: Coefficients, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
+    """Of -r / N * (s1 + xhat * s2), by which the gradient of owned pixels differs; ``s1`` and ``s2`` divided by N."""
+    return -c.hat * c.hat * s2, -c.hat * (s1 + c.offset * s2)
+
+
+def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """s1 / N and s2 / N of each channel, (I, C)."""
+    channels = dweight.shape[-1]
+    sums = torch.stack((dbias, dweight))  # (2, I, C)
+    sums = sums if weight is None else sums * weight.double()
     if norm.kind == "group":
         sums = sums.unflatten(-1, (norm.groups, -1)).sum(-1)
     s1, s2 = add(sums, norm.comm) / pixels.unsqueeze(-1)
-    s1, s2 = norm.per_channel(s1, channels), norm.per_channel(s2, channels)
-    r = (var.double() + norm.eps).rsqrt()
-    return -r * r * s2, r * (r * mean * s2 - s1)
+    return norm.per_channel(s1, channels), norm.per_channel(s2, channels)
+
+
+def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
+    y = torch.empty_like(x)
+    for b, affine in enumerate(affines):
+        _kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
+    return y
+
+
+def _kernels(x: Tensor):
+    return compiled if compiled.available(x) else plain
 
 
 def _kind(norm: nn.Module, name: str) -> str:

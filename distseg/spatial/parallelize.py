@@ -171,7 +171,39 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         layer = model.get_submodule(name)
         twin = KeyedDropout if isinstance(layer, DROPOUTS) else DistributedNorm
         setattr(model.get_submodule(parent), child, twin(layer, context, stride, name))
+    for sequential in filter(is_sequential, model.modules()):
+        _fold(sequential)
     return TiledModel(model, context, reach, exchange)
+
+
+class Folded(nn.Module):
+    """Stands where a layer was that the norm beside it computes too."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.kind = type(layer).__name__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def extra_repr(self) -> str:
+        return self.kind
+
+
+def _fold(sequential: nn.Sequential) -> None:
+    """Have norms compute the dropout of channels before them and the activation behind."""
+    names = list(sequential._modules)
+    for before, name, behind in zip([None, *names], names, [*names[1:], None]):
+        norm = sequential._modules[name]
+        if not isinstance(norm, DistributedNorm):
+            continue
+        dropout, activation = (sequential._modules.get(neighbour) for neighbour in (before, behind))
+        if isinstance(dropout, KeyedDropout) and dropout.by_channel:
+            norm.dropout = [dropout] if dropout.p > 0 else []
+            sequential._modules[before] = Folded(dropout)
+        if isinstance(activation, (nn.ReLU, nn.LeakyReLU)):
+            norm.slope = getattr(activation, "negative_slope", 0.0)
+            sequential._modules[behind] = Folded(activation)
 
 
 def _check_own_layers(model: nn.Module) -> None:

@@ -1,0 +1,123 @@
+"""Runs of layers between feature maps that are stored whole, and what a tile of a run's result is made from.
+
+A rank that holds one tile at a time stores a feature map wherever a later layer needs all of it: before each live norm.
+The layers in between are a segment. A tile of its result is computed from a window of the map before it, and where the
+segment takes up a skip, from a window of the map that the skip comes from::
+
+    stored           A           B           C
+    layers           | conv      | norm act stash pool conv     | norm act up pop ...
+    a skip of B's segment is popped in C's: norm and act are computed again, on a window of B
+
+Segments are cut where that would mean more than layers that look at single pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+from distseg.geometry.layout import Link, Part, taken_of
+from distseg.geometry.tile import Box
+
+
+@dataclass(frozen=True)
+class Skip:
+    """One that comes from an earlier segment: the stored map before layer ``source``, through the layers up to ``stash``."""
+
+    name: str
+    source: int
+    stash: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.source, self.stash)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers from one stored map to the next; ``skips``: by the position of their pop."""
+
+    layers: range
+    skips: dict[int, Skip]
+
+    @property
+    def sources(self) -> list[int]:
+        """The stored maps that it reads."""
+        return sorted({self.layers.start, *(skip.source for skip in self.skips.values())})
+
+
+def segments_of(links: Sequence[Link], cuts: Sequence[int]) -> list[Segment]:
+    """The segments of a flat model that is cut before the layers ``cuts``, and wherever else skips ask for it."""
+    stashes = {link.stash: position for position, link in enumerate(links) if link.stash is not None}
+    pops = {position: stashes[link.pop] for position, link in enumerate(links) if link.pop is not None}
+    starts = {0, *cuts}
+    while True:
+        start_of = lambda position: max(start for start in starts if start <= position)
+        outside = {pop: stash for pop, stash in pops.items() if start_of(pop) != start_of(stash)}
+        far = {stash for stash in outside.values() if any(link.footprints or link.pop for link in links[start_of(stash) : stash])}
+        if not far:
+            break
+        starts |= far
+    ends = [*sorted(starts)[1:], len(links)]
+    found = []
+    for start, end in zip(sorted(starts), ends):
+        skips = {pop: Skip(links[pop].pop, start_of(stash), stash) for pop, stash in outside.items() if start <= pop < end}
+        found.append(Segment(range(start, end), skips))
+    return found
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How a tile of a segment's result is computed: a part for each layer, and the window of each skip from outside, by its pop."""
+
+    parts: list[Part]
+    skips: dict[int, Box]
+
+    @property
+    def given(self) -> Box:
+        """The window of the map before the segment."""
+        return self.parts[0].given
+
+
+def chain(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segment, result: Box) -> Chain:
+    """What is needed for ``result``, found from the last layer backwards.
+
+    Args:
+        sizes: of the feature maps before each layer of the model.
+    """
+    needed, popped, parts = result, {}, []
+    for position in reversed(segment.layers):
+        link, size = links[position], tuple(sizes[position])
+        made = needed
+        taken, raw = _taken(link, made, size)
+        if link.pop is not None:
+            popped[link.pop] = made
+        elif not link.footprints:
+            if link.stash in popped:
+                taken = _hull(taken, popped[link.stash])
+            made = raw = taken
+        parts.append(Part(size, taken, taken, taken, raw, made, popped.get(link.pop)))
+        needed = taken
+    parts, stashed, outside = parts[::-1], {}, {}
+    for k, (position, part) in enumerate(zip(segment.layers, parts)):
+        link = links[position]
+        if link.stash is not None:
+            stashed[link.stash] = part.made
+        if position in segment.skips:
+            outside[position] = part.made
+        elif link.pop is not None:
+            parts[k] = replace(part, skip=stashed[link.pop])
+    return Chain(parts, outside)
+
+
+def _taken(link: Link, made: Box, size: Sequence[int]) -> tuple[Box, Box]:
+    taken, raw = zip(*(taken_of(link, dim, span, n) for dim, (span, n) in enumerate(zip(zip(made.start, made.stop), size))))
+    return _box(taken), _box(raw)
+
+
+def _hull(one: Box, other: Box) -> Box:
+    return Box(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))
+
+
+def _box(spans) -> Box:
+    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))

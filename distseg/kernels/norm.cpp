@@ -1,0 +1,318 @@
+// Norm and activation of one image or a part of it in as few passes over memory as there can be: moments (read x),
+// forward (read x, write y), sums of the backward pass (read g, x), gradient (read g, x, write dx). What PyTorch stores
+// between norm and activation is computed again.
+//
+//     z = scale * (x - pivot) + bias,   y = z > 0 ? z : slope * z,   g' = z > 0 ? g : slope * g
+//
+// A tensor is a set of runs of contiguous values: rows of pixels with all their channels (channels last), or rows of one
+// channel. Parameters are laid out anew as a period that the values of a run repeat; so both layouts take the same inner
+// loops, whose lengths are multiples of a vector whatever the number of channels.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+using std::int64_t;
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+static inline float load(const float* x, int64_t i) { return x[i]; }
+static inline double load(const double* x, int64_t i) { return x[i]; }
+static inline float load(const BFloat16* x, int64_t i) {
+    uint32_t bits = uint32_t(x[i].bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+static inline void store(float* y, int64_t i, float v) { y[i] = v; }
+static inline void store(double* y, int64_t i, double v) { y[i] = v; }
+static inline void store(BFloat16* y, int64_t i, float v) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    y[i].bits = v != v ? 0x7fc0 : uint16_t(rounded);
+}
+
+template <class T> struct Wider { using type = float; };
+template <> struct Wider<double> { using type = double; };
+template <class T> using Accumulated = typename Wider<T>::type;
+
+extern "C" {
+// Sizes of a part of a feature map, and which of its cells count as owned: a box of rows, columns and, in volumes, planes.
+struct Shape {
+    int64_t channels, depth, height, width;
+    int64_t channels_last;
+    int64_t own[6];  // begin and end along depth, height, width
+    int64_t threads;
+};
+// How a tensor of that shape lies in memory, in values: along planes, rows and, where channels come first, channels.
+struct Strides {
+    int64_t channel, plane, row;
+};
+}
+
+static const int64_t FLUSH = 256;  // periods that are added up in the narrow type
+
+struct Runs {
+    const Shape& s;
+    int64_t rows, count, period;
+    explicit Runs(const Shape& s) : s(s), rows(s.depth * s.height), count(s.channels_last ? rows : rows * s.channels) {
+        period = s.channels_last ? std::lcm(s.channels, int64_t(16)) : 64;
+        if (period < 64) period *= (64 + period - 1) / period;
+    }
+    int64_t plane(int64_t run) const { return run % rows / s.height; }
+    int64_t row(int64_t run) const { return run % rows % s.height; }
+    int64_t channel(int64_t run) const { return run / rows; }  // where channels come first
+    int64_t offset(int64_t run, const Strides& t) const { return channel(run) * t.channel + plane(run) * t.plane + row(run) * t.row; }
+    int64_t values(int64_t pixels) const { return s.channels_last ? pixels * s.channels : pixels; }
+    bool owned(int64_t run) const {
+        int64_t d = plane(run), h = row(run);
+        return s.own[0] <= d && d < s.own[1] && s.own[2] <= h && h < s.own[3];
+    }
+};
+
+// Parameters of channels as the inner loops want them.
+template <class A> struct Period {
+    const Runs& runs;
+    const A* of_channel;
+    std::vector<A> values;
+    Period(const Runs& runs, const A* of_channel) : runs(runs), of_channel(of_channel), values(runs.period) {
+        if (runs.s.channels_last)
+            for (int64_t j = 0; j < runs.period; ++j) values[j] = of_channel[j % runs.s.channels];
+    }
+    const A* at(int64_t channel) {
+        if (!runs.s.channels_last) std::fill(values.begin(), values.end(), of_channel[channel]);
+        return values.data();
+    }
+};
+
+template <class F> static void each_thread(const Runs& runs, F work) {
+    int64_t threads = std::max<int64_t>(1, std::min(runs.s.threads, runs.count));
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t t = 0; t < threads; ++t) work(t, runs.count * t / threads, runs.count * (t + 1) / threads);
+}
+
+// ---- moments -------------------------------------------------------------------------------------------------------
+
+// Mean and sum of squared deviations of each channel, joined without cancellation (Chan, Golub, LeVeque 1979).
+struct Moments {
+    std::vector<double> count, mean, m2;
+    explicit Moments(int64_t channels) : count(channels), mean(channels), m2(channels) {}
+    void join(int64_t c, double n, double other_mean, double other_m2) {
+        if (n == 0) return;
+        double total = count[c] + n, delta = other_mean - mean[c];
+        m2[c] += other_m2 + delta * delta * (count[c] * n / total);
+        mean[c] += delta * (n / total);
+        count[c] = total;
+    }
+};
+
+template <class T, class A>
+static void add_moments(const T* x, int64_t n, int64_t period, const A* __restrict pivot, A* __restrict s1, A* __restrict s2) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A v = load(x + i, j) - pivot[j];
+            s1[j] += v;
+            s2[j] += v * v;
+        }
+    }
+}
+
+// Sums against a pivot, which is the running mean: so no digits are lost to a large mean.
+template <class T, class A> struct MomentsOfRuns {
+    const Runs& runs;
+    Moments found;
+    std::vector<A> pivot, s1, s2;
+    int64_t pixels = 0, channel = 0;
+    explicit MomentsOfRuns(const Runs& runs) : runs(runs), found(runs.s.channels), pivot(runs.period), s1(runs.period), s2(runs.period) {}
+
+    void add(const T* x, int64_t width, int64_t c) {
+        if (c != channel) flush();
+        channel = c;
+        int64_t whole = runs.values(width), step = FLUSH * runs.period;
+        for (int64_t i = 0; i < whole; i += step) {
+            if (pixels == 0) take_pivot(x + i);
+            int64_t n = std::min(step, whole - i);
+            add_moments(x + i, n, runs.period, pivot.data(), s1.data(), s2.data());
+            pixels += runs.s.channels_last ? n / runs.s.channels : n;
+            if (runs.values(pixels) >= step) flush();
+        }
+    }
+    void take_pivot(const T* x) {
+        int64_t channels = runs.s.channels;
+        for (int64_t j = 0; j < runs.period; ++j) {
+            int64_t c = runs.s.channels_last ? j % channels : channel;
+            pivot[j] = found.count[c] > 0 ? A(found.mean[c]) : load(x, runs.s.channels_last ? c : 0);
+        }
+    }
+    void flush() {
+        if (pixels == 0) return;
+        int64_t first = runs.s.channels_last ? 0 : channel, apart = runs.s.channels_last ? runs.s.channels : 1;
+        for (int64_t c = 0; c < apart; ++c) {
+            double a = 0, b = 0;
+            for (int64_t j = c; j < runs.period; j += apart) a += s1[j], b += s2[j];
+            found.join(first + c, pixels, double(pivot[c]) + a / pixels, std::max(0.0, b - a * a / pixels));
+        }
+        std::fill(s1.begin(), s1.end(), A(0));
+        std::fill(s2.begin(), s2.end(), A(0));
+        pixels = 0;
+    }
+};
+
+template <class T> static void moments(const Shape& s, const Strides& sx, const T* x, double* mean, double* m2) {
+    using A = Accumulated<T>;
+    Runs runs(s);
+    std::vector<MomentsOfRuns<T, A>> parts(std::max<int64_t>(1, s.threads), MomentsOfRuns<T, A>(runs));
+    each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r)
+            if (runs.owned(r)) parts[t].add(x + runs.offset(r, sx) + runs.values(s.own[4]), s.own[5] - s.own[4], runs.channel(r) * !s.channels_last);
+        parts[t].flush();
+    });
+    Moments all(s.channels);
+    for (auto& part : parts)
+        for (int64_t c = 0; c < s.channels; ++c) all.join(c, part.found.count[c], part.found.mean[c], part.found.m2[c]);
+    std::copy(all.mean.begin(), all.mean.end(), mean);
+    std::copy(all.m2.begin(), all.m2.end(), m2);
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+template <class T, class A>
+static void normalise(const T* x, T* y, int64_t n, int64_t period, const A* __restrict pivot, const A* __restrict scale, const A* __restrict bias, A slope) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A z = (load(x + i, j) - pivot[j]) * scale[j] + bias[j];
+            store(y + i, j, z > 0 ? z : slope * z);
+        }
+    }
+}
+
+template <class T, class A>
+static void forward(const Shape& s, const Strides& sx, const Strides& sy, const T* x, T* y, const A* pivot, const A* scale, const A* bias, double slope) {
+    Runs runs(s);
+    each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
+        Period<A> p(runs, pivot), a(runs, scale), b(runs, bias);
+        for (int64_t r = first; r < last; ++r) {
+            int64_t c = runs.channel(r);
+            normalise(x + runs.offset(r, sx), y + runs.offset(r, sy), runs.values(s.width), runs.period, p.at(c), a.at(c), b.at(c), A(slope));
+        }
+    });
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+template <class T, class A>
+static void add_sums(const T* g, const T* x, int64_t n, int64_t period, const A* __restrict pivot, const A* __restrict scale, const A* __restrict bias, A slope, A* __restrict s1, A* __restrict s2) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A d = load(x + i, j) - pivot[j], v = load(g + i, j);
+            v = d * scale[j] + bias[j] > 0 ? v : slope * v;
+            s1[j] += v;
+            s2[j] += v * d;
+        }
+    }
+}
+
+// Of all cells, owned or not: sum g' and sum g' * (x - pivot) of each channel.
+template <class T, class A>
+static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* g, const T* x, const A* pivot, const A* scale, const A* bias, double slope, double* sum, double* weighted) {
+    Runs runs(s);
+    int64_t threads = std::max<int64_t>(1, s.threads);
+    std::vector<std::vector<double>> parts(threads, std::vector<double>(2 * s.channels));
+    each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
+        Period<A> p(runs, pivot), a(runs, scale), b(runs, bias);
+        std::vector<A> s1(runs.period), s2(runs.period);
+        int64_t added = 0, apart = s.channels_last ? s.channels : 1;
+        auto flush = [&](int64_t channel) {
+            for (int64_t j = 0; j < runs.period; ++j) {
+                parts[t][channel + j % apart] += s1[j];
+                parts[t][s.channels + channel + j % apart] += s2[j];
+                s1[j] = s2[j] = 0;
+            }
+            added = 0;
+        };
+        for (int64_t r = first; r < last; ++r) {
+            int64_t c = s.channels_last ? 0 : runs.channel(r), whole = runs.values(s.width), step = FLUSH * runs.period;
+            const T *gr = g + runs.offset(r, sg), *xr = x + runs.offset(r, sx);
+            for (int64_t i = 0; i < whole; i += step) {
+                int64_t n = std::min(step, whole - i);
+                add_sums(gr + i, xr + i, n, runs.period, p.at(c), a.at(c), b.at(c), A(slope), s1.data(), s2.data());
+                added += n;
+                if (added >= step) flush(c);
+            }
+            if (!s.channels_last && (r + 1 == last || runs.channel(r + 1) != c)) flush(c);
+        }
+        if (s.channels_last) flush(0);
+    });
+    for (int64_t c = 0; c < s.channels; ++c) {
+        sum[c] = weighted[c] = 0;
+        for (auto& part : parts) sum[c] += part[c], weighted[c] += part[s.channels + c];
+    }
+}
+
+template <class T, class A>
+static void add_gradient(const T* g, const T* x, T* dx, int64_t n, int64_t period, const A* __restrict pivot, const A* __restrict scale, const A* __restrict bias, A slope, const A* __restrict tilt, const A* __restrict shift) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A d = load(x + i, j) - pivot[j], v = load(g + i, j);
+            v = d * scale[j] + bias[j] > 0 ? v : slope * v;
+            store(dx + i, j, v * scale[j] + (d * tilt[j] + shift[j]));
+        }
+    }
+}
+
+// dx = scale * g', and on owned cells + tilt * (x - pivot) + shift.
+template <class T, class A>
+static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const Strides& sd, const T* g, const T* x, T* dx, const A* pivot, const A* scale, const A* bias, double slope, const A* tilt, const A* shift) {
+    Runs runs(s);
+    std::vector<A> none(runs.period);
+    each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
+        Period<A> p(runs, pivot), a(runs, scale), b(runs, bias), k(runs, tilt), h(runs, shift);
+        for (int64_t r = first; r < last; ++r) {
+            int64_t c = runs.channel(r);
+            const A *pc = p.at(c), *ac = a.at(c), *bc = b.at(c), *kc = k.at(c), *hc = h.at(c);
+            auto part = [&](int64_t begin, int64_t end, const A* tilt, const A* shift) {
+                if (begin >= end) return;
+                int64_t i = runs.values(begin);
+                add_gradient(g + runs.offset(r, sg) + i, x + runs.offset(r, sx) + i, dx + runs.offset(r, sd) + i, runs.values(end - begin), runs.period, pc, ac, bc, A(slope), tilt, shift);
+            };
+            int64_t begin = runs.owned(r) ? s.own[4] : s.width, end = runs.owned(r) ? s.own[5] : s.width;
+            part(0, begin, none.data(), none.data());
+            part(begin, end, kc, hc);
+            part(end, s.width, none.data(), none.data());
+        }
+    });
+}
+
+// ---- for ctypes: one function a type -------------------------------------------------------------------------------
+
+#define DISTSEG_EXPORT(NAME, T, A)                                                                                                                  \
+    extern "C" void moments_##NAME(const Shape* s, const Strides* sx, const T* x, double* mean, double* m2) { moments(*s, *sx, x, mean, m2); }      \
+    extern "C" void forward_##NAME(const Shape* s, const Strides* sx, const Strides* sy, const T* x, T* y, const A* pivot, const A* scale,           \
+                                   const A* bias, double slope) {                                                                                   \
+        forward(*s, *sx, *sy, x, y, pivot, scale, bias, slope);                                                                                     \
+    }                                                                                                                                               \
+    extern "C" void sums_##NAME(const Shape* s, const Strides* sg, const Strides* sx, const T* g, const T* x, const A* pivot, const A* scale,        \
+                                const A* bias, double slope, double* sum, double* weighted) {                                                       \
+        sums(*s, *sg, *sx, g, x, pivot, scale, bias, slope, sum, weighted);                                                                         \
+    }                                                                                                                                               \
+    extern "C" void gradient_##NAME(const Shape* s, const Strides* sg, const Strides* sx, const Strides* sd, const T* g, const T* x, T* dx,          \
+                                    const A* pivot, const A* scale, const A* bias, double slope, const A* tilt, const A* shift) {                   \
+        gradient(*s, *sg, *sx, *sd, g, x, dx, pivot, scale, bias, slope, tilt, shift);                                                              \
+    }
+
+DISTSEG_EXPORT(float32, float, float)
+DISTSEG_EXPORT(float64, double, double)
+DISTSEG_EXPORT(bfloat16, BFloat16, float)

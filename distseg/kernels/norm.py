@@ -1,0 +1,108 @@
+"""Norm and activation of one image or a part of it, (1, C, *size), by the compiled kernels; see norm.cpp for the formulas.
+
+Parameters are (C,) vectors of float32, or float64 beside a float64 image. Any layout will do in which either the
+channels of a pixel or the pixels of a row lie side by side, so tiles and their owned parts are views, not copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from distseg.geometry.tile import Box
+from distseg.kernels.build import library
+from distseg.memory_format import channels_last, lies_last
+
+_TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
+
+
+class Affine(NamedTuple):
+    """z = scale * (x - pivot) + bias, each (C,), then y = z where z > 0, else slope * z."""
+
+    pivot: Tensor
+    scale: Tensor
+    bias: Tensor
+    slope: float = 1.0
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("channels", "depth", "height", "width", "channels_last")]
+    _fields_ += [("own", ctypes.c_int64 * 6), ("threads", ctypes.c_int64)]
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("channel", "plane", "row")]
+
+
+def available(x: Tensor) -> bool:
+    """Whether a compiled kernel takes such tensors."""
+    return x.device.type == "cpu" and x.dtype in _TYPES and 3 <= x.dim() <= 5 and library() is not None
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and sum of squared deviations of each channel, (C,) float64."""
+    x = _rows(x)
+    found = torch.empty(2, x.shape[1], dtype=torch.float64)
+    _call("moments", [x], [], [found[0], found[1]])
+    return found[0], found[1]
+
+
+def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
+    """y into ``out``, which may be ``x`` itself, or else lies in memory as it does."""
+    _call("forward", [_rows(x), out], affine)
+    return out
+
+
+def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
+    """Sums of g' and of g' * (x - pivot) over all pixels, (C,) float64."""
+    x = _rows(x)
+    found = torch.empty(2, x.shape[1], dtype=torch.float64)
+    _call("sums", [_like(g, x), x], affine, [found[0], found[1]])
+    return found[0], found[1]
+
+
+def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor) -> Tensor:
+    """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, which lies in memory as ``x`` does."""
+    x = _rows(x)
+    _call("gradient", [_like(g, x), x, out], [*affine, tilt, shift], own=own)
+    return out
+
+
+def _call(name: str, images: Sequence[Tensor], parameters: Sequence[Tensor | float], outputs: Sequence[Tensor] = (), own: Box | None = None) -> None:
+    """Images of one shape and type; parameters in the type that the kernel computes in."""
+    x = images[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    kept = [p.to(wide).contiguous() if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
+    pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in (*images, *kept, *outputs)]
+    function = getattr(library(), f"{name}_{_TYPES[x.dtype]}")
+    function(ctypes.byref(_shape(x, own)), *(ctypes.byref(_strides(image)) for image in images), *pointers)
+
+
+def _shape(x: Tensor, own: Box | None) -> _Shape:
+    flat = (slice(0, 1),) * (5 - x.dim())
+    size = (1,) * len(flat) + tuple(x.shape[2:])
+    box = Box.whole(size) if own is None else Box(tuple(s.start for s in flat) + own.start, tuple(s.stop for s in flat) + own.stop)
+    ends = (n for pair in zip(box.start, box.stop) for n in pair)
+    return _Shape(x.shape[1], *size, lies_last(x), (ctypes.c_int64 * 6)(*ends), torch.get_num_threads())
+
+
+def _strides(x: Tensor) -> _Strides:
+    plane, row, _ = (0, 0, 0, *x.stride()[2:])[-3:]
+    return _Strides(x.stride(1), plane, row)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x``, copied where its rows of pixels are no runs of values."""
+    apart = x.shape[1] if lies_last(x) else 1
+    if x.stride(-1) == apart or x.shape[-1] == 1:
+        return x
+    return x.contiguous(memory_format=channels_last(x.dim()) if lies_last(x) else torch.contiguous_format)
+
+
+def _like(g: Tensor, x: Tensor) -> Tensor:
+    """``g`` in a layout that goes with that of ``x``."""
+    g = _rows(g)
+    return g if lies_last(g) == lies_last(x) else torch.empty_like(x).copy_(g)

@@ -1,0 +1,132 @@
+"""Feature maps larger than memory, in files that no name leads to: they are gone when the process is, however it ends.
+
+Windows are read and written row by row, not mapped: a full disk then is an error with a name instead of a signal, and what the
+operating system caches is not this process's memory. Without a folder maps lie in the host's memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distseg.geometry.tile import Box
+from distseg.memory_format import lies_last
+
+
+class Map:
+    """(B, C, *box.size) of a feature map, zeros at first.
+
+    Args:
+        like: a part of it, for batch, channels, type, device and layout in memory.
+        folder: of the file; None: in memory.
+
+    Raises:
+        OSError: the file does not fit its disk, before anything is written.
+    """
+
+    def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None):
+        self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
+        self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
+        self.channels = like.shape[1]
+        self.row = (self.channels if self.last else 1) * like.element_size()  # bytes of a cell of the last dim
+        self.bytes = math.prod(self.outer) * box.pixels * self.row
+        self._file = self._values = None
+        if folder is None:
+            self._values = torch.zeros(self._shape(box), dtype=self.dtype)
+        else:
+            self._file = _reserved(self.bytes, folder)
+
+    def read(self, box: Box) -> Tensor:
+        """(B, C, *box.size)."""
+        found = torch.empty(self._shape(box), dtype=self.dtype)
+        self._move(os.preadv, found, box, "read from")
+        return self._outward(found)
+
+    def write(self, box: Box, x: Tensor) -> None:
+        self._move(os.pwritev, self._inward(x), box, "written to")
+
+    def add(self, box: Box, x: Tensor) -> None:
+        """Add to what is there."""
+        there = torch.empty(self._shape(box), dtype=self.dtype)
+        self._move(os.preadv, there, box, "read from")
+        self._move(os.pwritev, there.add_(self._inward(x)), box, "written to")
+
+    def close(self) -> None:
+        """Let go of its memory or its disk space."""
+        self._values = None
+        if self._file is not None:
+            self._file.close()
+
+    def _shape(self, box: Box) -> tuple[int, ...]:
+        return (*self.outer, *box.size, self.channels) if self.last else (*self.outer, *box.size)
+
+    def _inward(self, x: Tensor) -> Tensor:
+        return (x.movedim(1, -1) if self.last else x).to("cpu").contiguous()
+
+    def _outward(self, x: Tensor) -> Tensor:
+        return (x.movedim(-1, 1) if self.last else x).to(self.device)
+
+    def _move(self, how, values: Tensor, box: Box, what: str) -> None:
+        """Between ``values`` and the part ``box`` of the map, by runs of cells that lie side by side in both."""
+        inner = box.relative_to(self.box)
+        if self._values is not None:
+            there = self._values[(..., *inner.slices, *((slice(None),) if self.last else ()))]
+            values.copy_(there) if how is os.preadv else there.copy_(values)
+            return
+        flat = memoryview(values.view(torch.uint8).numpy().reshape(-1)) if values.numel() else memoryview(b"")
+        offset = 0
+        for place, length in _runs(math.prod(self.outer), inner, self.box.size, self.row):
+            _all(how, self._file.fileno(), flat[offset : offset + length], place, what)
+            offset += length
+
+
+def _runs(outer: int, box: Box, size: tuple[int, ...], cell: int):
+    """(place, length) in bytes of the runs that make up a box of each of ``outer`` arrays of ``size`` cells, one after another."""
+    split = len(size)  # dims from here on are whole
+    while split > 1 and box.size[split - 1] == size[split - 1]:
+        split -= 1
+    strides = [cell * math.prod(size[d + 1 :]) for d in range(len(size))]
+    first = sum(a * s for a, s in zip(box.start, strides))
+    for array in range(outer):
+        for index in product(*(range(n) for n in box.size[: split - 1])):
+            place = array * cell * math.prod(size) + first + sum(i * s for i, s in zip(index, strides))
+            yield place, box.size[split - 1] * strides[split - 1]
+
+
+def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
+    done = 0
+    while done < len(buffer):
+        moved = how(file, [buffer[done:]], place + done)
+        if not moved:
+            raise OSError(errno.EIO, f"the scratch file ended while a feature map was {what} it: did something else cut it?")
+        done += moved
+
+
+def _reserved(size: int, folder: str | Path):
+    """A file without a name, with its room on the disk reserved."""
+    try:
+        file = tempfile.TemporaryFile(prefix="distseg-", dir=folder, buffering=0)
+    except OSError as e:
+        raise OSError(f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write to as spatial.scratch") from None
+    try:
+        if size:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as e:
+        file.close()
+        raise OSError(
+            f"a feature map of {size / 1e9:.2f} GB does not fit the scratch folder {folder} ({e.strerror}; {free_bytes(folder) / 1e9:.2f} GB are free): "
+            "name a folder with more room as spatial.scratch"
+        ) from None
+    return file
+
+
+def free_bytes(folder: str | Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize

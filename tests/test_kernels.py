@@ -1,0 +1,116 @@
+"""The compiled norm kernels against their formulas in float64: any layout, any number of channels, parts of images."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from distseg.geometry.tile import Box
+from distseg.kernels import build, norm as kernels, plain
+from distseg.kernels.norm import Affine
+
+TYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    if build.library() is None:
+        pytest.skip("no compiler")
+
+
+def image(channels: int, dtype, last: bool, cropped: bool, dims: int = 2, seed: int = 0) -> torch.Tensor:
+    size = (19, 45) if dims == 2 else (5, 9, 14)[:dims] if dims == 3 else (200,)
+    x = torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul_(3).add_(7).to(dtype)
+    if last and dims > 1:
+        x = x.contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
+    return x[(..., *(slice(1, n - 2) for n in size))] if cropped else x
+
+
+def shaped(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return v.view(1, -1, *(1 for _ in x.shape[2:]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dims, last, cropped", [(1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 1), (3, 1, 1)])
+@pytest.mark.parametrize("channels", [1, 2, 5, 24, 32, 100])
+def test_formulas(dtype, dims, last, cropped, channels):
+    x, g = (image(channels, dtype, last, cropped, dims, seed) for seed in (0, 1))
+    size, over = x.shape[2:], [0, *range(2, x.dim())]
+    random = lambda: torch.rand(channels, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.5
+    affine = Affine(random() + 6, random(), random() - 1, 0.1)
+    own = Box(tuple(n // 4 for n in size), tuple(n - 1 for n in size))
+    wide = x.double()
+    d = wide - shaped(affine.pivot.to(torch.promote_types(dtype, torch.float32)).double(), x)
+    z = d * shaped(affine.scale, x) + shaped(affine.bias, x)
+    passed = torch.where(z > 0, g.double(), 0.1 * g.double())
+    dx = passed * shaped(affine.scale, x)
+    dx[(..., *own.slices)] += (d * shaped(random(), x) + shaped(affine.bias, x))[(..., *own.slices)]
+
+    def close(found, right):
+        assert (found.double() - right).norm() <= TYPES[dtype] * right.norm()
+
+    mean, m2 = kernels.moments(x)
+    close(mean, wide.mean(over))
+    close(m2, ((wide - wide.mean(over, keepdim=True)) ** 2).sum(over))
+    close(kernels.forward(x, affine, torch.empty_like(x)), torch.where(z > 0, z, 0.1 * z))
+    total, weighted = kernels.sums(g, x, affine)
+    for found, terms in ((total, passed), (weighted, passed * d)):
+        assert ((found - terms.sum(over)).abs() <= TYPES[dtype] * terms.abs().sum(over)).all()
+    arguments = g, x, affine, random(), affine.bias, own
+    close(kernels.gradient(*arguments, torch.empty_like(x)), dx)
+    close(plain.gradient(*arguments, torch.empty_like(x)), dx)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_moments_keep_their_digits_beside_a_large_mean(last):
+    x = image(7, torch.float64, last, False) + 3e4
+    mean, m2 = kernels.moments(x.float())
+    exact = x.float().double()
+    torch.testing.assert_close(mean, exact.mean((0, 2, 3)), rtol=1e-9, atol=0)
+    torch.testing.assert_close(m2, ((exact - exact.mean((0, 2, 3), keepdim=True)) ** 2).sum((0, 2, 3)), rtol=1e-5, atol=0)
+
+
+def test_the_gradient_lies_as_the_image_does_whatever_its_own_layout():
+    x, g = image(8, torch.float32, True, False), image(8, torch.float32, False, False, seed=1)
+    one = torch.ones(8)
+    affine, own = Affine(0 * one, one, 0 * one, 0.5), Box.whole(x.shape[2:])
+    dx = kernels.gradient(g, x, affine, 0 * one, 0 * one, own, torch.empty_like(x))
+    assert dx.stride() == x.stride()
+    torch.testing.assert_close(dx, torch.where(x > 0, g, 0.5 * g))
+
+
+def test_nan_stays_nan():
+    x = image(4, torch.bfloat16, True, False)
+    x[0, 1, 3, 4] = float("nan")
+    one = torch.ones(4)
+    y = kernels.forward(x, Affine(0 * one, one, 0 * one), torch.empty_like(x))
+    assert y.isnan().sum() == 1 and torch.equal(y[:, 0], x[:, 0])
+
+
+def test_without_a_compiler_pytorch_does_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="no-such-compiler.*|CXX"):
+        assert build.library.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_built_once_a_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with warnings.catch_warnings(action="error"):
+        assert build.library.__wrapped__() is not None
+    (built,) = tmp_path.rglob("*.so")
+    before = built.stat().st_mtime_ns
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("built again"))
+    assert build.library.__wrapped__() is not None
+    assert built.stat().st_mtime_ns == before
+
+
+def test_no_second_openmp_runtime():
+    """Two would each have their own threads, spinning against each other."""
+    script = "import torch, distseg.kernels.build as b; b.library(); print(sum('gomp' in l.split('/')[-1] and 'r-xp' in l for l in open('/proc/self/maps')))"
+    found = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=True).stdout
+    assert int(found) <= 1, found

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from jsonargparse.typing import register_type
 
 from distseg.config import Config
-from distseg.extents import Extents
+from distseg.extents import Extents, parse_bytes
 from distseg.launch import JointFailure, end_as_one, world
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields' documentation is the flags' help
@@ -65,7 +65,8 @@ def _parser(command: str, sections: bool = True) -> ArgumentParser:
 
 
 def _parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """Arguments parsed; a first argument without a dash is the config file. All ranks fail alike."""
+    """Arguments parsed; a first argument without a dash is the config file, ``--memory`` is ``--run.memory``. All ranks fail alike."""
+    arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     return _parse_plain(parser, arguments)
@@ -145,7 +146,7 @@ def _plan(arguments: list[str]) -> int:
     from distseg.plan import report
 
     policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
-    limit = report.parse_bytes(parsed.memory)
+    limit = parse_bytes(parsed.memory)
     costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
     found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
     print(json.dumps(found, indent=1) if parsed.json else report.summary(found))

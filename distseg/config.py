@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import List, Literal, Optional, Union
 
-from distseg.extents import Extents
+from distseg.extents import Extents, parse_bytes
 
 
 def _extents(section, *names: str) -> None:
@@ -106,6 +106,10 @@ class PipelineConfig:
 class SpatialConfig:
     tiles_per_rank: Extents = Extents((1, 1))
     """The grid of tiles that each rank owns of an image."""
+    in_time: Literal["auto", "together", "recompute", "spill"] = "auto"
+    """How a rank computes several tiles. together: all in memory. recompute: one after another, activations dropped (no live norms). spill: run of layers by run, from norm to norm, over all tiles; the maps in between wait in ``scratch``. auto: with run.memory recompute or spill, whichever the norms allow; else one after another where no norm is live, together where one is."""
+    scratch: Optional[str] = None
+    """Folder for the feature maps that wait (spill), best on a fast local disk; by default the system's temporary folder. ``memory``: the host's memory."""
     halo: Optional[int] = None
     """Halo in pixels; by default the exact one, probed from the model. A smaller one is an approximation."""
     exchange_every: Union[int, str] = "all"
@@ -124,10 +128,6 @@ class SpatialConfig:
         if every not in ("level", "all") and not (every.isdigit() and int(every) > 0):
             raise ValueError(f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}")
         object.__setattr__(self, "exchange_every", every)
-        if self.exchanges and self.halo is not None:
-            raise ValueError(f"spatial.halo is {self.halo}, but with spatial.exchange_every {every} tiles have no halo: leave one of them out")
-        if self.exchanges and self.norm_scope == "window":
-            raise ValueError(f"spatial.norm_scope is window, but with spatial.exchange_every {every} there are no windows: set it to group or step")
 
     @property
     def exchanges(self) -> bool:
@@ -245,9 +245,13 @@ class RunConfig:
     """CPU threads a rank; by default the node's cores shared fairly among its ranks."""
     timeout: float = 1800.0
     """Seconds that a rank waits for a message of another before it ends the job with an error; 0: for ever."""
+    memory: Optional[Union[int, str]] = None
+    """What a rank may take in training, such as ``4GB`` or a number of bytes: tiles in time are cut so small that it suffices."""
 
     def __post_init__(self):
         _at_least(self, 0, "timeout")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", int(parse_bytes(self.memory)))
 
 
 @dataclass(frozen=True)

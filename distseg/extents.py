@@ -1,8 +1,9 @@
-"""Sizes in pixels and grids of tiles: a tuple of ints that a user writes as ``97x131``."""
+"""Sizes as people write them: in pixels, and grids of tiles, ``97x131``; of memory, ``16GB``."""
 
 from __future__ import annotations
 
 import math
+import re
 
 
 class Extents(tuple):
@@ -37,3 +38,24 @@ class Extents(tuple):
     def volume(self) -> int:
         """The product: pixels of a size, tiles of a grid."""
         return math.prod(self)
+
+
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str | int | None) -> float | None:
+    """``16GB``, ``15.5 GiB`` or a number of bytes.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", str(text).strip())
+    try:
+        value = float(found[1]) * _UNITS[found[2].upper()]
+    except (TypeError, KeyError, ValueError):
+        value = 0.0
+    if value <= 0:
+        raise ValueError(f"memory is written as 16GB or 15.5GiB, got {text!r}")
+    return value

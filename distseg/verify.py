@@ -33,7 +33,7 @@ from distseg.models.unet import channels_of
 from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model
 from distseg.serial import Image, Outcome, serial_step
-from distseg.train.engine import Engine, approximations
+from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.loss import parse
 
 
@@ -143,7 +143,7 @@ def prepare(config: Config, image: Extents | None):
 def own_pieces(config: Config, mesh: Mesh, images, reach: Reach) -> list[list[Piece]]:
     """What this rank reads of a step's images, a list for each micro-batch."""
     return [
-        images.mine(_numbers(config, mesh.sample, m), config.mesh.tiles, config.spatial.tiles_per_rank, mesh.tile, reach)
+        images.mine(_numbers(config, mesh.sample, m), config.mesh.tiles, owned_per_rank(config), mesh.tile, reach)
         for m in range(config.train.accumulate)
     ]
 

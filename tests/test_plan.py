@@ -14,7 +14,8 @@ from distseg.pipeline.balance import even_split, starts_of
 from distseg.pipeline.partition import skips_of
 from distseg.plan.cost import measured, modelled
 from distseg.plan.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
-from distseg.plan.report import costs_of, parse_bytes, plan, window_of
+from distseg.extents import parse_bytes
+from distseg.plan.report import costs_of, plan, window_of
 from distseg.plan.roofline import Device, Work
 
 DEVICE = Device("one of each", 1.0, float("inf"))  # its seconds are FLOPs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from distseg.data.sampler import Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
+from distseg.spatial.in_time import Block
 from distseg.spatial.piece import Piece
 
 
@@ -22,23 +23,55 @@ def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates,
     Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row. ``pixels``, ``labels``:
     what to read at all.
     """
+    return [_read(store, those, place, pixels, labels) for those, place in _places(samples, grid, per_rank, coordinates, reach)]
+
+
+def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, note_bytes: Callable[[int], None]) -> list[Block]:
+    """The same of a rank with a single tile, read part by part while the step goes on; ``note_bytes`` is told what was read."""
+
+    def block(those: list[Sample], place: Place) -> Block:
+        def pixels(box: Box) -> torch.Tensor:
+            note_bytes(_bytes(store, those, box.pixels, 0))
+            return torch.from_numpy(_pixels(store, those, box))
+
+        def labels(box: Box) -> torch.Tensor:
+            note_bytes(_bytes(store, those, 0, box.pixels))
+            return torch.from_numpy(_labels(store, those, box))
+
+        return Block(place, pixels, labels)
+
+    ones, no_halo = Extents((1,) * len(grid)), Reach((0,) * len(grid), (1,) * len(grid))
+    return [block(*found) for found in _places(samples, grid, ones, coordinates, no_halo)]
+
+
+def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach) -> Iterator[tuple[list[Sample], Place]]:
     positions: dict[tuple[int, ...], list[int]] = {}
     for position, sample in enumerate(samples):
         positions.setdefault(sample.size, []).append(position)
-    found = []
     for size, images in positions.items():
         for tile, window in owned_tiles(size, grid, per_rank, coordinates, reach):
-            place = Place(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
-            found.append(_read(store, [samples[i] for i in images], place, pixels, labels))
-    return found
+            yield [samples[i] for i in images], Place(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
 
 
 def _read(store: Store, samples: list[Sample], place: Place, pixels: bool, labels: bool) -> Piece:
-    windows = [_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, place.window)))) for s in samples if pixels]
-    tiles = [s.turn.apply(store.labels(s.image, _source(s, place.tile))) for s in samples if labels]
     return Piece(
-        torch.from_numpy(np.stack(windows)) if pixels else None, torch.from_numpy(np.stack(tiles).astype(np.int64)) if labels else None, place
+        torch.from_numpy(_pixels(store, samples, place.window)) if pixels else None, torch.from_numpy(_labels(store, samples, place.tile)) if labels else None, place
     )
+
+
+def _pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
+    """(B, bands, *box.size) float32."""
+    return np.stack([_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box)))) for s in samples])
+
+
+def _labels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
+    """(B, *box.size) int64."""
+    return np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples]).astype(np.int64)
+
+
+def _bytes(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
+    """What so many pixels and labels of each sample take in the store."""
+    return sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels + len(samples) * labels
 
 
 def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
@@ -59,6 +92,7 @@ class StepLoader:
     Args:
         grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
         pixels, labels: what this rank reads; in a pipeline the first stage wants the pixels, the last one the labels.
+        in_time: hand out :class:`Block`, which are read part by part.
 
     Raises:
         ValueError: an image of the split without labels, or too small for the grid.
@@ -80,11 +114,12 @@ class StepLoader:
         reach: Reach,
         pixels: bool = True,
         labels: bool = True,
+        in_time: bool = False,
     ):
         self.store, self.split, self.data, self.seed = store, split, data, seed
         self.groups, self.group, self.accumulate = groups, group, accumulate
         self.grid, self.per_rank, self.coordinates, self.reach = grid, per_rank, coordinates, reach
-        self.pixels, self.labels = pixels, labels
+        self.pixels, self.labels, self.in_time = pixels, labels, in_time
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
         self._check_images()
@@ -106,14 +141,17 @@ class StepLoader:
         first = self.group * self.accumulate
         return [step[m * self.data.images : (m + 1) * self.data.images] for m in range(first, first + self.accumulate)]
 
-    def _pieces(self, samples: list[Sample]) -> tuple[list[Piece], int]:
+    def _pieces(self, samples: list[Sample]) -> tuple[list[Piece] | list[Block], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""
+        if self.in_time:
+            return blocks(self.store, samples, self.grid, self.coordinates, self._note_bytes), 0
         found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach, self.pixels, self.labels)
-        return found, sum(self._bytes(samples, piece.place) for piece in found)
+        return found, sum(
+            _bytes(self.store, [samples[i] for i in p.place.images], self.pixels * p.place.window.pixels, self.labels * p.place.tile.pixels) for p in found
+        )
 
-    def _bytes(self, samples: list[Sample], place: Place) -> int:
-        pixel = sum(self.store.dtype(samples[i].image).itemsize for i in place.images) * self.store.bands
-        return self.pixels * pixel * place.window.pixels + self.labels * len(place.images) * place.tile.pixels
+    def _note_bytes(self, count: int) -> None:
+        self.bytes_read += count
 
     def _check_images(self) -> None:
         fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))

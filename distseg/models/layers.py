@@ -64,7 +64,11 @@ class Pop(nn.Module):
             skip = _store().pop(self.name)
         except KeyError:
             raise ValueError(f"pop({self.name!r}) comes before any stash({self.name!r}) in this model") from None
-        return torch.cat((skip, cut_to(x, skip)), 1)
+        return self.joined(skip, cut_to(x, skip))
+
+    @staticmethod
+    def joined(skip: Tensor, x: Tensor) -> Tensor:
+        return torch.cat((skip, x), 1)
 
     def extra_repr(self) -> str:
         return repr(self.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Sequence
 
@@ -18,8 +17,6 @@ from distseg.plan.roofline import DEVICES
 from distseg.report.tables import table
 
 OURS = "ours"
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -136,21 +133,3 @@ def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelle
 def window_of(tile: Sequence[int]) -> Extents:
     """A lone number stands for a square."""
     return Extents((*tile, *tile) if len(tile) == 1 else tile)
-
-
-def parse_bytes(text: str | None) -> float | None:
-    """``16GB``, ``15.5 GiB`` or a number of bytes.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if text is None:
-        return None
-    found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
-    try:
-        value = float(found[1]) * _UNITS[found[2].upper()]
-    except (TypeError, KeyError, ValueError):
-        value = 0.0
-    if value <= 0:
-        raise ValueError(f"memory is written as 16GB or 15.5GiB, got {text!r}")
-    return value

@@ -28,7 +28,11 @@ from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import DistributedNorm, Pending
 from distseg.spatial.parallelize import TiledModel
+from distseg.spatial.piece import Piece
 from distseg.spatial.scratch import Map
+
+
+_STRIP = 1 << 24  # labels read at once
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,13 @@ class Block:
     place: Place
     pixels: Callable[[Box], Tensor]
     labels: Callable[[Box], Tensor] | None = None
+
+
+def block_of(piece: Piece) -> Block:
+    """A piece that is in memory, read part by part."""
+    place = piece.place
+    within = lambda x, box, have: x[(..., *box.relative_to(have).slices)]
+    return Block(place, lambda box: within(piece.pixels, box, place.window), lambda box: within(piece.labels, box, place.tile))
 
 
 class Tiling(Protocol):
@@ -58,7 +69,6 @@ class InTime:
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.
         autocast: makes the context in which the network runs.
-        after_tile: called with the pixels of the image that a tile stands for, times the share of the step's segments that it is.
     """
 
     def __init__(
@@ -74,6 +84,13 @@ class InTime:
         if live not in self._segments:
             self._segments[live] = segments_of(self.links, live)
         return self._segments[live]
+
+    def label_tiles(self, block: Block) -> Iterator[Box]:
+        """The tile of a block, in strips of rows that are read at once."""
+        tile = block.place.tile
+        rows = max(1, _STRIP // max(1, tile.pixels // tile.size[0]))
+        for a in range(tile.start[0], tile.stop[0], rows):
+            yield Box((a, *tile.start[1:]), (min(a + rows, tile.stop[0]), *tile.stop[1:]))
 
     def walk(self, blocks: Sequence[Block]) -> "Walk":
         """Through the network with the blocks of a micro-batch."""

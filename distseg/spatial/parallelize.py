@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import flat_layers, is_sequential, skip_store
+from distseg.models.layers import Pop, flat_layers, is_sequential, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
+from distseg.spatial.skip import DensePop
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -173,6 +174,9 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         setattr(model.get_submodule(parent), child, twin(layer, context, stride, name))
     for sequential in filter(is_sequential, model.modules()):
         _fold(sequential)
+        for name, layer in sequential._modules.items():
+            if type(layer) is Pop:
+                sequential._modules[name] = DensePop(layer.name)
     return TiledModel(model, context, reach, exchange)
 
 

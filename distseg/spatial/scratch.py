@@ -1,7 +1,7 @@
 """Feature maps larger than memory, in files that no name leads to: they are gone when the process is, however it ends.
 
 Windows are read and written row by row, not mapped: a full disk then is an error with a name instead of a signal, and what the
-operating system caches is not this process's memory. Without a folder maps lie in the host's memory.
+operating system caches is not this process's memory. Or maps lie in the host's memory.
 """
 
 from __future__ import annotations

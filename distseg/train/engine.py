@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Callable, ContextManager, Sequence
 
 import torch
@@ -12,24 +17,28 @@ from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.config import Config, SpatialConfig
-from distseg.spatial.piece import Piece
+from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
+from distseg.models.layers import flat_layers
 from distseg.models.unet import channels_of
 from distseg.pipeline.build import own_part
 from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, channels_of_maps
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.parallelize import TiledModel
+from distseg.spatial.piece import Piece
 from distseg.train.loss import Loss
-from distseg.train.optim import make_optimizer, set_learning_rate
-from distseg.train.step import DevicesStep, GradientStep, LossHead, Rows
+from distseg.train.optim import make_optimizer, set_learning_rate, state_copies
+from distseg.train.step import DevicesStep, GradientStep, InTimeStep, LossHead, Rows
 
 
 class Engine:
@@ -50,6 +59,7 @@ class Engine:
         self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
     ):
         check_config(config)
+        check_in_time(config)
         self.config, self.mesh, self.channels_last = config, mesh, channels_last
         self.devices = devices_of(config, device)
         self.device = self.devices[0]
@@ -59,6 +69,7 @@ class Engine:
         self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
         set_timeout(config.run.timeout)
         self.loss = Loss(config.loss, channels_of(model)[1])
+        activations = self._activations(model) if tiles_in_time(config) else None
         self.context = _context(config, mesh)
         self.partition = partition_of(config, model, image, self.reading, device.type)
         self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
@@ -70,9 +81,15 @@ class Engine:
         self.gradients = Gradients(self.parameters)
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, self.parameters)
-        self.gradient_step = self._gradient_step()
+        self.gradient_step = self._gradient_step(activations)
 
-    def _gradient_step(self) -> GradientStep | DevicesStep:
+    def _activations(self, model: nn.Module) -> Activations:
+        """What tiles of the plain model take."""
+        itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[self.precision]
+        kinds = [type(layer) for _, layer in flat_layers(model)]
+        return Activations(self.exchange.links, kinds, channels_of_maps(model), itemsize, max(4, itemsize), self.channels_last)
+
+    def _gradient_step(self, activations: Activations | None) -> GradientStep | InTimeStep | DevicesStep:
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
         rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
@@ -84,7 +101,28 @@ class Engine:
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
+        if activations:
+            return InTimeStep(self._in_time(activations), head, self.loss, self.context)
         return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
+
+    def _in_time(self, activations: Activations) -> InTime:
+        spatial, live = self.config.spatial, self.model.live_in_training
+        if spatial.in_time == "recompute" and live:
+            name = next(norm.name for norm in self.model.norms if norm.live)
+            raise ValueError(
+                f"spatial.in_time is recompute, but {name} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, "
+                "spatial.frozen_norm"
+            )
+        tiling = GridTiling(spatial.tiles_per_rank)
+        if self.config.run.memory is not None:
+            tiling = BudgetTiling(activations, _SURE * (self.config.run.memory - self._base_memory()))
+        folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
+        return InTime(self.model, self.exchange.links, self.exchange.layout, tiling, folder, self.autocast)
+
+    def _base_memory(self) -> int:
+        """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
+        weights = sum(p.numel() * p.element_size() for p in self.parameters)
+        return memory_in_use(self.device) + weights * (1 + state_copies(self.config.optim))
 
     @property
     def reading(self) -> Reach:
@@ -102,11 +140,19 @@ class Engine:
             labels = labels.to(self.devices[-1], non_blocking=True)
         return Piece(pixels, labels, piece.place)
 
-    def backward(self, micro_batches: list[list[Piece]]) -> float:
+    def to_blocks(self, piece: Piece | Block) -> Block:
+        """The same for what is read part by part."""
+        block = piece if isinstance(piece, Block) else block_of(piece)
+        pixels = lambda box: self.to_device(Piece(block.pixels(box), None, block.place)).pixels
+        labels = lambda box: self.to_device(Piece(None, block.labels(box), block.place)).labels
+        return Block(block.place, pixels, labels)
+
+    def backward(self, micro_batches: list[list[Piece | Block]]) -> float:
         """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
         self.gradients.zero()
+        prepared = self.to_blocks if isinstance(self.gradient_step, InTimeStep) else self.to_device
         with putting_off():
-            loss = self.gradient_step([[self.to_device(p) for p in pieces] for pieces in micro_batches])
+            loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)
 
@@ -123,6 +169,49 @@ class Engine:
     def _over_stages(self, part: float) -> float:
         """The sum over the pipeline's ranks."""
         return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
+
+
+_SURE = 0.8  # of the memory that is left: allocators leave gaps
+
+
+def tiles_in_time(config: Config) -> bool:
+    """Whether ranks compute tile after tile by :mod:`distseg.spatial.in_time`."""
+    return config.spatial.in_time in ("recompute", "spill") or (config.spatial.in_time == "auto" and config.run.memory is not None)
+
+
+def check_in_time(config: Config) -> None:
+    """Refuse tiles in time where they can't be.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    spatial = config.spatial
+    if not tiles_in_time(config):
+        if config.run.memory is not None:
+            raise ValueError(f"run.memory is given, but with spatial.in_time {spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out")
+        return
+    what = f"spatial.in_time {spatial.in_time}" if spatial.in_time != "auto" else "run.memory"
+    if config.mesh.stages > 1 or config.pipeline.placement == "devices":
+        raise ValueError(f"{what} computes a rank's tiles one after another, which pipelines do not: set mesh.stages to 1 and pipeline.placement to line, or leave it out")
+    if spatial.exchanges or spatial.halo is not None or spatial.norm_scope == "window":
+        raise ValueError(f"{what} reads exact windows: leave out spatial.exchange_every, spatial.halo and spatial.norm_scope window")
+    if config.run.memory is None and spatial.tiles_per_rank.volume == 1:
+        raise ValueError(f"{what}, but in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank")
+
+
+def owned_per_rank(config: Config) -> Extents:
+    """The tiles of a rank that the mesh knows of: one, where it is cut in time."""
+    return Extents((1,) * len(config.mesh.tiles)) if tiles_in_time(config) else config.spatial.tiles_per_rank
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of this process that are in memory; on a GPU, those of its tensors."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def _context(config: Config, mesh: Mesh) -> Context:
@@ -173,8 +262,8 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
     Raises:
         ValueError: ``spatial.exchange_every`` asks for exchanges of a model that can't be computed in parts.
     """
-    spatial, grid = config.spatial, config.mesh.tiles
-    if not spatial.exchanges:
+    spatial, grid, per_rank = config.spatial, config.mesh.tiles, owned_per_rank(config)
+    if not (spatial.exchanges or tiles_in_time(config)):
         one_window = grid.volume * spatial.tiles_per_rank.volume == 1
         approximate = spatial.halo is not None or spatial.norm_scope == "window"
         if one_window or approximate or config.pipeline.placement == "devices":
@@ -182,10 +271,10 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
     try:
         links = links_of(model)
     except ValueError:
-        if spatial.exchanges:
+        if spatial.exchanges or tiles_in_time(config):
             raise
         return None
-    return Exchange(links, reach.stride, comm, grid, spatial.tiles_per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last)
+    return Exchange(links, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last)
 
 
 def read_around(reach: Reach, exchange: Exchange | None) -> Reach:

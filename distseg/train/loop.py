@@ -27,7 +27,7 @@ from distseg.report.log import open_log
 from distseg.report.progress import progress
 from distseg.report.units import si
 from distseg.train.checkpoint import Checkpoints, SilentCheckpoints, find, load_optimizer, load_weights, read_index, read_manifest
-from distseg.train.engine import Engine, approximations
+from distseg.train.engine import Engine, approximations, owned_per_rank, tiles_in_time
 from distseg.train.metrics import scores
 from distseg.train.optim import learning_rate
 from distseg.train.precision import choose
@@ -126,11 +126,12 @@ def _loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoa
         group=mesh.sample,
         accumulate=config.train.accumulate,
         grid=mesh.shape.tiles,
-        per_rank=config.spatial.tiles_per_rank,
+        per_rank=owned_per_rank(config),
         coordinates=mesh.tile,
         reach=engine.reading,
         pixels=engine.pipeline.first,
         labels=engine.pipeline.last,
+        in_time=tiles_in_time(config),
     )
 
 

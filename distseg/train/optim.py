@@ -20,6 +20,11 @@ def make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torch
     return kind(parameters, **common)
 
 
+def state_copies(config: OptimConfig) -> int:
+    """Numbers that the optimizer keeps a weight."""
+    return int(config.momentum > 0) if config.name == "sgd" else 2
+
+
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     """The rate of step 0 .. total-1.
 

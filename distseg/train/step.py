@@ -8,9 +8,9 @@ single micro-batch), or, for Dice under 1F1B, from a forward pass without gradie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Sequence
+from typing import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from distseg.comm.collective import add
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.schedule import Action, Forward, orders
+from distseg.geometry.tile import Box
 from distseg.spatial.context import Context
+from distseg.spatial.in_time import Block, InTime, Walk
 from distseg.spatial.piece import Piece, Unit, on_tile
 from distseg.train.loss import Loss
 
@@ -144,6 +146,61 @@ class DevicesStep:
         self.head.clear()
         self.pipeline.run(units_of(micro_batches, together=False))
         return self.head.step_loss()
+
+
+class InTimeStep:
+    """The same on a rank that computes its part of each image tile after tile, in the memory of one."""
+
+    schedule = "tiles in time"
+
+    def __init__(self, executor: InTime, head: LossHead, loss: Loss, context: Context):
+        self.executor, self.head, self.loss, self.context = executor, head, loss, context
+
+    def __call__(self, micro_batches: list[list[Block]]) -> float:
+        self.head.clear()
+        walk = self._settle_beforehand(micro_batches)
+        for m, blocks in enumerate(micro_batches):
+            if walk is None:
+                walk = self.executor.walk(blocks)
+                with self.context.repeating(not self.loss.linear):
+                    walk.forward()
+            for unit, output in self._outputs(walk, m):
+                rows = self.head.rows(unit, [output])
+                self.head.note(unit, rows)
+                torch.autograd.backward(rows, self.head.slopes(unit, rows))
+            walk.backward()
+            walk.close()
+            walk = None
+        return self.head.step_loss()
+
+    def _settle_beforehand(self, micro_batches: list[list[Block]]) -> Walk | None:
+        """Find the loss's slope; a lone micro-batch that had to go forward for it goes on from there."""
+        walk = None
+        for m, blocks in enumerate(micro_batches):
+            if self.loss.linear:
+                for block in blocks:
+                    for box in self.executor.label_tiles(block):
+                        self.head.note_counts([_unit(m, block, box)])
+                continue
+            walk = self.executor.walk(blocks)
+            walk.forward()
+            with torch.no_grad():
+                for unit, output in self._outputs(walk, m):
+                    self.head.note(unit, self.head.rows(unit, [output]))
+            if len(micro_batches) > 1:
+                walk.close()
+                walk = None
+        self.head.settle_beforehand()
+        return walk
+
+    def _outputs(self, walk: Walk, m: int) -> Iterator[tuple[Unit, Tensor]]:
+        for i, box, output in walk.outputs():
+            yield _unit(m, walk.blocks[i], box), output
+
+
+def _unit(m: int, block: Block, box: Box) -> Unit:
+    """A tile of a block."""
+    return Unit(m, [Piece(None, block.labels(box), replace(block.place, tile=box))])
 
 
 def units_of(micro_batches: list[list[Piece]], together: bool) -> list[Unit]:

@@ -1,0 +1,163 @@
+"""How a rank's part of an image is cut into tiles in time so that a step stays within a budget of memory.
+
+What a segment takes on a tile, at its worst moment, is counted layer by layer: the results that autograd keeps, the
+gradients under way, what a convolution's kernel wants besides. The grid then is the one of those that fit whose
+windows overlap least. benchmarks/in_time.py holds the count against measured peaks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+from torch import nn
+
+from distseg.geometry.layout import Layout, Link
+from distseg.geometry.segment import Segment, chain
+from distseg.geometry.tile import Box
+from distseg.models.layers import Stash, flat_layers, skip_store
+from distseg.spatial.norm import NORMS
+
+_CONVS = nn.modules.conv._ConvNd
+_FREE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, Stash)
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+
+
+def channels_of_maps(model: nn.Module) -> list[int]:
+    """The channels of the feature map before each layer of a flat model, and of its result; on the meta device."""
+    layers = [layer for _, layer in flat_layers(copy.deepcopy(model).to("meta").eval())]
+    first = next(layer for layer in layers if isinstance(layer, _CONVS))
+    x = torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
+    found = [x.shape[1]]
+    with torch.no_grad(), skip_store({}):
+        for layer in layers:
+            x = layer(x)
+            found.append(x.shape[1])
+    return found
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What tiles of a model's segments take.
+
+    Args:
+        kinds: of the plain model's layers, by which it is told which results are kept.
+        channels: of the maps (:func:`channels_of_maps`).
+        itemsize: bytes of a value in the network; ``pixel``: of one as it is read.
+        last: whether channels come last; else convolutions reorder what they are given.
+    """
+
+    links: Sequence[Link]
+    kinds: Sequence[type]
+    channels: Sequence[int]
+    itemsize: int
+    pixel: int
+    last: bool
+
+    def of(self, sizes: Sequence[Sequence[int]], segment: Segment, result: Box, images: int) -> float:
+        """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images."""
+        way = chain(self.links, sizes, segment, result)
+        values = lambda position, box: images * self.channels[position] * box.pixels * self.itemsize
+        start, stop = segment.layers.start, segment.layers.stop
+        read = images * self.channels[0] * way.given.pixels * self.pixel if start == 0 else 2 * values(start, way.given)  # and its gradient
+        kept = read + sum(3 * values(skip.source, way.skips[pop]) for pop, skip in segment.skips.items())
+        under_way = 0.0
+        for position, part in zip(segment.layers, way.parts):
+            kind, made = self.kinds[position], values(position + 1, part.made)
+            free = issubclass(kind, _FREE) or issubclass(kind, _ACTIVATIONS) and issubclass(self.kinds[position - 1], NORMS)
+            kept += 0 if free else made
+            if issubclass(kind, _POOLS):
+                kept += made * 8 / self.itemsize  # indices
+            reordered = 0 if self.last or not issubclass(kind, _CONVS) else 1
+            under_way = max(under_way, (1 + reordered) * (made + values(position, part.taken)))
+        if stop == len(self.links):
+            under_way += 6 * images * self.channels[-1] * result.pixels * max(4, self.itemsize)  # the loss
+        return kept + under_way + values(stop, result)
+
+    def fits(self, sizes, segment: Segment, result: Box, images: int, grid: Sequence[int], budget: float) -> bool:
+        """Whether the largest tile of a grid, wherever it lies, stays within the budget."""
+        size = [-(-n // g) for n, g in zip(result.size, grid)]
+        middle = [a + (b - a - n) // 2 for a, b, n in zip(result.start, result.stop, size)]
+        return self.of(sizes, segment, Box(tuple(middle), tuple(m + n for m, n in zip(middle, size))), images) <= budget
+
+
+@dataclass(frozen=True)
+class GridTiling:
+    """The same grid of tiles for every segment."""
+
+    grid: Sequence[int]
+
+    def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
+        return [min(g, n) for g, n in zip(self.grid, result.size)]
+
+
+class BudgetTiling:
+    """For every segment the grid whose tiles stay within ``budget`` bytes and whose windows overlap least.
+
+    Raises:
+        ValueError: when called, if not even a tile of a few cells fits.
+    """
+
+    def __init__(self, activations: Activations, budget: float):
+        self.activations, self.budget = activations, budget
+        self._found: dict[tuple, list[int]] = {}
+
+    def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
+        key = tuple(layout.image), segment.layers.start, segment.layers.stop, result, images
+        if key not in self._found:
+            self._found[key] = self._grid(layout.sizes, segment, result, images)
+        return self._found[key]
+
+    def _grid(self, sizes, segment: Segment, result: Box, images: int) -> list[int]:
+        fits = lambda grid: self.activations.fits(sizes, segment, result, images, grid, self.budget)
+        finest = [max(1, n // _LEAST) for n in result.size]
+        if not fits(finest):
+            least = Box((0,) * len(finest), tuple(-(-n // g) for n, g in zip(result.size, finest)))
+            raise ValueError(
+                f"run.memory leaves {self.budget / 1e6:.0f} MB for activations, but layers {segment.layers.start} to {segment.layers.stop - 1} take "
+                f"{self.activations.of(sizes, segment, least, images) / 1e6:.0f} MB on {least.size} cells: give more memory, or smaller data.images"
+            )
+        best = None
+        for rows in _counts(finest[0]):  # few rows of tiles first; the other dims are cut as far as these rows ask for
+            grid = _with_rows(rows, finest, fits)
+            if grid is not None:
+                work = self._work(sizes, segment, result, grid)
+                if best is None or work < best[0]:
+                    best = work, grid
+        return best[1]
+
+    def _work(self, sizes, segment: Segment, result: Box, grid: Sequence[int]) -> float:
+        """Cells that are read over all tiles; a little more where rows are cut, as these are what lies side by side on the disk."""
+        size = [-(-n // g) for n, g in zip(result.size, grid)]
+        middle = [a + (b - a - n) // 2 for a, b, n in zip(result.start, result.stop, size)]
+        window = chain(self.activations.links, sizes, segment, Box(tuple(middle), tuple(m + n for m, n in zip(middle, size)))).given
+        return math.prod(grid) * window.pixels * (1.02 if any(g > 1 for g in grid[1:]) else 1.0)
+
+
+_LEAST = 8  # cells a side that no tile goes below
+
+
+def _counts(most: int) -> list[int]:
+    """1, 2, 3, ... up to ``most``, in steps that grow."""
+    found, n = [], 1
+    while n < most:
+        found.append(n)
+        n = max(n + 1, n * 5 // 4)
+    return [*found, most]
+
+
+def _with_rows(rows: int, finest: Sequence[int], fits) -> list[int] | None:
+    """The coarsest grid with so many rows that fits, other dims cut alike; None where none does."""
+    others = finest[1:]
+    low, high = 0, max(others, default=1)
+    grid = lambda cuts: [rows, *(min(max(1, cuts), o) for o in others)]
+    if not fits(grid(high)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(grid(middle)) else (middle, high)
+    return grid(high)

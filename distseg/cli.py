@@ -197,8 +197,9 @@ def _plot(arguments: list[str]) -> int:
 
 def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
-    parser.add_argument("source", help="blue-marble, or the folder of images.")
+    parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), or the folder of images.")
     parser.add_argument("output", help="The HDF5 store to write.")
+    parser.add_argument("--size", type=Extents | None, default=None, help="Of the gigapixel image; 16000x64000 by default.")
     parser.add_argument("--masks", type=str | None, default=None, help="The folder of masks; files pair by name.")
     parser.add_argument("--classes", type=str | None, default=None, help="Names in the order of their labels: background,road,building.")
     parser.add_argument("--values", type=str | None, default=None, help="Mask values that stand for other labels: 255=1,128=2.")

@@ -11,6 +11,7 @@ import numpy as np
 from distseg.colour import baseline
 from distseg.config import Config
 from distseg.data.store import Store
+from distseg.extents import Extents
 from distseg.evaluate import evaluate, score_rows
 from distseg.geometry.tile import Box
 from distseg.launch import together
@@ -111,6 +112,13 @@ def _check_classes(store: Store, manifest: dict, run: str) -> None:
 
 def run_prepare(arguments) -> int:
     """Write a store from folders or from the Blue Marble."""
+    if arguments.size and arguments.source != "gigapixel":
+        raise ValueError(f"--size is for the source gigapixel, not for {arguments.source}: leave it out")
+    if arguments.source == "gigapixel":
+        from distseg.data.gigapixel import prepare_gigapixel
+
+        prepare_gigapixel(arguments.output, arguments.size or Extents((16000, 64000)), overwrite=arguments.overwrite)
+        return 0
     if arguments.source == "blue-marble":
         from distseg.data.blue_marble import prepare_blue_marble
 

@@ -62,7 +62,7 @@ def test_the_pieces_of_all_ranks_are_the_whole_images(store, grid, per_rank, dat
     seen = [np.zeros(labels.shape, int) for _, labels in expected]
     for coordinates in ranks(grid):
         for piece in pieces(store, samples, grid, per_rank, coordinates, REACH):
-            assert piece.pixels.dtype == torch.float32 and piece.labels.dtype == torch.int64
+            assert piece.pixels.dtype == torch.float32 and piece.labels.dtype == torch.uint8
             for k, (image, number) in enumerate(zip(piece.place.images, piece.place.samples)):
                 pixels, labels = expected[image]
                 assert samples[image].number == number and piece.place.image == samples[image].size

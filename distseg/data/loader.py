@@ -65,8 +65,8 @@ def _pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
 
 
 def _labels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
-    """(B, *box.size) int64."""
-    return np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples]).astype(np.int64)
+    """(B, *box.size) uint8."""
+    return np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples])
 
 
 def _bytes(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:

@@ -1,4 +1,4 @@
-"""The layers that PyTorch lacks for a flat U-Net: skips as a pair of layers, ``Stash(name)`` and ``Pop(name)``.
+"""The layers that PyTorch lacks for a flat U-Net: skips as a pair of layers, ``Stash(name)`` and ``Pop(name)`` or ``Add(name)``.
 
 A flat ``nn.Sequential`` can be cut between any two layers, which is what pipelines and the joint execution of tiles
 need. A skip then is a tensor put aside under a name by one layer and taken up by a later one. In a plain forward pass
@@ -72,6 +72,14 @@ class Pop(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.name)
+
+
+class Add(Pop):
+    """Add the skip ``name`` to the input: (N, C, ...), (N, C, ...) -> (N, C, ...). As after a :class:`Pop`, a longer input is cut."""
+
+    @staticmethod
+    def joined(skip: Tensor, x: Tensor) -> Tensor:
+        return skip + x
 
 
 def is_sequential(model: nn.Module) -> bool:

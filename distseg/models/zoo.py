@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Callable
 
 import torch
 from torch import nn
 
 from distseg.config import ModelConfig
+from distseg.models.gigapixel import gigapixel
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
 
@@ -18,11 +20,12 @@ _FIELDS = ("depth", "num_convs", "base_channels", "in_channels", "out_channels",
 
 @dataclass(frozen=True)
 class Entry:
-    """A named U-Net. ``levels`` is the L of the paper's slides, ``balance`` their layers on each of six stages; None where there are none."""
+    """A named network, ``builder(**arguments)``. ``levels`` is the L of the paper's slides, ``balance`` their layers on each of six stages; None where there are none."""
 
     arguments: dict
     levels: int | None = None
     balance: tuple[int, ...] | None = None
+    builder: Callable[..., nn.Module] = unet
 
     @property
     def paper_halo(self) -> int | None:
@@ -42,6 +45,7 @@ ZOO: dict[str, Entry] = {
     "summit-medium-2": _summit(6, 2, (16, 26, 38, 26, 12, 11)),
     "summit-large": _summit(7, 2, (18, 30, 44, 30, 14, 13)),
     "demo": Entry(dict(depth=5, num_convs=1, base_channels=32, in_channels=3, out_channels=3, norm="batch", dropout=0.0)),
+    "gigapixel-4492": Entry({}, builder=gigapixel),
     "tiny": Entry(dict(depth=2, num_convs=1, base_channels=4, in_channels=3, out_channels=2)),
 }
 
@@ -74,15 +78,18 @@ def outline_model(config: ModelConfig, in_channels: int | None = None, out_chann
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             return builder(**arguments)
-    with torch.device("meta"):
-        return builder(**arguments)
+    try:
+        with torch.device("meta"):
+            return builder(**arguments)
+    except TypeError as e:
+        raise ValueError(f"model {config.name} does not take what the config sets ({e}): leave it out") from None
 
 
 def _builder(name: str):
     if name == "unet":
         return unet
     if name in ZOO:
-        return lambda **given: unet(**{**ZOO[name].arguments, **given})
+        return lambda **given: ZOO[name].builder(**{**ZOO[name].arguments, **given})
     if ":" in name:
         return _users(name)
     raise ValueError(f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function")

@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import nn
 
+from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link
 from distseg.geometry.segment import Segment, chain
 from distseg.geometry.tile import Box
-from distseg.models.layers import Stash, flat_layers, skip_store
+from distseg.models.layers import Pop, Stash, flat_layers, skip_store
 from distseg.spatial.norm import NORMS
 
 _CONVS = nn.modules.conv._ConvNd
@@ -68,21 +69,37 @@ class Activations:
         under_way = 0.0
         for position, part in zip(segment.layers, way.parts):
             kind, made = self.kinds[position], values(position + 1, part.made)
-            free = issubclass(kind, _FREE) or issubclass(kind, _ACTIVATIONS) and issubclass(self.kinds[position - 1], NORMS)
-            kept += 0 if free else made
+            kept += 0 if self._kept_otherwise(position) else made
             if issubclass(kind, _POOLS):
                 kept += made * 8 / self.itemsize  # indices
             reordered = 0 if self.last or not issubclass(kind, _CONVS) else 1
             under_way = max(under_way, (1 + reordered) * (made + values(position, part.taken)))
         if stop == len(self.links):
-            under_way += 6 * images * self.channels[-1] * result.pixels * max(4, self.itemsize)  # the loss
+            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result.pixels  # the loss, with labels
         return kept + under_way + values(stop, result)
 
-    def fits(self, sizes, segment: Segment, result: Box, images: int, grid: Sequence[int], budget: float) -> bool:
-        """Whether the largest tile of a grid, wherever it lies, stays within the budget."""
-        size = [-(-n // g) for n, g in zip(result.size, grid)]
-        middle = [a + (b - a - n) // 2 for a, b, n in zip(result.start, result.stop, size)]
-        return self.of(sizes, segment, Box(tuple(middle), tuple(m + n for m, n in zip(middle, size))), images) <= budget
+    def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int) -> int:
+        """Bytes of the maps between segments and of their gradients, at most at once.
+
+        Args:
+            held: the part of the map before a layer that is stored.
+        """
+        sizes = {s.layers.start: images * self.channels[s.layers.start] * held(s.layers.start).pixels * self.itemsize for s in segments[1:]}
+        most = present = sum(sizes.values())
+        gradients: set[int] = set()
+        for segment in reversed(segments):  # its sources' gradients come, what is behind it goes
+            gradients |= {source for source in segment.sources if source in sizes}
+            present -= sizes.get(segment.layers.stop, 0)
+            most = max(most, present + sum(sizes[g] for g in gradients | ({segment.layers.stop} & set(sizes))))
+            gradients.discard(segment.layers.stop)
+        return most
+
+    def _kept_otherwise(self, position: int) -> bool:
+        """Whether a layer's result is its input's memory, or computed together with the norm before it (distseg.spatial.parallelize)."""
+        if issubclass(self.kinds[position], _FREE):
+            return True
+        before = next((kind for kind in reversed(self.kinds[:position]) if not issubclass(kind, _FREE)), nn.Module)
+        return issubclass(self.kinds[position], _ACTIVATIONS) and issubclass(before, (*NORMS, _CONVS, Pop))
 
 
 @dataclass(frozen=True)
@@ -113,31 +130,36 @@ class BudgetTiling:
         return self._found[key]
 
     def _grid(self, sizes, segment: Segment, result: Box, images: int) -> list[int]:
-        fits = lambda grid: self.activations.fits(sizes, segment, result, images, grid, self.budget)
+        fits = lambda grid, limit: self.activations.of(sizes, segment, _largest(result, grid), images) <= limit
         finest = [max(1, n // _LEAST) for n in result.size]
-        if not fits(finest):
-            least = Box((0,) * len(finest), tuple(-(-n // g) for n, g in zip(result.size, finest)))
+        if not fits(finest, self.budget):
+            least = _largest(result, finest)
             raise ValueError(
-                f"run.memory leaves {self.budget / 1e6:.0f} MB for activations, but layers {segment.layers.start} to {segment.layers.stop - 1} take "
-                f"{self.activations.of(sizes, segment, least, images) / 1e6:.0f} MB on {least.size} cells: give more memory, or smaller data.images"
+                f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
+                f"{segment.layers.stop - 1} take {self.activations.of(sizes, segment, least, images) / 1e6:.1f} MB on a tile of {Extents(least.size)} cells: "
+                "give more memory"
             )
-        best = None
-        for rows in _counts(finest[0]):  # few rows of tiles first; the other dims are cut as far as these rows ask for
-            grid = _with_rows(rows, finest, fits)
-            if grid is not None:
-                work = self._work(sizes, segment, result, grid)
-                if best is None or work < best[0]:
-                    best = work, grid
-        return best[1]
+        grids = (_with_rows(rows, finest, fits, limit) for limit in (self.budget, min(self.budget, _CACHED)) for rows in _counts(finest[0]))
+        return min(filter(None, grids), key=lambda grid: self._cost(sizes, segment, result, grid, images))
 
-    def _work(self, sizes, segment: Segment, result: Box, grid: Sequence[int]) -> float:
-        """Cells that are read over all tiles; a little more where rows are cut, as these are what lies side by side on the disk."""
-        size = [-(-n // g) for n, g in zip(result.size, grid)]
-        middle = [a + (b - a - n) // 2 for a, b, n in zip(result.start, result.stop, size)]
-        window = chain(self.activations.links, sizes, segment, Box(tuple(middle), tuple(m + n for m, n in zip(middle, size)))).given
-        return math.prod(grid) * window.pixels * (1.02 if any(g > 1 for g in grid[1:]) else 1.0)
+    def _cost(self, sizes, segment: Segment, result: Box, grid: Sequence[int], images: int) -> float:
+        """About proportional to the time of all tiles."""
+        tile = _largest(result, grid)
+        way = chain(self.activations.links, sizes, segment, tile)
+        traffic = sum(self.activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
+        cached = self.activations.of(sizes, segment, tile, images) <= _CACHED
+        whole_rows = all(g == 1 for g in grid[1:])  # these lie side by side on the disk
+        return math.prod(grid) * traffic * (1.0 if cached else 1.1) * (1.0 if whole_rows else 1.02)
 
 
+def _largest(result: Box, grid: Sequence[int]) -> Box:
+    """A tile of the largest size, in the middle, where it has neighbours on all sides."""
+    size = [-(-n // g) for n, g in zip(result.size, grid)]
+    middle = [a + (b - a - n) // 2 for a, b, n in zip(result.start, result.stop, size)]
+    return Box(tuple(middle), tuple(m + n for m, n in zip(middle, size)))
+
+
+_CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor; larger tiles took about a tenth longer
 _LEAST = 8  # cells a side that no tile goes below
 
 
@@ -150,14 +172,14 @@ def _counts(most: int) -> list[int]:
     return [*found, most]
 
 
-def _with_rows(rows: int, finest: Sequence[int], fits) -> list[int] | None:
+def _with_rows(rows: int, finest: Sequence[int], fits, limit: float) -> list[int] | None:
     """The coarsest grid with so many rows that fits, other dims cut alike; None where none does."""
     others = finest[1:]
     low, high = 0, max(others, default=1)
     grid = lambda cuts: [rows, *(min(max(1, cuts), o) for o in others)]
-    if not fits(grid(high)):
+    if not fits(grid(high), limit):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(grid(middle)) else (middle, high)
+        low, high = (low, middle) if fits(grid(middle), limit) else (middle, high)
     return grid(high)

@@ -15,6 +15,7 @@ Without live norms there is one segment, the whole network: nothing is stored bu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 
@@ -29,7 +30,7 @@ from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import DistributedNorm, Pending
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
-from distseg.spatial.scratch import Map
+from distseg.spatial.scratch import Map, check_room
 
 
 _STRIP = 1 << 24  # labels read at once
@@ -68,14 +69,16 @@ class InTime:
         links: of its layers (:func:`distseg.spatial.exchange.links_of`).
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.
+        stored: (what is held of the map before a layer, segments, images) -> bytes that the maps take.
         autocast: makes the context in which the network runs.
     """
 
     def __init__(
         self, model: TiledModel, links: Sequence[Link], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
-        autocast: Callable[[], ContextManager],
+        stored: Callable[[Callable[[int], Box], Sequence[Segment], int], int], autocast: Callable[[], ContextManager],
     ):  # fmt: skip
-        self.model, self.links, self.layout, self.tiling, self.folder, self.autocast = model, list(links), layout, tiling, folder, autocast
+        self.model, self.links, self.layout, self.tiling, self.folder = model, list(links), layout, tiling, folder
+        self.stored, self.autocast = stored, autocast
         self._segments: dict[tuple[int, ...], list[Segment]] = {}
 
     def segments(self) -> list[Segment]:
@@ -93,8 +96,15 @@ class InTime:
             yield Box((a, *tile.start[1:]), (min(a + rows, tile.stop[0]), *tile.stop[1:]))
 
     def walk(self, blocks: Sequence[Block]) -> "Walk":
-        """Through the network with the blocks of a micro-batch."""
-        return Walk(self, blocks)
+        """Through the network with the blocks of a micro-batch.
+
+        Raises:
+            OSError: the scratch folder has no room for what will be stored.
+        """
+        walk = Walk(self, blocks)
+        if self.folder is not None and len(walk.segments) > 1:
+            check_room(self.folder, walk.stored)
+        return walk
 
 
 class Walk:
@@ -110,6 +120,12 @@ class Walk:
         self.gradients: dict[tuple[int, int], Map] = {}
         self.norms: dict[int, Pending] = {}
         self.outside = {skip.stash for segment in self.segments for skip in segment.skips.values()}
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the maps that it will store, at most at once."""
+        sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images)) for i, block in enumerate(self.blocks))
+        return sum(sizes)
 
     @torch.no_grad()
     def forward(self) -> None:

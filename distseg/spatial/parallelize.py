@@ -174,6 +174,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         setattr(model.get_submodule(parent), child, twin(layer, context, stride, name))
     for sequential in filter(is_sequential, model.modules()):
         _fold(sequential)
+        _act_in_place(sequential)
         for name, layer in sequential._modules.items():
             if type(layer) is Pop:
                 sequential._modules[name] = DensePop(layer.name)
@@ -208,6 +209,17 @@ def _fold(sequential: nn.Sequential) -> None:
         if isinstance(activation, (nn.ReLU, nn.LeakyReLU)):
             norm.slope = getattr(activation, "negative_slope", 0.0)
             sequential._modules[behind] = Folded(activation)
+
+
+def _act_in_place(sequential: nn.Sequential) -> None:
+    """Have activations overwrite what they are given, where that is a layer's fresh result which its backward pass does not look at."""
+    fresh = False
+    for name, layer in list(sequential._modules.items()):
+        if fresh and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
+            sequential._modules[name] = layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
+            layer.inplace = True
+        keeps = isinstance(layer, (nn.Identity, KeyedDropout, Folded))
+        fresh = isinstance(layer, (nn.modules.conv._ConvNd, Pop)) or fresh and keeps
 
 
 def _check_own_layers(model: nn.Module) -> None:

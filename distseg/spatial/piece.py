@@ -20,7 +20,7 @@ def on_tile(output: Tensor, place: Place) -> Tensor:
 class Piece:
     """The same window of B images of one size.
 
-    pixels (B, C, *window) float32, normalised; labels (B, *tile) int64, of the owned tile only. In a pipeline the first
+    pixels (B, C, *window) float32, normalised; labels (B, *tile) uint8 or int64, of the owned tile only. In a pipeline the first
     stage has the pixels, the last one the labels, and the others None.
     """
 

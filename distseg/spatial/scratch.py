@@ -127,6 +127,23 @@ def _reserved(size: int, folder: str | Path):
     return file
 
 
+def check_room(folder: str | Path, needed: int) -> None:
+    """Refuse a folder without ``needed`` bytes of room.
+
+    Raises:
+        OSError: naming the folder, both numbers and what to do.
+    """
+    free = free_bytes(folder)
+    if needed > free:
+        raise OSError(
+            f"feature maps of {needed / 1e9:.2f} GB must wait in the scratch folder {folder}, where {free / 1e9:.2f} GB are free: name a folder with more "
+            "room as spatial.scratch, or take smaller images or crops"
+        )
+
+
 def free_bytes(folder: str | Path) -> int:
-    disk = os.statvfs(folder)
+    try:
+        disk = os.statvfs(folder)
+    except OSError as e:
+        raise OSError(f"the scratch folder {folder} can not be used ({e.strerror}): name another as spatial.scratch") from None
     return disk.f_bavail * disk.f_frsize

@@ -114,10 +114,16 @@ class Engine:
                 "spatial.frozen_norm"
             )
         tiling = GridTiling(spatial.tiles_per_rank)
-        if self.config.run.memory is not None:
-            tiling = BudgetTiling(activations, _SURE * (self.config.run.memory - self._base_memory()))
+        memory = self.config.run.memory
+        if memory is not None:
+            if memory <= (base := self._base_memory()):
+                raise ValueError(
+                    f"run.memory is {memory / 1e6:.0f} MB, but this process with weights, gradients and the optimizer's state takes {base / 1e6:.0f} MB "
+                    "already: give more, with room for activations"
+                )
+            tiling = BudgetTiling(activations, _SURE * (memory - base))
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
-        return InTime(self.model, self.exchange.links, self.exchange.layout, tiling, folder, self.autocast)
+        return InTime(self.model, self.exchange.links, self.exchange.layout, tiling, folder, activations.stored, self.autocast)
 
     def _base_memory(self) -> int:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""

@@ -36,13 +36,13 @@ class CrossEntropy:
         c = self.config
         weights = None if self.weights is None else self.weights.to(logits)
         total = F.cross_entropy(
-            logits, labels, weights, ignore_index=c.ignore_index, reduction="sum", label_smoothing=c.label_smoothing
+            logits, labels.long(), weights, ignore_index=c.ignore_index, reduction="sum", label_smoothing=c.label_smoothing
         )
         return torch.stack((total, self.counts(labels)[1].to(total)))
 
     def counts(self, labels: Tensor) -> Tensor:
-        valid = labels[labels != self.config.ignore_index]
-        weight = valid.numel() if self.weights is None else self.weights.to(labels.device)[valid].sum()
+        valid = labels != self.config.ignore_index
+        weight = valid.count_nonzero() if self.weights is None else self.weights.to(labels.device)[labels[valid].long()].sum()
         return torch.stack((torch.zeros(()), torch.as_tensor(weight, dtype=torch.float64).cpu()))
 
     def value(self, table: Tensor) -> Tensor:
@@ -58,13 +58,16 @@ class PixelMean:
         self.config, self.classes = config, classes
 
     def counts(self, labels: Tensor) -> Tensor:
-        return torch.tensor([0.0, int((labels != self.config.ignore_index).sum())], dtype=torch.float64)
+        return torch.tensor([0.0, int((labels != self.config.ignore_index).count_nonzero())], dtype=torch.float64)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = labels != self.config.ignore_index
-        each = self.each(logits, labels.where(valid, 0))
-        total = each.where(valid, 0).sum()
-        return torch.stack((total, valid.sum().to(total)))
+        count = valid.count_nonzero()
+        if labels.device.type == "cpu" and count == labels.numel():  # as nearly always; on a GPU the question would cost more than the answer saves
+            total = self.each(logits, labels).sum()
+        else:
+            total = self.each(logits, labels.where(valid, 0)).where(valid, 0).sum()
+        return torch.stack((total, count.to(total)))
 
     def value(self, table: Tensor) -> Tensor:
         return _ratio(table[:, 0].sum(), table[:, 1].sum())
@@ -72,7 +75,8 @@ class PixelMean:
 
 class BinaryCrossEntropy(PixelMean):
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits, _targets(labels, self.classes, logits), reduction="none").mean(1)
+        each = F.binary_cross_entropy_with_logits(logits, _targets(labels, self.classes, logits), reduction="none")
+        return each.squeeze(1) if self.classes == 1 else each.mean(1)
 
 
 class Focal(PixelMean):
@@ -81,6 +85,7 @@ class Focal(PixelMean):
         self.weights = _class_weights(config, max(2, classes))
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        labels = labels.long()
         if self.classes == 1:
             log_p = F.logsigmoid(torch.where(labels.unsqueeze(1) == 1, logits, -logits)).squeeze(1)
         else:
@@ -135,7 +140,7 @@ class Loss:
         self.linear = all(term.linear for _, term in self.terms)
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(B, C, *size) and (B, *size) -> one row of sums an image, (B, K), differentiable, at least float32."""
+        """(B, C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.stack(
             [torch.cat([term.of(logits[b : b + 1], labels[b : b + 1]) for _, term in self.terms]) for b in range(len(logits))]
@@ -188,7 +193,7 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
     """(B, *size) -> (B, C, *size) of 0 and 1; with one class the labels 0 and 1 themselves."""
     if classes == 1:
         return labels.unsqueeze(1).to(like.dtype)
-    return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1), 1)
+    return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1).long(), 1)
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def _busy() -> float:
     return (sum(ticks[:3]) + sum(ticks[5:8])) * _TICK  # all but idle and waiting for a disk
 
 
-def _peak() -> int:
+def peak() -> int:
     """Bytes of this process's resident set at most so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
@@ -182,13 +182,13 @@ def main() -> None:
         conv.later = lambda work: False
     comm = world()
     step, engine = distributed_step(Setting(**given), comm.Split(comm.rank) if alone else comm, reducer)
-    before = _peak()
+    before = peak()
     for _ in range(warmup):
         step()
     cpu = time.process_time()
     found = timed(step, comm, steps, patience)
     found["processor"] = (time.process_time() - cpu) / len(found["every"])  # seconds a step on this rank
-    found["memory"] = max(comm.allgather(_peak() - before))  # bytes of the largest rank, without what it held before the first step
+    found["memory"] = max(comm.allgather(peak() - before))  # bytes of the largest rank, without what it held before the first step
     window = sum(comm.allgather(_window_pixels(engine, Setting(**given))))
     if comm.rank == 0:
         owned = math.prod(given["size"]) * (comm.size if alone else given["samples"])

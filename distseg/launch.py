@@ -144,6 +144,14 @@ def keep_freed_memory() -> None:
         pass
 
 
+def release_freed_memory() -> None:
+    """Return to the system what :func:`keep_freed_memory` kept: before work that takes blocks of other sizes, which would not fit into it."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
 class JointFailure(ValueError):
     """An error that every rank knows of: all of them end by themselves, and rank 0 tells the user."""
 

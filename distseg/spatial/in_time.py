@@ -25,6 +25,7 @@ from torch import Tensor
 from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.segment import Segment, chain, segments_of
 from distseg.geometry.tile import Box, Place, split
+from distseg.launch import release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import DistributedNorm, Pending
@@ -262,6 +263,7 @@ class Walk:
         return self.layouts[i].part(position, self.cells[i]).owned
 
     def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
+        release_freed_memory()
         for i, block in enumerate(self.blocks):
             result = self._held(segment.layers.stop, i)
             grid = self.executor.tiling(self.layouts[i], segment, result, len(block.place.images))

@@ -1,0 +1,187 @@
+"""Tiles in time: the memory and time of a step on images far larger than memory, against plain PyTorch's.
+
+Every case is a job of its own, whose peak is that of its whole process (the resident set, scratch files apart). Images are the
+Blue Marble resampled to the size, red, green, blue and luminance, with land against water.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.harness import parent, report, run_ranks
+from benchmarks.rows import Rows
+from benchmarks.steps import peak
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
+from distseg.data.loader import StepLoader
+from distseg.data.store import Store
+from distseg.data.writer import StoreWriter
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.launch import set_up, world
+from distseg.mesh import Mesh
+from distseg.models.zoo import build_model, outline_model
+from distseg.report.style import INK, PALETTE, new_figure
+from distseg.train.engine import Engine, autocast, place_model
+from distseg.train.optim import make_optimizer
+
+QUESTION = "What memory and time does a step take on images far larger than memory?"
+NETWORKS = {
+    "unet-16": dict(name="unet", depth=4, num_convs=2, base_channels=16),
+    "summit-small": dict(name="summit-small"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
+    parser.add_argument("--network", choices=NETWORKS, default="unet-16")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="sides of square images (default: %(default)s)")
+    parser.add_argument("--plain", type=int, nargs="*", default=[512, 768, 1024, 1536], help="sides for plain PyTorch (default: %(default)s)")
+    parser.add_argument("--memory", default="1GB")
+    parser.add_argument("--modes", nargs="*", default=["spill", "recompute"])
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--scratch", default=None, help="folder for stored maps and the images (default: the system's)")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--name", default="in_time", help="of the result files")
+    parser.add_argument("--job", help="one step of a mode on a store, or of plain: internal")
+    parser.add_argument("--store")
+    options = parser.parse_args(arguments)
+    if options.job:
+        return _job(options)
+    if options.quick:
+        options.sizes, options.plain, options.memory, options.precision = [64, 128], [64, 128], "2GB", "fp32"
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        stores = {side: _store(Path(folder) / f"{side}.h5", side) for side in {*options.sizes, *options.plain}}
+        for mode, sides in [*((mode, options.sizes) for mode in options.modes), ("plain", options.plain)]:
+            for side in sides:
+                rows.append(_row(mode, side, _run(options, mode, stores[side], folder)))
+                print(rows[-1], flush=True)
+    extrapolated = _extrapolated(rows, max(options.sizes))
+    notes = (
+        f"{options.network}, batch 1, {options.precision}, --memory {options.memory}; spill: instance norm in training mode; recompute: no norm; "
+        f"plain: PyTorch's layers, instance norm, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
+    )
+    parameters = {"network": NETWORKS[options.network], "memory": options.memory, "precision": options.precision, "extrapolated [GB]": extrapolated}
+    report(options.name, QUESTION, Rows(rows), options, parameters, notes, lambda path: draw(rows, options, path))
+
+
+def _store(path: Path, side: int) -> str:
+    from PIL import Image
+
+    from distseg.data.blue_marble import land_mask, source_folder
+
+    folder = source_folder()
+    with Image.open(folder / "bmng.jpg") as image:
+        resized = image.resize((side, side), Image.BILINEAR)
+    bands = [*np.asarray(resized).transpose(2, 0, 1), np.asarray(resized.convert("L"))]
+    labels = (land_mask(folder / "lsmask_1.25min_f.bin", (side, side)) == 1).astype(np.uint8)
+    with StoreWriter(path, ("water", "land"), ("red", "green", "blue", "luminance")) as writer:
+        target = writer.add_image("earth", (side, side), np.uint8, "train", labels=True)
+        target.write(Box.whole((side, side)), np.stack(bands), labels)
+    return str(path)
+
+
+def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
+    flags = ["--job", mode, "--store", store, "--network", options.network, "--memory", options.memory, "--precision", options.precision]
+    return run_ranks(1, ["-m", "benchmarks.in_time", *flags, "--scratch", folder, "--steps", str(options.steps)], threads=torch.get_num_threads(), timeout=7200)
+
+
+def _config(options: argparse.Namespace, mode: str) -> Config:
+    norm = "none" if mode == "recompute" else "instance"
+    model = ModelConfig(**NETWORKS[options.network], in_channels=4, out_channels=1, norm=norm)
+    spatial = SpatialConfig() if mode == "plain" else SpatialConfig(in_time=mode, scratch=options.scratch)
+    run = RunConfig() if mode == "plain" else RunConfig(memory=options.memory)
+    return Config(model=model, mesh=MeshConfig(), spatial=spatial, loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=options.store), optim=OptimConfig("adam"), run=run)
+
+
+def _job(options: argparse.Namespace) -> None:
+    config, store = _config(options, options.job), Store(options.store)
+    last = options.precision == "bf16"
+    if options.job == "plain":
+        return _plain(config, store, options)
+    comm = world()
+    device = set_up(comm, "cpu", torch.get_num_threads())
+    model = outline_model(config.model)
+    mesh, size = Mesh(comm, 1, Extents((1, 1)), 1), store.size("earth")
+    engine = Engine(config, mesh, model, size, device, options.precision, last)
+    loader = StepLoader(
+        store, "train", config.data, seed=0, groups=1, group=0, accumulate=1, grid=Extents((1, 1)), per_rank=Extents((1, 1)), coordinates=(0, 0),
+        reach=engine.reading, in_time=True,
+    )  # fmt: skip
+    seconds, stored = [], 0
+    for epoch in range(options.steps):
+        for blocks in loader.epoch(epoch):
+            walk = engine.gradient_step.executor.walk(blocks[0])
+            stored = walk.stored if len(walk.segments) > 1 else 0
+            start = time.perf_counter()
+            loss = engine.backward(blocks)
+            engine.update(1e-3)
+            seconds.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": min(seconds), "peak": peak(), "scratch": stored, "loss": loss}))
+
+
+def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
+    model = build_model(config.model).train()
+    place_model(model, torch.device("cpu"), options.precision, options.precision == "bf16")
+    optimizer, cast = make_optimizer(config.optim, list(model.parameters())), autocast(options.precision, torch.device("cpu"))
+    box = Box.whole(store.size("earth"))
+    x, labels = torch.from_numpy(store.read_normalised("earth", box))[None], torch.from_numpy(store.labels("earth", box))[None, None].float()
+    x = x.contiguous(memory_format=torch.channels_last) if options.precision == "bf16" else x
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        with cast():
+            logits = model(x)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.float(), labels)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": min(seconds), "peak": peak(), "scratch": 0, "loss": loss.item()}))
+
+
+def _row(mode: str, side: int, found: dict) -> dict:
+    rate = side * side / found["seconds"] / 1e6
+    return {"mode": mode, "size": f"{side}x{side}", "step [s]": found["seconds"], "Mpx/s": rate, "peak [GB]": found["peak"] / 1e9, "scratch [GB]": found["scratch"] / 1e9, "loss": found["loss"]}
+
+
+def _extrapolated(rows: list[dict], side: int) -> float:
+    """GB that plain PyTorch would need, by a line through its peaks."""
+    plain = [(int(row["size"].split("x")[0]) ** 2, row["peak [GB]"]) for row in rows if row["mode"] == "plain"]
+    if len(plain) < 2:
+        return float("nan")
+    slope, start = np.polyfit(*zip(*plain), 1)
+    return float(start + slope * side**2)
+
+
+def draw(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
+    with new_figure(path, (7.5, 4.5)) as figure:
+        axes = figure.add_subplot()
+        side = lambda row: int(row["size"].split("x")[0])
+        for mode, colour in zip([*options.modes, "plain"], PALETTE):
+            mine = [row for row in rows if row["mode"] == mode]
+            axes.plot([side(r) for r in mine], [r["peak [GB]"] for r in mine], "o-", color=colour, label=f"{mode}: peak of the process")
+            if mode == "spill":
+                axes.plot([side(r) for r in mine], [r["scratch [GB]"] for r in mine], "s--", color=colour, alpha=0.5, label="spill: scratch files, apart")
+        if any(row["mode"] == "plain" for row in rows) and max(options.sizes) > max(options.plain):
+            ends = [max(options.plain), max(options.sizes)]
+            axes.plot(ends, [_extrapolated(rows, n) for n in ends], ":", color=INK, label="plain, by a line in pixels")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(sorted({*options.sizes, *options.plain}), sorted({*options.sizes, *options.plain}))
+        axes.set_xlabel("pixels a side")
+        axes.set_ylabel("GB")
+        axes.legend()
+        figure.tight_layout()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ from distseg.predict import file_scene, load_predictor, predict, store_scene
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.tables import table
+from distseg.train.checkpoint import find
 from distseg.train.metrics import scores
 
 
@@ -44,6 +45,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     """Write class maps of image files or of a split of the store."""
     predictor, manifest = load_predictor(run, config, world)
     classes = manifest["data"]["classes"]
+    network = json.dumps([str(find(run).resolve()), manifest["step"], manifest["config"]["model"], config.spatial.norm_scope])
     with together(world):
         if images:
             scenes = [file_scene(path, manifest) for path in images]
@@ -51,7 +53,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             store = Store(config.data.store)
             scenes = [store_scene(store, name) for name in store.split(split)]
     for scene in scenes:
-        path = predict(predictor, scene, output, classes, config.predict.probabilities)
+        path = predict(predictor, scene, output, classes, config.predict.probabilities, tuple(config.predict.formats), network)
         if path is not None:
             print(f"{path}: {scene.name}, {'x'.join(map(str, scene.size))} pixels")
     return 0

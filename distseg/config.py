@@ -231,6 +231,8 @@ class PredictConfig:
     """Tile of windowed evaluation and prediction; memory follows from it and the halo."""
     probabilities: bool = False
     """Also write the probability of each class (float16)."""
+    formats: List[Literal["hdf5", "tiff"]] = field(default_factory=lambda: ["hdf5"])
+    """Of class maps: NAME.h5, or tiled NAME.tif (without probabilities), or both."""
     scratch: Optional[str] = None
     """Folder for the activations of norms that need the whole image (instance, group); by default the system's temporary folder."""
 

@@ -7,7 +7,7 @@ window, and only tiles are kept: there are no seams because nothing is blended.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Iterator
@@ -16,13 +16,16 @@ import h5py
 import numpy as np
 import torch
 
-from distseg.comm.collective import set_timeout
+from distseg.comm.collective import Alone, set_timeout
 from distseg.config import Config, ModelConfig
+from distseg.data.class_map import PartialMap
+from distseg.data.prefetch import prefetch
 from distseg.data.readers import open_image
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, Place, most_even_grid, tiles, window
 from distseg.launch import set_up, together
+from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
 from distseg.pipeline.build import own_part
@@ -46,11 +49,12 @@ _LARGEST_PNG = 1 << 28  # pixels; a larger class map stays in HDF5 only
 
 @dataclass(frozen=True)
 class Scene:
-    """An image to predict: its size, and normalised pixels (C, *box.size) float32 of any box."""
+    """An image to predict: its size, normalised pixels (C, *box.size) float32 of any box, and what tells it from others of its name."""
 
     name: str
     size: tuple[int, ...]
     read: Callable[[Box], np.ndarray]
+    source: str = ""
 
 
 class Predictor:
@@ -61,13 +65,16 @@ class Predictor:
         replicas: the ranks that hold the same layers; the tiles of an image are dealt to them.
         autocast: makes the context in which the network runs.
         pipeline: this rank's links to the other stages, where the model is cut into stages.
+        outputs: channels of the result; for probabilities.
     """
 
     def __init__(
-        self, model: TiledModel, replicas, device, autocast, tile: Extents, scratch: str | None = None, channels_last: bool = False, pipeline=None
-    ):
+        self, model: TiledModel, replicas, device, autocast, tile: Extents, scratch: str | None = None, channels_last: bool = False, pipeline=None,
+        outputs: int | None = None,
+    ):  # fmt: skip
         self.model, self.replicas, self.device, self.autocast = model, replicas, device, autocast
         self.tile, self.scratch, self.channels_last, self.pipeline = tile, scratch, channels_last, pipeline
+        self.outputs = outputs
         self._workers = {replicas.size: replicas}
         self._exchanges: dict[Extents, Exchange] = {}
 
@@ -76,17 +83,31 @@ class Predictor:
         """Whether this rank holds the last stage, which has the results."""
         return self.pipeline is None or self.pipeline.last
 
-    def tiles_of(self, size) -> list[Box]:
+    @property
+    def independent(self) -> bool:
+        """Whether a tile's result depends on its own window only."""
+        live = self.model.always_live or self.model.context.per_window and self.model.live_in_training
+        return not live and not (self.model.exchange and self.model.exchange.exchanges)
+
+    def grid_of(self, size) -> Extents:
         """The tiles of an image, of at most the configured size, or a stride cell more; one a rank where borders are exchanged."""
         stride = self.model.reach.stride
         if self.model.exchange and self.model.exchange.exchanges:
-            return tiles(size, most_even_grid(size, stride, self.replicas.size), stride)
+            return most_even_grid(size, stride, self.replicas.size)
         steps = (max(1, t // s) * s for t, s in zip(self.tile, stride))
-        return tiles(size, Extents(-(-n // step) for n, step in zip(size, steps)), stride)
+        return Extents(-(-n // step) for n, step in zip(size, steps))
 
-    def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits (C', *tile.size) float32) for the tiles of this rank; nothing on ranks without the last stage."""
+    def tiles_of(self, size) -> list[Box]:
+        return tiles(size, self.grid_of(size), self.model.reach.stride)
+
+    def __call__(self, scene: Scene, numbers: list[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits (C', *tile.size) float32) for the tiles of this rank; nothing on ranks without the last stage.
+
+        Args:
+            numbers: of the tiles to compute, the same on all ranks; only where tiles are :attr:`independent`. All by default.
+        """
         every = self.tiles_of(scene.size)
+        every = every if numbers is None else [every[i] for i in numbers]
         workers = self._first(min(self.replicas.size, len(every)))
         if self.replicas.rank >= workers.size:
             return
@@ -95,17 +116,20 @@ class Predictor:
         reach = read_around(self.model.reach, exchange)
         places = [Place(tuple(scene.size), t, window(t, scene.size, reach), (0,), (0,)) for t in mine]
 
-        def load(i: int) -> torch.Tensor:
-            x = torch.from_numpy(scene.read(places[i].window)).unsqueeze(0).to(self.device, self._dtype)
-            return x.contiguous(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
+        reads = self.pipeline is None or self.pipeline.first
+        with closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead:
 
-        with self._evaluating(workers, exchange), self.autocast():
-            if self.pipeline is None:
-                outputs = stream(self.model, places, load, self.scratch)
-            else:
-                outputs = stream_stages(self.pipeline, self.model, places, load, self.scratch)
-            for i, output in outputs:
-                yield mine[i], output[0].float().cpu().numpy()
+            def load(i: int) -> torch.Tensor:
+                x = torch.from_numpy(next(ahead)).unsqueeze(0).to(self.device, self._dtype)  # windows are asked for in order, each once
+                return x.contiguous(memory_format=last_format(x.dim())) if self.channels_last else x
+
+            with self._evaluating(workers, exchange), self.autocast():
+                if self.pipeline is None:
+                    outputs = stream(self.model, places, load, self.scratch)
+                else:
+                    outputs = stream_stages(self.pipeline, self.model, places, load, self.scratch)
+                for i, output in outputs:
+                    yield mine[i], output[0].float().cpu().numpy()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -118,13 +142,22 @@ class Predictor:
         return self._workers[count] if self.replicas.rank < count else _NoWork(count)
 
     def _exchange(self, size, workers) -> Exchange | None:
-        """The model on tiles of these ranks that exchange borders, if it exchanges them at all."""
-        if self.model.exchange is None or not self.model.exchange.exchanges:
-            return None  # windows are streamed
-        grid = most_even_grid(size, self.model.reach.stride, workers.size)
+        """The model on tiles of these ranks that exchange borders, or on windows of which layers compute what later ones need."""
+        exchanging = bool(self.model.exchange and self.model.exchange.exchanges)
+        if not exchanging and (self.model.links is None or self.pipeline is not None or not self.independent):
+            return None
+        grid = most_even_grid(size, self.model.reach.stride, workers.size) if exchanging else self.grid_of(size)
         if grid not in self._exchanges:
-            self._exchanges[grid] = self.model.exchange.over(workers, grid)
+            if exchanging:
+                self._exchanges[grid] = self.model.exchange.over(workers, grid)
+            else:
+                self._exchanges[grid] = Exchange(self.model.links, self.model.reach.stride, Alone(), (1,) * len(grid), grid, "all", 0, self.device, self.channels_last)
         return self._exchanges[grid]
+
+    def agree(self, numbers: list[int]) -> list[int]:
+        """What the first rank with the last stage says, on all ranks (collective)."""
+        numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
+        return numbers if self.pipeline is None else self.pipeline.comm.bcast(numbers, root=self.pipeline.partition.placement[-1])
 
     @contextmanager
     def _evaluating(self, workers, exchange: Exchange | None):
@@ -175,11 +208,17 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     place_stages(tiled, partition, devices, precision, channels_last)
     pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
     run_in = autocast(precision, device)
-    return Predictor(tiled, mesh.replicas, devices[0], run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline), manifest
+    return Predictor(tiled, mesh.replicas, devices[0], run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, manifest["channels"][1]), manifest
 
 
 def store_scene(store: Store, name: str) -> Scene:
-    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box))
+    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path))
+
+
+def _file_identity(path: str | Path) -> str:
+    """Path, size and time of a file: another one under its name is another."""
+    found = os.stat(path)
+    return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"
 
 
 def file_scene(path: str, manifest: dict) -> Scene:
@@ -190,74 +229,66 @@ def file_scene(path: str, manifest: dict) -> Scene:
         raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(data['mean'])}: predict images like those it knows")
     shape = (-1, *(1 for _ in reader.size))
     mean, std = (np.asarray(data[k], dtype=np.float32).reshape(shape) for k in ("mean", "std"))
-    return Scene(Path(path).stem, tuple(reader.size), lambda box: (reader.read(box).astype(np.float32) - mean) / std)
+    return Scene(Path(path).stem, tuple(reader.size), lambda box: (reader.read(box).astype(np.float32) - mean) / std, _file_identity(path))
 
 
-def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str], probabilities: bool = False) -> Path | None:
-    """Write ``output/NAME.h5`` with ``classes`` (*size) uint8 and, on request, ``probabilities`` (C, *size) float16.
+def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str], probabilities: bool = False, formats=("hdf5",), network: str = "") -> Path | None:
+    """Write ``output/NAME.h5`` with ``classes`` (*size) uint8 and, on request, ``probabilities`` (C, *size) float16, or ``NAME.tif``.
 
-    The first rank with the last stage writes, a tile of each rank at a time; the file appears when it is whole. Returns its path there.
+    The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the file appears when it is whole.
+    Taken up after an interruption, tiles that are there are not computed again if a tile depends on its own window only. Collective.
+
+    Args:
+        network: tells the network from others: a partial result of another one is not taken up.
+
+    Returns:
+        the first file's path, on the rank that writes.
     """
-    ranks, mine = predictor.replicas, predictor(scene)
+    ranks = predictor.replicas
+    first = predictor.last and ranks.rank == 0
+    every = predictor.tiles_of(scene.size)
+    likely = (1 if len(classes) <= 2 and predictor.outputs == 1 else predictor.outputs) if probabilities else 0
+    identity = {"network": network, "source": scene.source, "classes": classes}
+    partial = PartialMap(Path(output) / f"{scene.name}.partial", identity, tuple(scene.size), every, likely) if first else None
+    numbers = predictor.agree(partial.missing if partial and predictor.independent else list(range(len(every))))
+    if first and partial.taken_up and len(numbers) < len(every):
+        print(f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already", flush=True)
+    number_of = {tile: number for number, tile in enumerate(every)}
+    mine = predictor(scene, numbers if len(numbers) < len(every) else None) if numbers else iter(())
     if not predictor.last:
         return next(mine, None)  # which hands everything on and yields nothing
-    first = ranks.rank == 0
-    rounds = -(-len(predictor.tiles_of(scene.size)) // min(ranks.size, len(predictor.tiles_of(scene.size))))
-    with _writer(ranks.rank, output, scene, classes, probabilities) as write, progress(rounds, "round", scene.name, enabled=first) as bar:
-        for _ in range(rounds):
-            done = next(mine, None)
-            parts = ranks.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
-            for part in filter(None, parts or []):
-                write(*part)
-            bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
-        next(mine, None)  # lets the generator leave evaluation mode
-    return _drawn(Path(output) / f"{scene.name}.h5", classes) if first else None
+    rounds = -(-len(numbers) // min(ranks.size, len(numbers))) if numbers else 0
+    try:
+        with progress(rounds, "round", scene.name, enabled=first) as bar:
+            for _ in range(rounds):
+                done = next(mine, None)
+                parts = ranks.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
+                for tile, found, likelihood in filter(None, parts or []):
+                    partial.write(number_of[tile], found, likelihood)
+                bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
+            next(mine, None)  # lets the generator leave evaluation mode
+    finally:
+        if first:
+            partial.flush()  # an interruption leaves what there is
+    return _drawn(partial.pack(formats, classes), classes) if first else None
 
 
-def _drawn(path: Path, classes: list[str]) -> Path:
-    """Draw the class map of ``path`` as a PNG beside it, a pixel a pixel, in the classes' colours; volumes and giants stay undrawn."""
+def _drawn(paths: list[Path], classes: list[str]) -> Path:
+    """Draw the class map of an HDF5 file as a PNG beside it, a pixel a pixel, in the classes' colours; volumes and giants stay undrawn."""
     from PIL import Image
 
     from distseg.report.style import class_colors
 
-    with h5py.File(path) as f:
-        if f["classes"].ndim == 2 and f["classes"].size <= _LARGEST_PNG:
-            found = f["classes"][:]
+    for path in (path for path in paths if path.suffix == ".h5"):
+        with h5py.File(path) as f:
+            found = f["classes"][:] if f["classes"].ndim == 2 and f["classes"].size <= _LARGEST_PNG else None
+        if found is not None:
             picture = Image.frombytes("P", found.shape[::-1], found.tobytes())
             picture.putpalette(np.asarray(class_colors(classes), dtype=np.uint8).ravel().tolist())
             picture.save(path.with_suffix(".png"))
-    return path
+    return paths[0]
 
 
 def _likelihood(logits: np.ndarray) -> np.ndarray:
     z = torch.from_numpy(logits)
     return (z.sigmoid() if len(z) == 1 else z.softmax(0)).to(torch.float16).numpy()
-
-
-@contextmanager
-def _writer(rank: int, output: str, scene: Scene, classes: list[str], probabilities: bool):
-    """``write(box, class map, probabilities)`` into a file that is renamed when it is whole; nothing on other ranks."""
-    if rank:
-        yield lambda *_: None
-        return
-    Path(output).mkdir(parents=True, exist_ok=True)
-    final = Path(output) / f"{scene.name}.h5"
-    partial = final.with_suffix(".h5.partial")
-    try:
-        with h5py.File(partial, "w") as f:
-            chunks = tuple(min(256, n) for n in scene.size)
-            f.attrs["class_names"] = classes
-            f.create_dataset("classes", scene.size, "u1", chunks=chunks, compression="gzip", compression_opts=1)
-            if probabilities:
-                count = max(1, len(classes)) if len(classes) > 2 else len(classes)
-                f.create_dataset("probabilities", (count, *scene.size), "f2", chunks=(1, *chunks), compression="lzf")
-
-            def write(box: Box, found: np.ndarray, likely: np.ndarray | None) -> None:
-                f["classes"][box.slices] = found
-                if likely is not None:
-                    f["probabilities"][(slice(None), *box.slices)] = likely
-
-            yield write
-        os.replace(partial, final)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -80,6 +81,32 @@ def test_the_gradient_lies_as_the_image_does_whatever_its_own_layout():
     dx = kernels.gradient(g, x, affine, 0 * one, 0 * one, own, torch.empty_like(x))
     assert dx.stride() == x.stride()
     torch.testing.assert_close(dx, torch.where(x > 0, g, 0.5 * g))
+
+
+LAYOUTS = {
+    "first": lambda c, h, w: torch.randn(1, c, h, w),
+    "last": lambda c, h, w: torch.randn(1, c, h, w).contiguous(memory_format=torch.channels_last),
+    "part, first": lambda c, h, w: torch.randn(1, c, h + 3, w + 4)[:, :, 1 : 1 + h, 2 : 2 + w],
+    "part, last": lambda c, h, w: torch.randn(1, c, h + 3, w + 4).contiguous(memory_format=torch.channels_last)[:, :, 1 : 1 + h, 2 : 2 + w],
+    "some channels": lambda c, h, w: torch.randn(1, c + 3, h, w).contiguous(memory_format=torch.channels_last)[:, 1 : 1 + c],
+}
+
+
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("of_g", LAYOUTS)
+def test_layouts_that_differ_on_maps_of_a_few_pixels(of_x, of_g):
+    """Where a lone pixel lies is channels first and last at once."""
+    torch.manual_seed(0)
+    for channels, height, width in product((1, 2, 8), (1, 2, 3), (1, 2, 3)):
+        x, g = LAYOUTS[of_x](channels, height, width), LAYOUTS[of_g](channels, height, width)
+        affine, tilt = Affine(*torch.randn(3, channels).double(), 0.1), torch.randn(channels).double()
+        own = Box((0, 0), (height, max(1, width - 1)))
+        both = lambda name, *a: [getattr(k, name)(*a) for k in (kernels, plain)]
+        made = lambda name, *a: [getattr(k, name)(*a, torch.empty_like(x)) for k in (kernels, plain)]
+        torch.testing.assert_close(*made("forward", x, affine))
+        torch.testing.assert_close(*made("gradient", g, x, affine, tilt, tilt, own))
+        torch.testing.assert_close(*both("sums", g, x, affine), rtol=1e-4, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(kernels.moments(x)[0], x.double().mean((0, 2, 3)))
 
 
 def test_nan_stays_nan():

@@ -44,49 +44,49 @@ def available(x: Tensor) -> bool:
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and sum of squared deviations of each channel, (C,) float64."""
-    x = _rows(x)
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
-    _call("moments", [x], [], [found[0], found[1]])
+    _call("moments", lies_last(x), [x], [], [found[0], found[1]])
     return found[0], found[1]
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """y into ``out``, which may be ``x`` itself, or else lies in memory as it does."""
-    _call("forward", [_rows(x), out], affine)
+    """y into ``out``, which may be ``x`` itself, or else ``torch.empty_like`` it."""
+    _call("forward", lies_last(x), [x, out], affine)
     return out
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """Sums of g' and of g' * (x - pivot) over all pixels, (C,) float64."""
-    x = _rows(x)
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
-    _call("sums", [_like(g, x), x], affine, [found[0], found[1]])
+    _call("sums", lies_last(x), [g, x], affine, [found[0], found[1]])
     return found[0], found[1]
 
 
 def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor) -> Tensor:
-    """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, which lies in memory as ``x`` does."""
-    x = _rows(x)
-    _call("gradient", [_like(g, x), x, out], [*affine, tilt, shift], own=own)
+    """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, made by ``torch.empty_like`` of ``x``."""
+    _call("gradient", lies_last(x), [g, x, out], [*affine, tilt, shift], own=own)
     return out
 
 
-def _call(name: str, images: Sequence[Tensor], parameters: Sequence[Tensor | float], outputs: Sequence[Tensor] = (), own: Box | None = None) -> None:
-    """Images of one shape and type; parameters in the type that the kernel computes in."""
+def _call(
+    name: str, last: bool, images: Sequence[Tensor], parameters: Sequence[Tensor | float], outputs: Sequence[Tensor] = (), own: Box | None = None
+) -> None:
+    """Images of one shape and type, computed with channels ``last`` or first; parameters in the type that the kernel computes in."""
+    images = [_in_runs(image, last) for image in images]
     x = images[0]
     wide = torch.promote_types(x.dtype, torch.float32)
     kept = [p.to(wide).contiguous() if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
     pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in (*images, *kept, *outputs)]
     function = getattr(library(), f"{name}_{_TYPES[x.dtype]}")
-    function(ctypes.byref(_shape(x, own)), *(ctypes.byref(_strides(image)) for image in images), *pointers)
+    function(ctypes.byref(_shape(x, last, own)), *(ctypes.byref(_strides(image)) for image in images), *pointers)
 
 
-def _shape(x: Tensor, own: Box | None) -> _Shape:
+def _shape(x: Tensor, last: bool, own: Box | None) -> _Shape:
     flat = (slice(0, 1),) * (5 - x.dim())
     size = (1,) * len(flat) + tuple(x.shape[2:])
     box = Box.whole(size) if own is None else Box(tuple(s.start for s in flat) + own.start, tuple(s.stop for s in flat) + own.stop)
     ends = (n for pair in zip(box.start, box.stop) for n in pair)
-    return _Shape(x.shape[1], *size, lies_last(x), (ctypes.c_int64 * 6)(*ends), torch.get_num_threads())
+    return _Shape(x.shape[1], *size, last, (ctypes.c_int64 * 6)(*ends), torch.get_num_threads())
 
 
 def _strides(x: Tensor) -> _Strides:
@@ -94,15 +94,10 @@ def _strides(x: Tensor) -> _Strides:
     return _Strides(x.stride(1), plane, row)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """``x``, copied where its rows of pixels are no runs of values."""
-    apart = x.shape[1] if lies_last(x) else 1
-    if x.stride(-1) == apart or x.shape[-1] == 1:
+def _in_runs(x: Tensor, last: bool) -> Tensor:
+    """``x``, copied where its rows are no runs: of pixels with all their channels (``last``), or of one channel's pixels."""
+    channels, width = x.shape[1], x.shape[-1]
+    apart = x.stride(-1) if width > 1 else channels if last else 1  # of a lone pixel both layouts are true
+    if apart == (channels if last else 1) and (not last or x.stride(1) == 1):
         return x
-    return x.contiguous(memory_format=channels_last(x.dim()) if lies_last(x) else torch.contiguous_format)
-
-
-def _like(g: Tensor, x: Tensor) -> Tensor:
-    """``g`` in a layout that goes with that of ``x``."""
-    g = _rows(g)
-    return g if lies_last(g) == lies_last(x) else torch.empty_like(x).copy_(g)
+    return x.contiguous(memory_format=channels_last(x.dim()) if last else torch.contiguous_format)

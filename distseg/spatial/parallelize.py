@@ -8,16 +8,17 @@ tile is right as long as the window around it is.
 from __future__ import annotations
 
 import copy
-from typing import Callable
+from typing import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from distseg.geometry.layout import Link
 from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import Pop, flat_layers, is_sequential, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
-from distseg.spatial.exchange import Exchange
+from distseg.spatial.exchange import Exchange, links_of
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
 from distseg.spatial.skip import DensePop
 
@@ -28,13 +29,13 @@ class TiledModel(nn.Module):
     """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
 
     A flat ``nn.Sequential`` runs layer by layer over the windows, so that a norm sees them all; any other module runs
-    one window at a time, and only one where norms are live. With an ``exchange`` layers compute what is needed of a window,
+    one window at a time, and only one where norms are live. ``links``: its layers as geometry sees them, where it can be computed in parts. With an ``exchange`` layers compute what is needed of a window,
     which may be no more than the tile, and borders are exchanged between them.
     """
 
-    def __init__(self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None):
+    def __init__(self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None, links: list[Link] | None = None):
         super().__init__()
-        self.model, self.context, self.reach, self.exchange = model, context, reach, exchange
+        self.model, self.context, self.reach, self.exchange, self.links = model, context, reach, exchange, links
         self.layers = _flattened(model)
         self.flat = self.layers is not None
         # Of the whole model, also where only some of its layers are kept:
@@ -63,6 +64,15 @@ class TiledModel(nn.Module):
                 parent, _, child = name.rpartition(".")
                 setattr(self.model.get_submodule(parent), child, Elsewhere(layer))
         self.layers = _flattened(self.model)
+
+    def begin_at(self, positions: Iterable[int]) -> None:
+        """Stages begin at these layers: what they are handed is another's, so nothing is done to it in place."""
+        for start in positions:
+            for layer in self.layers[start:]:
+                if getattr(layer, "inplace", False):
+                    layer.inplace = False
+                if not isinstance(layer, _HANDS_ON):
+                    break
 
     def forward(
         self,
@@ -165,6 +175,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
     _check_own_layers(model)
+    links = _links(model)
     context = context or Context()
     strides = cumulative_strides(model, reach)
     for name, stride in strides.items():
@@ -178,7 +189,14 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         for name, layer in sequential._modules.items():
             if type(layer) is Pop:
                 sequential._modules[name] = DensePop(layer.name)
-    return TiledModel(model, context, reach, exchange)
+    return TiledModel(model, context, reach, exchange, links)
+
+
+def _links(model: nn.Module) -> list[Link] | None:
+    try:
+        return links_of(model)
+    except ValueError:
+        return None
 
 
 class Folded(nn.Module):
@@ -218,8 +236,10 @@ def _act_in_place(sequential: nn.Sequential) -> None:
         if fresh and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
             sequential._modules[name] = layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
             layer.inplace = True
-        keeps = isinstance(layer, (nn.Identity, KeyedDropout, Folded))
-        fresh = isinstance(layer, (nn.modules.conv._ConvNd, Pop)) or fresh and keeps
+        fresh = isinstance(layer, (nn.modules.conv._ConvNd, Pop)) or fresh and isinstance(layer, _HANDS_ON)
+
+
+_HANDS_ON = (nn.Identity, KeyedDropout, Folded)  # layers whose result may be their input
 
 
 def _check_own_layers(model: nn.Module) -> None:

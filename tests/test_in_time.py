@@ -1,0 +1,148 @@
+"""Tiles in time: the serial gradient from one tile at a time, on any mesh, within a budget, and what is refused."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from test_exact import NORMS, check, config
+from distseg.config import RunConfig, SpatialConfig
+from distseg.extents import Extents
+from distseg.geometry.segment import segments_of
+from distseg.geometry.tile import Box, split
+from distseg.models.zoo import outline_model
+from distseg.models.layers import flat_layers
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, channels_of_maps
+from distseg.spatial import in_time
+from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.scratch import Map
+from distseg.train.engine import Engine
+from distseg.verify import verify
+
+GRID = Extents("2x3")
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "dice"])
+def test_spilled(comm, norm, loss):
+    check(comm, "97x131", tiles={1: "1x1", 2: "1x2", 4: "2x2"}[comm.size], norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID)
+
+
+@pytest.mark.parallel([1, 3])
+@pytest.mark.parametrize("up", ["nearest", "bilinear", "transposed"])
+def test_recomputed(comm, up):
+    check(comm, "97x131", tiles={1: "1x1", 3: "3x1"}[comm.size], norm="none", up=up, in_time="recompute", tiles_per_rank=GRID, scratch="memory")
+
+
+@pytest.mark.parallel(1)
+def test_recomputed_with_frozen_batch_norm(comm):
+    check(comm, "61x75", norm="batch", frozen_norm=True, in_time="recompute", tiles_per_rank=GRID)
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("loss", ["cross_entropy + dice", "focal"])
+def test_samples_times_tiles_times_tiles_in_time(comm, norm, loss):
+    """4 ranks train 2 x 2 images of 12 tiles each, two at a time, in two micro-batches."""
+    check(comm, "61x75", samples=2, tiles="1x2", norm=norm, loss=loss, images=2, accumulate=2, in_time="spill", tiles_per_rank=GRID, ignore_index=7)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("scope", ["group", "step"])
+def test_batch_norm_over_sample_groups(comm, scope):
+    check(comm, "33x47", samples=2, norm="batch", norm_scope=scope, in_time="spill", tiles_per_rank=Extents("2x2"))
+
+
+@pytest.mark.parallel(1)
+def test_a_grid_finer_than_the_deepest_map(comm):
+    check(comm, "17x9", depth=3, norm="instance", in_time="spill", tiles_per_rank=Extents("9x9"))
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("norm", ["instance", "none"])
+def test_within_a_budget(comm, norm):
+    found = replace(config(tiles="2x1", norm=norm, num_convs=1), run=RunConfig(memory="4GB"))
+    report = verify(found, comm, Extents("97x131"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
+@pytest.mark.parallel(1)
+def test_nothing_is_stored_without_live_norms_and_all_is_let_go_of_with(comm, monkeypatch):
+    made, closed = [], []
+    monkeypatch.setattr(in_time, "Map", lambda *a: made.append(Map(*a)) or made[-1])
+    close = Map.close
+    monkeypatch.setattr(Map, "close", lambda self: closed.append(self) or close(self))
+    check(comm, "33x47", norm="none", in_time="spill", tiles_per_rank=GRID)
+    assert not made
+    check(comm, "33x47", norm="instance", in_time="spill", tiles_per_rank=GRID)
+    assert len(made) == 2 * 10 and set(made) == set(closed)  # before each of ten norms a map and its gradient
+
+
+SIZE = (256, 256)
+
+
+def activations(norm="instance", last=True) -> tuple[Activations, Exchange, list]:
+    model = outline_model(config(norm=norm, num_convs=1).model)
+    links = links_of(model)
+    kinds = [type(layer) for _, layer in flat_layers(model)]
+    live = [p for p, kind in enumerate(kinds) if kind is torch.nn.InstanceNorm2d]
+    return Activations(links, kinds, channels_of_maps(model), 4, 4, last), Exchange(links, (4, 4), every="all"), segments_of(links, live)
+
+
+class TestBudget:
+    def tilings(self, budget, norm="instance"):
+        found, exchange, segments = activations(norm)
+        layout = exchange.layout(SIZE)
+        tiling = BudgetTiling(found, budget)
+        for segment in segments:
+            result = Box.whole(layout.sizes[segment.layers.stop])
+            yield found, layout, segment, result, tiling(layout, segment, result, 1)
+
+    @pytest.mark.parametrize("norm", ["instance", "none"])
+    @pytest.mark.parametrize("budget", [3e5, 1e6, 1e7])
+    def test_tiles_stay_within(self, norm, budget):
+        for found, layout, segment, result, grid in self.tilings(budget, norm):
+            for spans in product(*(split(n, g, 1) for n, g in zip(result.size, grid))):
+                assert found.of(layout.sizes, segment, Box(*zip(*spans)), 1) <= 1.05 * budget  # on a pooling's grid tiles of a size differ a little
+
+    def test_more_memory_takes_fewer_tiles(self):
+        counts = [[g[0] * g[1] for *_, g in self.tilings(budget)] for budget in (3e5, 1e6, 1e8)]
+        assert counts[0] > counts[1] > counts[2] and set(counts[2]) == {1}
+
+    def test_too_little_is_refused_with_both_numbers(self):
+        with pytest.raises(ValueError, match=r"of run.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give more memory"):
+            list(self.tilings(1e4))
+
+    def test_a_grid_is_no_finer_than_the_map(self):
+        assert GridTiling((5, 2))(None, None, Box((0, 0), (3, 9)), 1) == [3, 2]
+
+    def test_stored_maps_are_counted(self, tmp_path):
+        """By hand: of a network of one level all maps at once, then each with its gradient as long as needed."""
+        found, exchange, segments = activations()
+        layout = exchange.layout(SIZE)
+        maps = [found.channels[s.layers.start] * Box.whole(layout.sizes[s.layers.start]).pixels * 4 for s in segments[1:]]
+        stored = found.stored(lambda position: Box.whole(layout.sizes[position]), segments, 1)
+        assert sum(maps) < stored < 2 * sum(maps)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 takes statistics of the whole image: set it to spill, model.norm to none"),
+        (dict(in_time="spill"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
+        (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time spill reads exact windows: leave out spatial.exchange_every"),
+        (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"leave out spatial.exchange_every, spatial.halo"),
+        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"set mesh.stages to 1 and pipeline.placement to line"),
+        (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"/nowhere can not be used .*spatial.scratch"),
+        (dict(in_time="together", memory="4GB"), r"run.memory is given, but with spatial.in_time together nothing can be cut to fit it"),
+        (dict(memory="1MB"), r"run.memory is 1 MB, but this process .* takes \d+ MB already"),
+        (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
+    ],
+)
+@pytest.mark.parallel(1)
+def test_refused(comm, settings, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        found = config(**{k: v for k, v in settings.items() if k != "memory"})
+        verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Extents("33x47"))

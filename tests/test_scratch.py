@@ -1,0 +1,77 @@
+"""Maps in files and in memory: windows come back as they were written, room is reserved first, nothing is left behind."""
+
+import os
+
+import pytest
+import torch
+
+from distseg.geometry.tile import Box
+from distseg.spatial import scratch
+from distseg.spatial.scratch import Map, check_room
+
+BOX = Box((3, 10), (20, 41))
+FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
+
+
+def like(dtype, layout) -> torch.Tensor:
+    return torch.empty(2, 5, 4, 4, dtype=dtype).contiguous(memory_format=FORMATS[layout])
+
+
+@pytest.fixture(params=["file", "memory"])
+def folder(request, tmp_path):
+    return tmp_path if request.param == "file" else None
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("box", [BOX, Box((3, 10), (9, 41)), Box((7, 12), (8, 13)), Box((5, 30), (20, 41))])
+def test_windows(folder, layout, dtype, box):
+    stored, whole = Map(BOX, like(dtype, layout), folder), torch.randn(2, 5, *BOX.size).to(dtype)
+    assert stored.bytes == whole.nbytes
+    stored.write(BOX, whole)
+    at = (..., *box.relative_to(BOX).slices)
+    found = stored.read(box)
+    assert torch.equal(found, whole[at]) and found.stride() == torch.empty_like(found, memory_format=FORMATS[layout]).stride()
+    more = torch.randn(2, 5, *box.size).to(dtype)
+    stored.add(box, more)
+    whole[at] += more
+    assert torch.equal(stored.read(BOX), whole)
+    stored.close()
+
+
+def test_volumes(folder):
+    box = Box((0, 0, 2), (4, 6, 9))
+    stored, whole = Map(box, torch.empty(1, 3, 2, 2, 2), folder), torch.randn(1, 3, *box.size)
+    for part in (Box((0, 0, 2), (2, 6, 9)), Box((2, 0, 2), (4, 5, 9)), Box((2, 5, 2), (4, 6, 9))):
+        stored.write(part, whole[(..., *part.relative_to(box).slices)])
+    assert torch.equal(stored.read(Box((1, 2, 4), (4, 5, 9))), whole[..., 1:4, 2:5, 2:7])
+
+
+def test_it_begins_with_zeros(folder):
+    assert not Map(BOX, like(torch.float32, "NHWC"), folder).read(BOX).any()
+
+
+def test_no_name_is_left_in_the_folder(tmp_path):
+    stored = Map(BOX, like(torch.float32, "NHWC"), tmp_path)
+    assert not os.listdir(tmp_path)
+    stored.close()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"a feature map of 0.00 GB does not fit the scratch folder .* \(No space left on device; .* GB are free\).*spatial.scratch"):
+        Map(BOX, like(torch.float32, "NHWC"), tmp_path)
+    monkeypatch.setattr(scratch, "free_bytes", lambda folder: 10**9)
+    with pytest.raises(OSError, match=r"feature maps of 3.00 GB must wait in the scratch folder .*, where 1.00 GB are free: name a folder"):
+        check_room(tmp_path, 3 * 10**9)
+
+
+@pytest.mark.parametrize("folder", ["/nowhere/at/all", "/proc"])
+def test_a_folder_that_can_not_be_written(folder):
+    with pytest.raises(OSError, match=f"{folder}.*spatial.scratch"):
+        Map(BOX, like(torch.float32, "NCHW"), folder)
+    with pytest.raises(OSError, match="spatial.scratch"):
+        check_room("/nowhere/at/all", 1)

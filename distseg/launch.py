@@ -129,16 +129,20 @@ def set_up(comm, device: str = "auto", threads: int | None = None):
     return chosen
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(large: bool = True) -> None:
     """Let glibc keep big freed blocks instead of returning them to the system.
 
     An activation of more than 32 MB is otherwise mapped, zeroed page by page and unmapped in every layer, which costs
     more than most layers' arithmetic (docs/performance.md). Without effect on other C libraries.
+
+    Args:
+        large: also those of more than 32 MB; kept, they leave gaps that others do not fit into, so not where memory is short.
     """
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_MMAP_MAX, 0 if large else 2**16)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
         pass

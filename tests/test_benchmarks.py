@@ -27,8 +27,8 @@ def same_threads_afterwards():
 
 def test_all_are_found():
     assert BENCHMARKS == [
-        "balance", "freed_memory", "halo", "halo_error", "horovod_cycle", "overhead", "overlap", "pipeline_bubble", "pipeline_devices", "pipeline_model",
-        "precision", "scaling", "stage_memory", "strong",
+        "balance", "freed_memory", "gigapixel", "halo", "halo_error", "horovod_cycle", "in_time", "norm", "overhead", "overlap", "peers", "pipeline_bubble",
+        "pipeline_devices", "pipeline_model", "precision", "scaling", "stage_memory", "step_time", "strong",
     ]  # fmt: skip
 
 

@@ -6,23 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.models.layers import Pop, Stash, cut_to, skip_store
+from distseg.models.layers import Add, Pop, Stash, cut_to, skip_store
+from distseg.spatial.skip import DensePop
 
 
-class Add(nn.Module):
+class AddOne(nn.Module):
     def forward(self, x):
         return x + 1
 
 
 def test_a_skip_comes_first_in_the_channels():
     x = torch.zeros(1, 2, 3, 3)
-    y = nn.Sequential(Stash("a"), Add(), Pop("a"))(x)
+    y = nn.Sequential(Stash("a"), AddOne(), Pop("a"))(x)
     assert y[0, :, 0, 0].tolist() == [0, 0, 1, 1]
 
 
 def test_nested_skips_meet_their_own():
     x = torch.zeros(1, 1, 1, 1)
-    y = nn.Sequential(Stash("a"), Add(), Stash("b"), Add(), Pop("b"), Add(), Pop("a"))(x)
+    y = nn.Sequential(Stash("a"), AddOne(), Stash("b"), AddOne(), Pop("b"), AddOne(), Pop("a"))(x)
     assert y.flatten().tolist() == [0, 2, 3]
 
 
@@ -36,7 +37,7 @@ def test_pop_cuts_what_rounding_up_added():
 
 def test_gradients_flow_through_both_ways():
     x = torch.ones(1, 1, 2, 2, requires_grad=True)
-    nn.Sequential(Stash("a"), Add(), Pop("a"))(x).sum().backward()
+    nn.Sequential(Stash("a"), AddOne(), Pop("a"))(x).sum().backward()
     assert x.grad.flatten().tolist() == [2, 2, 2, 2]
 
 
@@ -75,3 +76,25 @@ def test_threads_do_not_see_each_others_skips():
 
 def test_layers_show_their_skip():
     assert (repr(Stash("a")), repr(Pop("b"))) == ("Stash('a')", "Pop('b')")
+
+
+def test_an_added_skip():
+    model = nn.Sequential(Stash("a"), nn.Conv2d(2, 2, 3, padding=2, bias=False), Add("a"))
+    x = torch.randn(1, 2, 5, 7)
+    assert torch.allclose(model(x), x + model[1](x)[..., :5, :7])
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_the_twin_of_a_pop_has_its_gradients_and_they_are_dense(layout):
+    seen = []
+    results = []
+    for pop in (Pop("a"), DensePop("a")):
+        skip, x = (torch.arange(96.0).view(1, 6, 4, 4).contiguous(memory_format=layout).requires_grad_() for _ in range(2))
+        up = x * 1
+        up.register_hook(lambda g: seen.append(g.is_contiguous(memory_format=layout)))
+        with skip_store({"a": skip}):
+            y = pop(up)
+        (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        results.append((y, skip.grad, x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert seen[1]

@@ -14,7 +14,7 @@ from distseg.data.loader import StepLoader, pieces
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import epoch_samples
 from distseg.extents import Extents
-from distseg.geometry.tile import Reach
+from distseg.geometry.tile import Box, Reach
 
 REACH = Reach((5, 5), (4, 4))
 ONE = Extents("1x1")
@@ -26,10 +26,10 @@ def store(tmp_path_factory):
     return random_store(tmp_path_factory.mktemp("s") / "s.h5", train=[(97, 131), (80, 80), (64, 70), (97, 131)], val=[(50, 50)])
 
 
-def loader(store, data=CROPS, grid=ONE, per_rank=ONE, coordinates=(0, 0), split="train", groups=1, group=0, accumulate=1, reach=REACH):
+def loader(store, data=CROPS, grid=ONE, per_rank=ONE, coordinates=(0, 0), split="train", groups=1, group=0, accumulate=1, reach=REACH, in_time=False):
     return StepLoader(
         store, split, data, seed=3, groups=groups, group=group, accumulate=accumulate,
-        grid=grid, per_rank=per_rank, coordinates=coordinates, reach=reach,
+        grid=grid, per_rank=per_rank, coordinates=coordinates, reach=reach, in_time=in_time,
     )  # fmt: skip
 
 
@@ -103,6 +103,22 @@ def test_volumes(tmp_path):
         for piece in next(reader.epoch(0))[0]:
             got[piece.place.tile.slices] = piece.labels[0]
     assert np.array_equal(got, sample.turn.apply(labels))
+
+
+def test_blocks_read_part_by_part_what_pieces_are(store):
+    data = DataConfig(augment=["flip", "turn", "colour"], images=2, crop=Extents("40x36"), prefetch=0)
+    for coordinates in ranks(Extents("2x1")):
+        arguments = store, data, Extents("2x1"), Extents("1x1"), coordinates
+        whole, parts = loader(*arguments, reach=Reach((0, 0), (4, 4))), loader(*arguments, reach=Reach((0, 0), (4, 4)), in_time=True)
+        for (pieces,), (blocks,) in zip(whole.epoch(0), parts.epoch(0)):
+            for piece, block in zip(pieces, blocks, strict=True):
+                tile, read = piece.place.tile, parts.bytes_read
+                assert block.place == piece.place
+                box = Box(tuple(a + 3 for a in tile.start), tuple(b - 2 for b in tile.stop))
+                inside = (..., *box.relative_to(tile).slices)
+                assert torch.equal(block.pixels(box), piece.pixels[inside]) and torch.equal(block.labels(box), piece.labels[inside])
+                images = len(piece.place.images)
+                assert parts.bytes_read - read == box.pixels * images * (store.bands * store.dtype("train0").itemsize + 1)
 
 
 # the loader

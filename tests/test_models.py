@@ -1,6 +1,7 @@
 """The zoo against the paper's table, and the U-Net as plain PyTorch."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -164,3 +165,32 @@ def test_unknown_models(name, message):
 def test_a_model_without_convolutions_has_no_channels_to_tell():
     with pytest.raises(ValueError, match="no convolution layer"):
         channels_of(nn.Linear(2, 2))
+
+
+def test_gigapixel_has_its_parameters_and_is_the_only_table_of_its_kind():
+    """Three convolutions down, one, three up; odd kernels no larger, channels no fewer towards the middle."""
+    model = build_model(ModelConfig(name="gigapixel-4492"))
+    convs = [layer for layer in model if isinstance(layer, nn.modules.conv._ConvNd)]
+    assert len(convs) == 7 and sum(p.numel() for p in model.parameters()) == 4492
+    odd, tables = range(3, 12, 2), []
+    for a, b, c in itertools.product(range(2, 17), repeat=3):
+        for k, l, m, n in itertools.product(odd, repeat=4):
+            if a <= b <= c and k >= l >= m:
+                down = a * (k * k + 1) + b * (a * l * l + 1) + c * (b * m * m + 1)
+                up = b * (c * m * m + 1) + a * (b * l * l + 1) + a * k * k + 1
+                if down + c * (c * n * n + 1) + up == 4492:
+                    tables.append((a, b, c, k, l, m, n))
+    assert len(tables) == 4 and [t for t in tables if t[0] > 2] == [(4, 4, 5, 9, 9, 5, 3)]
+
+
+@pytest.mark.parametrize("size", [(64, 96), (97, 131), (1, 33)])
+def test_gigapixel_takes_any_size(size):
+    model = build_model(ModelConfig(name="gigapixel-4492"))
+    assert model(torch.randn(2, 1, *size)).shape == (2, 1, *size)
+
+
+def test_gigapixel_refuses_what_it_can_not_be():
+    with pytest.raises(ValueError, match="as many outputs as bands, but got 3 bands and 2 outputs"):
+        build_model(ModelConfig(name="gigapixel-4492"), 3, 2)
+    with pytest.raises(ValueError, match="gigapixel-4492 does not take what the config sets .*depth"):
+        build_model(ModelConfig(name="gigapixel-4492", depth=3))

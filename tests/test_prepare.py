@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from distseg.data import prepare
+from distseg.data.gigapixel import prepare_gigapixel
 from distseg.data.pairs import assign_splits
 from distseg.data.prepare import prepare_folder
 from distseg.data.readers import open_image, open_mask
 from distseg.data.store import Store
+from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
 RANDOM = np.random.default_rng(0)
@@ -367,3 +370,20 @@ def test_the_output_is_there_already(tmp_path):
         prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"])
     prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"], overwrite=True)
     assert Store(tmp_path / "s.h5").classes == ["x", "y", "z"]
+
+
+def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
+    """At a small size; in strips as at any other."""
+    monkeypatch.setattr(prepare, "_STRIP_BYTES", 1)
+    store = prepare_gigapixel(tmp_path / "g.h5", Extents((300, 1200)))
+    whole = Box.whole((300, 1200))
+    pixels, labels = store.read("earth", whole)[0], store.labels("earth", whole)
+    assert np.array_equal(pixels[:, :600], pixels[:, :599:-1]) and np.array_equal(labels[:, :600], labels[:, :599:-1])
+    assert 0.3 < labels.mean() < 0.37 and pixels.std() > 20
+    assert labels[150, 600 + 300 + 40] == 1 and labels[150, 600 + 60] == 0  # Congo, Pacific
+
+
+@pytest.mark.parametrize("size, message", [((100, 33), "even W, got 100x33")])
+def test_gigapixel_of_a_wrong_size(tmp_path, size, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_gigapixel(tmp_path / "g.h5", Extents(size))

@@ -93,6 +93,21 @@ def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, 
         comm.Split(1)
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("norm", ["instance", "none"])
+def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm):
+    """With augmentation, crops and validation; read part by part."""
+    plan = config(folder, tiles=f"1x{comm.size}", norm=norm, output=str(folder / "memory"))
+    train(plan, comm)
+    spatial = replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("2x2"), scratch=str(folder))
+    train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
+    if comm.rank == 0:
+        memory, time = weights(folder / "memory"), weights(folder / "time")
+        for name, w in memory.items():
+            assert torch.allclose(time[name], w, rtol=0, atol=1e-10), name
+        assert read_log(folder / "time")[-1]["bytes_read"] > 0
+
+
 @pytest.mark.parallel(4)
 @pytest.mark.parametrize("norm", ["instance", "batch"])
 @pytest.mark.parametrize("mesh", [dict(samples=2, stages=2), dict(tiles="1x2", stages=2, recompute="always"), dict(stages=4), dict(stages=4, placement="v")])
@@ -174,6 +189,49 @@ def test_prediction_has_no_seams(comm, folder, norm):
 def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, norm):
     mesh = {2: dict(samples=2), 3: dict(tiles="3x1"), 4: dict(tiles="2x1", stages=2)}[comm.size]
     check_prediction(config(folder, norm=norm, epochs=1, exchange_every=1, **mesh), comm, folder)
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch):
+    """Until all tiles are there no result has its name; tiles that are there are not computed again; the result is the whole image's."""
+    from distseg.commands import run_predict
+    from distseg.predict import Predictor
+
+    plan = config(folder, norm="batch", epochs=1, tiles=f"{comm.size}x1")
+    train(plan, comm)
+    computed, failing = [], 2
+    call = Predictor.__call__
+
+    def counted(self, scene, numbers=None):
+        for found in call(self, scene, numbers):
+            if len(computed) == failing:
+                raise KeyboardInterrupt
+            computed.append(found[0])
+            yield found
+
+    monkeypatch.setattr(Predictor, "__call__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
+    comm.Barrier()
+    if comm.rank == 0:
+        assert not list((folder / "found").glob("*.h5")) and (folder / "found/image3.partial").is_dir()
+    first, failing = list(computed), None
+    computed.clear()
+    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
+    everything = comm.allgather((first, computed))
+    comm.Barrier()
+    if comm.rank == 0:
+        before, after = ([tile for part in parts for tile in part] for parts in zip(*everything))
+        assert len(before) == 2 * comm.size and not set(before) & set(after)
+        with h5py.File(folder / "found/image3.h5") as f:
+            taken_up = f["classes"][:]
+        assert sorted(p.name for p in (folder / "found").iterdir()) == ["image3.h5", "image3.png"]
+    monkeypatch.undo()
+    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "again"))
+    comm.Barrier()
+    if comm.rank == 0:
+        with h5py.File(folder / "again/image3.h5") as f:
+            assert np.array_equal(f["classes"][:], taken_up)
 
 
 def check_prediction(plan, comm, folder):

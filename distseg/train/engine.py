@@ -20,6 +20,7 @@ from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
+from distseg.launch import keep_freed_memory
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.layers import flat_layers
@@ -121,6 +122,7 @@ class Engine:
                     f"run.memory is {memory / 1e6:.0f} MB, but this process with weights, gradients and the optimizer's state takes {base / 1e6:.0f} MB "
                     "already: give more, with room for activations"
                 )
+            keep_freed_memory(large=False)
             tiling = BudgetTiling(activations, _SURE * (memory - base))
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
         return InTime(self.model, self.exchange.links, self.exchange.layout, tiling, folder, activations.stored, self.autocast)

@@ -1,0 +1,147 @@
+"""One training step of ``gigapixel-4492`` on 16000 x 64000 pixels, its exactness where that can be checked, and what it learns.
+
+The step is forward, backward and Adam of the whole image as one sample, in a process of its own that reads the image from its store
+as it goes. Exactness: the same mode against the serial program in float64 (distseg.verify). Learning: the Earth at 2000 x 4000 pixels in eight
+sectors of longitude, every fourth for testing, until the loss stands still; Dice of land.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Spread, parent, report, run_ranks
+from benchmarks.rows import Rows
+from benchmarks.steps import peak
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.data.gigapixel import CLASSES, Earth, prepare_gigapixel
+from distseg.data.loader import StepLoader
+from distseg.data.store import Store
+from distseg.data.writer import StoreWriter
+from distseg.evaluate import evaluate
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.launch import set_up, world
+from distseg.mesh import Mesh
+from distseg.models.zoo import outline_model
+from distseg.predict import Predictor
+from distseg.train.engine import Engine
+from distseg.train.metrics import scores
+from distseg.verify import verify
+
+QUESTION = "How long does a step on a gigapixel take, in how much memory, and does the network learn?"
+SEED = {"seconds": 81.0, "GB": 103.61, "Dice": 0.989}  # 16000 x 64000 on an M1 Ultra, as published
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
+    parser.add_argument("--store", type=Path, default=Path("demo-data/gigapixel.h5"), help="made if it is not there (1 GB; default: %(default)s)")
+    parser.add_argument("--size", type=Extents, default=Extents((16000, 64000)))
+    parser.add_argument("--memory", nargs="*", default=["1GB", "4GB"])
+    parser.add_argument("--epochs", type=int, default=300, help="of the training (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--job", choices=("step", "learn"), help="internal: what one process does")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if options.job:
+        print(json.dumps({"step": _step, "learn": _learn}[options.job](options)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if options.quick:
+            options.store, options.size, options.memory, options.repeats, options.epochs = Path(folder) / "g.h5", Extents((160, 320)), ["2GB"], 1, 1
+        if not options.store.exists():
+            prepare_gigapixel(options.store, options.size)
+        rows, samples = [{"run": "seed, M1 Ultra", "step [s]": SEED["seconds"], "peak [GB]": SEED["GB"], "Mpx/s": 1024 / SEED["seconds"]}], {}
+        for memory in options.memory:
+            samples[memory] = [_run(options, "step", memory, folder) for _ in range(options.repeats)]
+            seconds = Spread.of([s["seconds"] for s in samples[memory]])
+            pixels = samples[memory][0]["pixels"]
+            rows.append({
+                "run": f"distseg, --memory {memory}", "step [s]": seconds.median, "from": seconds.min, "to": seconds.max,
+                "peak [GB]": max(s["peak"] for s in samples[memory]) / 1e9, "Mpx/s": pixels / seconds.median / 1e6,
+            })  # fmt: skip
+            print(rows[-1], flush=True)
+        error = _exactness(options)
+        learned = _run(options, "learn", "4GB", folder)
+    notes = (
+        f"{options.size}, fp32, batch 1, forward, backward and Adam, reading included, {options.threads} threads; peak: of the whole process\n"
+        f"gradient against the serial program, float64, 301x331 in 3x3 tiles in time: largest relative error {error:.1e}\n"
+        f"land after {options.epochs} epochs on six sectors of 2000x4000: Dice {learned['train']:.4f} (train), {learned['test']:.4f} (two other sectors); published: {SEED['Dice']}, on other data"
+    )
+    report("gigapixel", QUESTION, Rows(rows, {"samples": samples, "error": error, "learned": learned}), options, {"size": str(options.size)}, notes)
+
+
+def _run(options: argparse.Namespace, job: str, memory: str, folder: str) -> dict:
+    flags = ["--job", job, "--store", str(Path(options.store).resolve()), "--memory", memory, "--epochs", str(options.epochs), "--threads", str(options.threads)]
+    return run_ranks(1, ["-m", "benchmarks.gigapixel", *flags, *["--quick"] * options.quick, "--output", folder], threads=options.threads, timeout=3000)
+
+
+def _config(store: str, **sections) -> Config:
+    model = ModelConfig(name="gigapixel-4492", out_channels=1)
+    return Config(model=model, mesh=MeshConfig(), loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=store), optim=OptimConfig("adam", lr=1e-3), **sections)
+
+
+def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
+    comm = world()
+    device = set_up(comm, "cpu", torch.get_num_threads())
+    one = Extents((1, 1))
+    size = store.size(store.split("train")[0])
+    engine = Engine(config, Mesh(comm, 1, one, 1), outline_model(config.model, 1), size, device)
+    in_time = config.run.memory is not None
+    loader = StepLoader(
+        store, "train", config.data, seed=0, groups=1, group=0, accumulate=1, grid=one, per_rank=one, coordinates=(0, 0), reach=engine.reading, in_time=in_time
+    )
+    return engine, loader
+
+
+def _step(options: argparse.Namespace) -> dict:
+    store = Store(options.store)
+    engine, loader = _engine(_config(str(options.store), run=RunConfig(memory=options.memory[0])), store)
+    start = time.perf_counter()
+    for step in loader.epoch(0):
+        loss = engine.backward(step)
+        engine.update(1e-3)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "peak": peak(), "loss": loss, "pixels": int(np.prod(store.size("earth")))}
+
+
+def _exactness(options: argparse.Namespace) -> float:
+    spatial = SpatialConfig(in_time="recompute", tiles_per_rank=Extents((3, 3)))
+    report_ = verify(_config(None, spatial=spatial), world(), Extents((301, 331)))
+    return report_["max_error"]
+
+
+def _learn(options: argparse.Namespace) -> dict:
+    size, sectors = ((2000, 4000), 8) if not options.quick else ((64, 256), 4)
+    path = Path(options.output) / "sectors.h5"
+    grey, land = Earth(size).rows(0, size[0])
+    width = size[1] // sectors
+    with StoreWriter(path, CLASSES, ("luminance",), overwrite=True) as writer:
+        for k in range(sectors):
+            columns = slice(k * width, (k + 1) * width)
+            target = writer.add_image(f"sector{k}", (size[0], width), np.uint8, "test" if k % 4 == 2 else "train", labels=True)
+            target.write(Box.whole((size[0], width)), grey[None, :, columns], land[:, columns])
+    store = Store(path)
+    config = _config(str(path), train=TrainConfig(precision="fp32"))
+    engine, loader = _engine(config, store)
+    losses = []
+    for epoch in range(options.epochs):
+        found = []
+        for step in loader.epoch(epoch):
+            found.append(engine.backward(step))
+            engine.update(1e-3 if epoch < 0.8 * options.epochs else 1e-4)
+        losses.append(sum(found) / len(found))
+    predictor = Predictor(engine.model, engine.mesh.replicas, engine.device, engine.autocast, Extents((1024, 1024)))
+    dice = {split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"]["dice"] for split in ("train", "test")}
+    return {**dice, "losses": losses}
+
+
+if __name__ == "__main__":
+    main()

@@ -94,7 +94,7 @@ def test_the_twin_of_a_pop_has_its_gradients_and_they_are_dense(layout):
         up.register_hook(lambda g: seen.append(g.is_contiguous(memory_format=layout)))
         with skip_store({"a": skip}):
             y = pop(up)
-        (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
+        (y * torch.arange(y.numel()).view(y.shape).contiguous(memory_format=layout)).sum().backward()
         results.append((y, skip.grad, x.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results))
     assert seen[1]

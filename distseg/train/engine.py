@@ -123,14 +123,15 @@ class Engine:
                     "already: give more, with room for activations"
                 )
             keep_freed_memory(large=False)
-            tiling = BudgetTiling(activations, _SURE * (memory - base))
+            tiling = BudgetTiling(activations, max(_SURE * (memory - base - _KEPT), (memory - base) / 4))
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
         return InTime(self.model, self.exchange.links, self.exchange.layout, tiling, folder, activations.stored, self.autocast)
 
     def _base_memory(self) -> int:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
-        return memory_in_use(self.device) + weights * (1 + state_copies(self.config.optim))
+        cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
+        return memory_in_use(self.device) + weights * (1 + state_copies(self.config.optim)) + cast
 
     @property
     def reading(self) -> Reach:
@@ -179,7 +180,8 @@ class Engine:
         return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
 
 
-_SURE = 0.5  # of the memory that is left, as allocators leave gaps: glibc took up to 2.2 bytes for one of a tensor (benchmarks/in_time.py)
+_KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
+_SURE = 0.8  # of the rest
 
 
 def tiles_in_time(config: Config) -> bool:

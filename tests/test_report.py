@@ -339,3 +339,15 @@ def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         plot_scaling([{"processes": 1, "speedup": 1.0}], tmp_path / "x.png")
+
+
+def test_a_long_unit_shows_how_far_it_is():
+    from distseg.report.progress import LineProgress
+
+    now, stream = [0.0], io.StringIO()
+    with LineProgress(2, "step", "epoch 1", stream, clock=lambda: now[0]) as bar:
+        now[0] = 20.0
+        bar.partly(0.5)
+        now[0] = 40.0
+        bar.advance(2)
+    assert stream.getvalue().splitlines() == ["epoch 1: 0/2 steps (25%), 50% of the next step, 1:00 left", "epoch 1: 2/2 steps in 0:40"]

@@ -26,6 +26,9 @@ class SilentProgress:
     def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
         """``n`` more units of work are done, in all ``pixels`` pixels; ``fields`` are shown beside them (loss)."""
 
+    def partly(self, share: float) -> None:
+        """This share of the next unit is done, where one takes long."""
+
     def __enter__(self) -> "SilentProgress":
         return self
 
@@ -38,14 +41,18 @@ class Progress(SilentProgress):
 
     def __init__(self, total: int, unit: str, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self.total, self.unit, self.label = total, unit, label
-        self.done, self.pixels, self.fields = 0, 0, {}
+        self.done, self.pixels, self.fields, self.share = 0, 0, {}, 0.0
         self.stream = stream or sys.stderr
         self._clock, self._start = clock, clock()
 
     def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
-        self.done += n
+        self.done, self.share = self.done + n, 0.0
         self.pixels += pixels
         self.fields.update(fields)
+        self._show()
+
+    def partly(self, share: float) -> None:
+        self.share = min(share, 1.0)
         self._show()
 
     def __exit__(self, *error) -> None:
@@ -58,6 +65,7 @@ class Progress(SilentProgress):
     def details(self) -> list[str]:
         """The rate, then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``."""
         rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
+        rate += [f"{self.share:.0%} of the next {self.unit}"] if self.share else []
         return rate + [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items()]
 
     def count(self) -> str:
@@ -80,9 +88,10 @@ class LineProgress(Progress):
     def _show(self) -> None:
         if self.done < self.total and self._clock() - self._last >= SECONDS_BETWEEN_LINES:
             self._last = self._clock()
-            left = self.seconds * (self.total - self.done) / self.done if self.done else None
+            done = self.done + self.share
+            left = self.seconds * (self.total - done) / done if done else None
             time_left = [] if left is None else [f"{duration(left)} left"]
-            self._print([f"{self.count()} ({self.done / self.total:.0%})", *self.details()[:1], *time_left, *self.details()[1:]])
+            self._print([f"{self.count()} ({done / self.total:.0%})", *self.details()[:1], *time_left, *self.details()[1:]])
 
     def _finish(self) -> None:
         spent = duration(self.seconds)

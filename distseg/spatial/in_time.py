@@ -14,6 +14,7 @@ Without live norms there is one segment, the whole network: nothing is stored bu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -72,6 +73,9 @@ class InTime:
         folder: for stored maps; None: the host's memory.
         stored: (what is held of the map before a layer, segments, images) -> bytes that the maps take.
         autocast: makes the context in which the network runs.
+
+    Attributes:
+        watch: told the share of a step that is done, now and then.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class InTime:
     ):  # fmt: skip
         self.model, self.links, self.layout, self.tiling, self.folder = model, list(links), layout, tiling, folder
         self.stored, self.autocast = stored, autocast
+        self.watch: Callable[[float], None] = lambda share: None
         self._segments: dict[tuple[int, ...], list[Segment]] = {}
 
     def segments(self) -> list[Segment]:
@@ -120,6 +125,8 @@ class Walk:
         self.maps: dict[tuple[int, int], Map] = {}
         self.gradients: dict[tuple[int, int], Map] = {}
         self.norms: dict[int, Pending] = {}
+        self.watch: Callable[[float], None] = lambda share: None
+        self._done, self._visits = 0, sum(self._count(s) for s in self.segments[:-1]) * 2 + self._count(self.segments[-1])
         self.outside = {skip.stash for segment in self.segments for skip in segment.skips.values()}
 
     @property
@@ -264,11 +271,20 @@ class Walk:
 
     def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
         release_freed_memory()
-        for i, block in enumerate(self.blocks):
-            result = self._held(segment.layers.stop, i)
-            grid = self.executor.tiling(self.layouts[i], segment, result, len(block.place.images))
+        for i in range(len(self.blocks)):
+            result, grid = self._grid(segment, i)
             for spans in product(*(split(n, g, 1) for n, g in zip(result.size, grid))):
                 yield i, Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
+                self._done += 1
+                self.watch(min(1.0, self._done / self._visits))
+
+    def _grid(self, segment: Segment, i: int) -> tuple[Box, Sequence[int]]:
+        """What is computed of a segment's result for block ``i``, and how it is cut."""
+        result = self._held(segment.layers.stop, i)
+        return result, self.executor.tiling(self.layouts[i], segment, result, len(self.blocks[i].place.images))
+
+    def _count(self, segment: Segment) -> int:
+        return sum(math.prod(self._grid(segment, i)[1]) for i in range(len(self.blocks)))
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:

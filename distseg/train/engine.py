@@ -165,6 +165,11 @@ class Engine:
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)
 
+    def watch_step(self, watch: Callable[[float], None]) -> None:
+        """Have ``watch`` told the share of a step that is done, where steps are long: with tiles in time."""
+        if isinstance(self.gradient_step, InTimeStep):
+            self.gradient_step.executor.watch = watch
+
     def update(self, rate: float) -> float:
         """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
         norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5

@@ -70,6 +70,7 @@ def train(config: Config, world) -> dict | None:
         for epoch in range(resumed.get("epoch", 0), config.train.epochs):
             engine.context.epoch = epoch
             with progress(loader.steps_per_epoch, "step", f"epoch {epoch + 1}/{config.train.epochs}", enabled=first) as bar:
+                engine.watch_step(bar.partly)
                 for micro_batches in loader.epoch(epoch):
                     rate = learning_rate(config.optim, step, total)
                     loss = engine.backward(micro_batches)

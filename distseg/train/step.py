@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -162,6 +162,7 @@ class InTimeStep:
         for m, blocks in enumerate(micro_batches):
             if walk is None:
                 walk = self.executor.walk(blocks)
+                walk.watch = self._watch(m, len(micro_batches))
                 with self.context.repeating(not self.loss.linear):
                     walk.forward()
             for unit, output in self._outputs(walk, m):
@@ -183,6 +184,7 @@ class InTimeStep:
                         self.head.note_counts([_unit(m, block, box)])
                 continue
             walk = self.executor.walk(blocks)
+            walk.watch = self._watch(m, len(micro_batches))
             walk.forward()
             with torch.no_grad():
                 for unit, output in self._outputs(walk, m):
@@ -192,6 +194,9 @@ class InTimeStep:
                 walk = None
         self.head.settle_beforehand()
         return walk
+
+    def _watch(self, m: int, count: int) -> Callable[[float], None]:
+        return lambda share: self.executor.watch((m + share) / count)
 
     def _outputs(self, walk: Walk, m: int) -> Iterator[tuple[Unit, Tensor]]:
         for i, box, output in walk.outputs():

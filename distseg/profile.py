@@ -25,10 +25,11 @@ from distseg.report.tables import table
 from distseg.report.timeline import plot_timeline, write_trace
 from distseg.train.engine import Engine
 from distseg.train.precision import choose
+from distseg.train.step import InTimeStep
 from distseg.verify import own_pieces, prepare
 
 COMPUTING = ("forward", "backward", "recompute")
-KINDS = (*COMPUTING, "wait", "send", "halo", "norm-exchange", "reduce", "update")
+KINDS = (*COMPUTING, "read", "scratch", "wait", "send", "halo", "norm-exchange", "reduce", "update")
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def watch(engine: Engine, world) -> Trace:
     engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
     for name in ("norm_comm", "batch_comm", "groups_comm"):
         setattr(engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange"))
+    if isinstance(engine.gradient_step, InTimeStep):
+        engine.gradient_step.executor.span = trace.span
     if engine.gradient_step.head:
         engine.gradient_step.head.replicas = TracedComm(engine.gradient_step.head.replicas, trace, "reduce")  # the loss's table
     return trace

@@ -113,3 +113,16 @@ def test_a_traced_communicator_is_one():
     request = comm.Iallreduce("send", "receive")
     assert (comm.size, comm.rank) == (2, 1) and [request.Test() for _ in range(3)] == [False, False, True]
     assert trace.spans == [Span(5, "reduce", "allreduce", 1.0, 7.0)]
+
+
+@pytest.mark.parallel(2)
+def test_tiles_in_time_show_what_they_read_compute_and_store(comm, tmp_path):
+    found = Config(
+        model=ModelConfig(depth=2, num_convs=1, base_channels=4), mesh=MeshConfig(tiles=Extents("1x2")),
+        spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")), train=TrainConfig(precision="fp32"),
+    )  # fmt: skip
+    result = profile(found, comm, Extents("64x96"), 2, str(tmp_path / "p"))
+    if comm.rank == 0:
+        for row in result.rows():
+            assert all(row[kind] > 0 for kind in ("forward", "recompute", "backward", "read", "scratch", "norm-exchange"))
+            assert row["other"] < 0.5 * result.seconds

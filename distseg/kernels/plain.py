@@ -32,7 +32,9 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 
 def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor) -> Tensor:
     shaped = lambda v: v.to(x.dtype).view(1, -1, *(1 for _ in own.size))
-    dx = torch.mul(_before_activation(g, x, affine), shaped(affine.scale), out=out)
+    scale, _, pivot, one = _parameters(x, affine)
+    arguments = scale, pivot, one, None, None, False, 0.0, [True, False, False]
+    dx = out.copy_(torch.ops.aten.native_batch_norm_backward(_before_activation(g, x, affine), x, *arguments)[0])
     inside = (..., *own.slices)
     dx[inside].addcmul_(x[inside], shaped(tilt)).add_(shaped(shift - tilt * affine.pivot))
     return dx

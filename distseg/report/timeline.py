@@ -18,10 +18,10 @@ from distseg.report.tables import table
 
 COLORS = {  # in the order in which they are drawn: what may lie inside another span comes after it
     "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "reduce": PALETTE[6],
-    "send": PALETTE[1], "norm-exchange": PALETTE[3], "halo": PALETTE[7],
+    "send": PALETTE[1], "norm-exchange": PALETTE[3], "halo": PALETTE[7], "read": "#999999", "scratch": "#8C6D46",
 }  # fmt: skip
 _ACTION = re.compile(r"[FB](\d+),(\d+)")
-_ABOVE = ("send", "norm-exchange", "halo")  # inside an action: drawn narrower, on top of it
+_ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")  # inside an action: drawn narrower, on top of it
 
 
 def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:

@@ -15,6 +15,7 @@ Without live norms there is one segment, the whole network: nothing is stored bu
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -76,6 +77,7 @@ class InTime:
 
     Attributes:
         watch: told the share of a step that is done, now and then.
+        span: makes the context of what is done, by kind and name, for those who watch (:mod:`distseg.pipeline.trace`).
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class InTime:
         self.model, self.links, self.layout, self.tiling, self.folder = model, list(links), layout, tiling, folder
         self.stored, self.autocast = stored, autocast
         self.watch: Callable[[float], None] = lambda share: None
+        self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
         self._segments: dict[tuple[int, ...], list[Segment]] = {}
 
     def segments(self) -> list[Segment]:
@@ -143,10 +146,12 @@ class Walk:
         for segment in self.segments[:-1]:
             parts = []
             for i, box in self._tiles(segment):
-                y, _ = self._run(segment, i, box)
-                self._map(self.maps, i, segment.layers.stop, y).write(box, y)
+                with self.span("forward", self._name(segment)):
+                    y, _ = self._run(segment, i, box)
+                with self.span("scratch", "write"):
+                    self._map(self.maps, i, segment.layers.stop, y).write(box, y)
                 parts += self._moments(segment.layers.stop, i, box, y)
-            if parts:
+            if self._live(segment.layers.stop):
                 self._meet_norm(segment.layers.stop, parts)
 
     def outputs(self) -> Iterator[tuple[int, Box, Tensor]]:
@@ -155,7 +160,8 @@ class Walk:
         With a graph, :meth:`take_in` follows each, once its backward pass is done.
         """
         for i, box in self._tiles(self.segments[-1]):
-            y, self._leaves = self._run(self.segments[-1], i, box)
+            with self.span("forward", self._name(self.segments[-1])):
+                y, self._leaves = self._run(self.segments[-1], i, box)
             yield i, box, y
             if self._leaves:
                 self._take_in(i, self._leaves)
@@ -168,12 +174,15 @@ class Walk:
                 self.norms[stop].settle()
             self._close(self.maps, stop)
             for i, box in self._tiles(segment):
-                g = self.gradients[i, stop].read(box)
-                y, leaves = self._run(segment, i, box)
-                if stop in self.norms:
-                    g = self._corrected(stop, i, box, g, y.detach())
-                if y.requires_grad:
-                    torch.autograd.backward([y], [g])
+                with self.span("scratch", "read gradient"):
+                    g = self.gradients[i, stop].read(box)
+                with self.span("recompute", self._name(segment)):
+                    y, leaves = self._run(segment, i, box)
+                with self.span("backward", self._name(segment)):
+                    if stop in self.norms:
+                        g = self._corrected(stop, i, box, g, y.detach())
+                    if y.requires_grad:
+                        torch.autograd.backward([y], [g])
                 self._take_in(i, leaves)
             self._close(self.gradients, stop)
         if 0 in self.norms:
@@ -185,6 +194,13 @@ class Walk:
             for stored in maps.values():
                 stored.close()
             maps.clear()
+
+    @property
+    def span(self) -> Callable[[str, str], ContextManager]:
+        return self.executor.span
+
+    def _name(self, segment: Segment) -> str:
+        return f"{self.executor.links[segment.layers.start].name} to {self.executor.links[segment.layers.stop - 1].name}"
 
     # one tile
 
@@ -211,7 +227,12 @@ class Walk:
         return x, leaves
 
     def _source(self, position: int, i: int, window: Box, leaves: list) -> Tensor:
-        x = self.blocks[i].pixels(window) if position == 0 else self.maps[i, position].read(window)
+        if position == 0:
+            with self.span("read", "pixels"):
+                x = self.blocks[i].pixels(window)
+        else:
+            with self.span("scratch", "read"):
+                x = self.maps[i, position].read(window)
         if torch.is_grad_enabled() and (position > 0 or 0 in self.norms):
             leaves.append((position, window, x.requires_grad_()))
         return x
@@ -296,7 +317,8 @@ class Walk:
         for position, window, x in leaves:
             if position > 0:
                 g = torch.zeros_like(x) if x.grad is None else x.grad
-                self._map(self.gradients, i, position, x.detach()).add(window, g)
+                with self.span("scratch", "add gradient"):
+                    self._map(self.gradients, i, position, x.detach()).add(window, g)
         leaves.clear()
 
     def _close(self, maps: dict, position: int) -> None:

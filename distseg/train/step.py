@@ -168,7 +168,8 @@ class InTimeStep:
             for unit, output in self._outputs(walk, m):
                 rows = self.head.rows(unit, [output])
                 self.head.note(unit, rows)
-                torch.autograd.backward(rows, self.head.slopes(unit, rows))
+                with self.executor.span("backward", "last layers"):
+                    torch.autograd.backward(rows, self.head.slopes(unit, rows))
             walk.backward()
             walk.close()
             walk = None

@@ -33,7 +33,7 @@ from distseg.models.unet import channels_of
 from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model
 from distseg.serial import Image, Outcome, serial_step
-from distseg.train.engine import Engine, approximations, owned_per_rank
+from distseg.train.engine import Engine, approximations, owned_per_rank, tiles_in_time
 from distseg.train.loss import parse
 
 
@@ -171,6 +171,7 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
         "images": [str(Extents(w.labels.shape)) for w in wholes],
         "halo": list(engine.reading.halo),
         "exchange_every": config.spatial.exchange_every,
+        "in_time": tiles_in_time(config),
         "stride": list(engine.reach.stride),
         "reducer": engine.reducer.name,
         "approximations": approximations(config, engine.reach, receptive_field(initial)),
@@ -244,7 +245,7 @@ def summary(report: dict, tolerance: float) -> str:
     mesh = report["mesh"]
     lines = [
         f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, images {', '.join(report['images'])}, "
-        f"{_borders(report)}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
+        f"{_borders(report)}{', tiles in time' if report['in_time'] else ''}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
     ]
     lines += [f"approximation: {text}" for text in report["approximations"]]
     lines.append(f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} against {report['loss']['serial']:.15g}")

@@ -149,7 +149,7 @@ class BudgetTiling:
         traffic = sum(self.activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
         cached = self.activations.of(sizes, segment, tile, images) <= _CACHED
         whole_rows = all(g == 1 for g in grid[1:])  # these lie side by side on the disk
-        return math.prod(grid) * traffic * (1.0 if cached else 1.1) * (1.0 if whole_rows else 1.02)
+        return math.prod(grid) * traffic * (1.0 if cached else _PAGED) * (1.0 if whole_rows else 1.02)
 
 
 def _largest(result: Box, grid: Sequence[int]) -> Box:
@@ -159,7 +159,8 @@ def _largest(result: Box, grid: Sequence[int]) -> Box:
     return Box(tuple(middle), tuple(m + n for m, n in zip(middle, size)))
 
 
-_CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor; larger tiles took about a tenth longer
+_CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor
+_PAGED = 1.5  # how much longer larger tiles take: their tensors are new pages in every layer (launch.keep_freed_memory), which cheap layers feel most
 _LEAST = 8  # cells a side that no tile goes below
 
 

@@ -104,6 +104,16 @@ class InTime:
         for a in range(tile.start[0], tile.stop[0], rows):
             yield Box((a, *tile.start[1:]), (min(a + rows, tile.stop[0]), *tile.stop[1:]))
 
+    def describe(self, image: Sequence[int]) -> str:
+        """What a step on an image of this size is made of, for the first of its ranks."""
+        layout = self.layout(image)
+        tile = layout.part(0, (0,) * len(layout.grid)).owned
+        walk = Walk(self, [Block(Place(tuple(image), tile, tile, (0,), (0,)), lambda box: None)])
+        if len(walk.segments) == 1:
+            return f"tiles in time: {walk.visits} windows a step, one after another"
+        where = f"in {self.folder}" if self.folder else "in memory"
+        return f"tiles in time: {len(walk.segments)} segments, {walk.visits} tiles a step there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
+
     def walk(self, blocks: Sequence[Block]) -> "Walk":
         """Through the network with the blocks of a micro-batch.
 
@@ -129,7 +139,7 @@ class Walk:
         self.gradients: dict[tuple[int, int], Map] = {}
         self.norms: dict[int, Pending] = {}
         self.watch: Callable[[float], None] = lambda share: None
-        self._done, self._visits = 0, sum(self._count(s) for s in self.segments[:-1]) * 2 + self._count(self.segments[-1])
+        self._done, self.visits = 0, sum(self._count(s) for s in self.segments[:-1]) * 2 + self._count(self.segments[-1])
         self.outside = {skip.stash for segment in self.segments for skip in segment.skips.values()}
 
     @property
@@ -297,7 +307,7 @@ class Walk:
             for spans in product(*(split(n, g, 1) for n, g in zip(result.size, grid))):
                 yield i, Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
                 self._done += 1
-                self.watch(min(1.0, self._done / self._visits))
+                self.watch(min(1.0, self._done / self.visits))
 
     def _grid(self, segment: Segment, i: int) -> tuple[Box, Sequence[int]]:
         """What is computed of a segment's result for block ``i``, and how it is cut."""

@@ -30,6 +30,7 @@ from distseg.train.checkpoint import Checkpoints, SilentCheckpoints, find, load_
 from distseg.train.engine import Engine, approximations, owned_per_rank, tiles_in_time
 from distseg.train.metrics import scores
 from distseg.train.optim import learning_rate
+from distseg.train.step import InTimeStep
 from distseg.train.precision import choose
 
 
@@ -170,6 +171,8 @@ def _introduction(config: Config, engine: Engine, image, exact, parameters: int,
     if config.spatial.exchanges:
         points = len(engine.exchange.layout(image).points)
         lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
+    if isinstance(engine.gradient_step, InTimeStep):
+        lines.append(engine.gradient_step.executor.describe(image))
     if engine.partition:
         balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
         lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}, recompute {config.pipeline.recompute}")

@@ -120,7 +120,7 @@ def recompute(options: argparse.Namespace, side: int | None = None, dtype: str =
     keep_freed_memory()
     side = side or options.side
     x, labels = picture(side)
-    grid = Extents((-(-side // options.tile),) * 2)
+    grid = Extents((-(-side // min(options.tile, side // 2)),) * 2)
     config = Config(loss=LossConfig("binary_cross_entropy"), optim=OptimConfig("sgd"), spatial=SpatialConfig(in_time="recompute", tiles_per_rank=grid), mesh=MeshConfig(reducer="mpi"))
     model = stack()
     engine = Engine(config, Mesh(world(), 1, Extents((1, 1)), 1), model, (side, side), precision=dtype, channels_last=True)
@@ -143,7 +143,7 @@ def lightstream(options: argparse.Namespace, side: int | None = None) -> dict:
     side = side or options.side
     x, labels = picture(side)
     model = stack()
-    streaming = StreamingCNN(model, (1, 3, min(options.tile, side), min(options.tile, side)), copy_to_gpu=False)
+    streaming = StreamingCNN(model, (1, 3, *(min(options.tile, side // 2),) * 2), copy_to_gpu=False)
 
     def step() -> None:
         model.zero_grad()

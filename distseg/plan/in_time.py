@@ -130,16 +130,18 @@ class BudgetTiling:
         return self._found[key]
 
     def _grid(self, sizes, segment: Segment, result: Box, images: int) -> list[int]:
-        fits = lambda grid, limit: self.activations.of(sizes, segment, _largest(result, grid), images) <= limit
+        small = lambda grid: self._is_small(sizes, segment, _largest(result, grid), images)
+        fits = lambda grid: self.activations.of(sizes, segment, _largest(result, grid), images) <= self.budget
         finest = [max(1, n // _LEAST) for n in result.size]
-        if not fits(finest, self.budget):
+        if not fits(finest):
             least = _largest(result, finest)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
                 f"{segment.layers.stop - 1} take {self.activations.of(sizes, segment, least, images) / 1e6:.1f} MB on a tile of {Extents(least.size)} cells: "
                 "give more memory"
             )
-        grids = (_with_rows(rows, finest, fits, limit) for limit in (self.budget, min(self.budget, _CACHED)) for rows in _counts(finest[0]))
+        conditions = (fits, lambda grid: fits(grid) and small(grid))
+        grids = (_with_rows(rows, finest, condition) for condition in conditions for rows in _counts(finest[0]))
         return min(filter(None, grids), key=lambda grid: self._cost(sizes, segment, result, grid, images))
 
     def _cost(self, sizes, segment: Segment, result: Box, grid: Sequence[int], images: int) -> float:
@@ -147,9 +149,17 @@ class BudgetTiling:
         tile = _largest(result, grid)
         way = chain(self.activations.links, sizes, segment, tile)
         traffic = sum(self.activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
-        cached = self.activations.of(sizes, segment, tile, images) <= _CACHED
+        cached = self._is_small(sizes, segment, tile, images)
         whole_rows = all(g == 1 for g in grid[1:])  # these lie side by side on the disk
         return math.prod(grid) * traffic * (1.0 if cached else _PAGED) * (1.0 if whole_rows else 1.02)
+
+
+    def _is_small(self, sizes, segment: Segment, tile: Box, images: int) -> bool:
+        """Whether a tile's tensors stay near the processor, in memory that was used before."""
+        way, activations = chain(self.activations.links, sizes, segment, tile), self.activations
+        positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
+        largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
+        return largest <= _KEPT and activations.of(sizes, segment, tile, images) <= _CACHED
 
 
 def _largest(result: Box, grid: Sequence[int]) -> Box:
@@ -160,7 +170,8 @@ def _largest(result: Box, grid: Sequence[int]) -> Box:
 
 
 _CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor
-_PAGED = 1.5  # how much longer larger tiles take: their tensors are new pages in every layer (launch.keep_freed_memory), which cheap layers feel most
+_KEPT = 2**25 - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
+_PAGED = 1.5  # how much longer larger ones take: they are new pages in every layer, which cheap layers feel most
 _LEAST = 8  # cells a side that no tile goes below
 
 
@@ -173,14 +184,14 @@ def _counts(most: int) -> list[int]:
     return [*found, most]
 
 
-def _with_rows(rows: int, finest: Sequence[int], fits, limit: float) -> list[int] | None:
+def _with_rows(rows: int, finest: Sequence[int], fits) -> list[int] | None:
     """The coarsest grid with so many rows that fits, other dims cut alike; None where none does."""
     others = finest[1:]
     low, high = 0, max(others, default=1)
     grid = lambda cuts: [rows, *(min(max(1, cuts), o) for o in others)]
-    if not fits(grid(high), limit):
+    if not fits(grid(high)):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(grid(middle), limit) else (middle, high)
+        low, high = (low, middle) if fits(grid(middle)) else (middle, high)
     return grid(high)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import sys
 import time
 import traceback
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable, Mapping
 
 _LAUNCHERS = (
@@ -154,6 +156,18 @@ def release_freed_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
         pass
+
+
+def memory_in_use(device) -> int:
+    """Bytes of this process that are in memory; on a GPU, those of its tensors."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 class JointFailure(ValueError):

@@ -16,7 +16,6 @@ from distseg.data.prepare import strips, summary
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
-from distseg.geometry.tile import Box
 from distseg.report.progress import progress
 
 CLASSES = ("water", "land")

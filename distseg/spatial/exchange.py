@@ -17,7 +17,7 @@ from distseg.comm.collective import Alone
 from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, exchanged
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link, Part, Region
-from distseg.geometry.tile import Box, Place, check_grid, split
+from distseg.geometry.tile import Box, check_grid, split
 from distseg.models.layers import Pop, flat_layers, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution

@@ -27,7 +27,7 @@ from torch import Tensor
 from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.segment import Segment, chain, segments_of
 from distseg.geometry.tile import Box, Place, split
-from distseg.launch import release_freed_memory
+from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import DistributedNorm, Pending
@@ -37,6 +37,8 @@ from distseg.spatial.scratch import Map, check_room
 
 
 _STRIP = 1 << 24  # labels read at once
+_GROWN = 1.03
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -302,10 +304,14 @@ class Walk:
 
     def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
         release_freed_memory()
+        usual = None
         for i in range(len(self.blocks)):
             result, grid = self._grid(segment, i)
             for spans in product(*(split(n, g, 1) for n, g in zip(result.size, grid))):
                 yield i, Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
+                usual = usual or memory_in_use(_CPU)
+                if memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
+                    release_freed_memory()
                 self._done += 1
                 self.watch(min(1.0, self._done / self.visits))
 

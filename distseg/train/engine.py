@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Callable, ContextManager, Sequence
 
 import torch
@@ -20,7 +16,7 @@ from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
-from distseg.launch import keep_freed_memory
+from distseg.launch import keep_freed_memory, memory_in_use
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.layers import flat_layers
@@ -217,16 +213,6 @@ def check_in_time(config: Config) -> None:
 def owned_per_rank(config: Config) -> Extents:
     """The tiles of a rank that the mesh knows of: one, where it is cut in time."""
     return Extents((1,) * len(config.mesh.tiles)) if tiles_in_time(config) else config.spatial.tiles_per_rank
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes of this process that are in memory; on a GPU, those of its tensors."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
 def _context(config: Config, mesh: Mesh) -> Context:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Sequence
 
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.quick:
             options.store, options.size, options.memory, options.repeats, options.epochs = Path(folder) / "g.h5", Extents((160, 320)), ["2GB"], 1, 1
         if not options.store.exists():
-            prepare_gigapixel(options.store, options.size)
+            with redirect_stdout(sys.stderr):
+                prepare_gigapixel(options.store, options.size)
         rows, samples = [{"run": "seed, M1 Ultra", "step [s]": SEED["seconds"], "peak [GB]": SEED["GB"], "Mpx/s": 1024 / SEED["seconds"]}], {}
         for memory in options.memory:
             samples[memory] = [_run(options, "step", memory, folder) for _ in range(options.repeats)]
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "run": f"distseg, --memory {memory}", "step [s]": seconds.median, "from": seconds.min, "to": seconds.max,
                 "peak [GB]": max(s["peak"] for s in samples[memory]) / 1e9, "Mpx/s": pixels / seconds.median / 1e6,
             })  # fmt: skip
-            print(rows[-1], flush=True)
+            print(rows[-1], file=sys.stderr, flush=True)
         error = _exactness(options)
         learned = _run(options, "learn", "4GB", folder)
     notes = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -56,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.job:
         return _job(options)
     if options.quick:
-        options.sizes, options.plain, options.memory, options.precision = [64, 128], [64, 128], "2GB", "fp32"
+        options.sizes, options.plain, options.memory, options.precision = [64], [64], "2GB", "fp32"
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         stores = {side: _store(Path(folder) / f"{side}.h5", side) for side in {*options.sizes, *options.plain}}
         for mode, sides in [*((mode, options.sizes) for mode in options.modes), ("plain", options.plain)]:
             for side in sides:
                 rows.append(_row(mode, side, _run(options, mode, stores[side], folder)))
-                print(rows[-1], flush=True)
+                print(rows[-1], file=sys.stderr, flush=True)
     extrapolated = _extrapolated(rows, max(options.sizes))
     notes = (
         f"{options.network}, batch 1, {options.precision}, --memory {options.memory}; spill: instance norm in training mode; recompute: no norm; "

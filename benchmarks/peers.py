@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for _ in range(repeats_of(options)):
             for name in there:
                 found[name].append(_run(name, options))
-                print(what, name, found[name][-1], flush=True)
+                print(what, name, found[name][-1], file=sys.stderr, flush=True)
         samples[what] = found
         rows += [_row(what, name, found, there[0]) for name in there]
     notes = (
@@ -127,8 +127,8 @@ def recompute(options: argparse.Namespace, side: int | None = None, dtype: str =
     whole = Box.whole((side, side))
     block = Block(Place((side, side), whole, whole, (0,), (0,)), lambda box: x[(..., *box.slices)], lambda box: labels[(..., *box.slices)])
     seconds = _fastest(lambda: engine.backward([[block]]))
-    error = None if side > 600 else _gradient_error([p.grad for p in engine.parameters], side)
-    return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else recompute(options, 512, "fp32")["error"]}
+    error = None if side > 512 else _gradient_error([p.grad for p in engine.parameters], side)
+    return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else recompute(options, 512)["error"]}
 
 
 def _gradient_error(found: list[torch.Tensor], side: int) -> float:
@@ -155,7 +155,7 @@ def lightstream(options: argparse.Namespace, side: int | None = None) -> dict:
         streaming.backward(x, logits.grad)
 
     seconds = _fastest(step)
-    error = None if side > 600 else _gradient_error([p.grad for p in model.parameters()], side)
+    error = None if side > 512 else _gradient_error([p.grad for p in model.parameters()], side)
     return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else lightstream(options, 512)["error"]}
 
 
@@ -179,7 +179,7 @@ def plain(options: argparse.Namespace, side: int | None = None) -> dict:
         F.binary_cross_entropy_with_logits(model(x), labels[:, None].float()).backward()
 
     seconds = _fastest(step)
-    error = None if side > 600 else _gradient_error([p.grad for p in model.parameters()], side)
+    error = None if side > 512 else _gradient_error([p.grad for p in model.parameters()], side)
     return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else plain(options, 512)["error"]}
 
 

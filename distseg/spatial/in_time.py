@@ -37,7 +37,7 @@ from distseg.spatial.scratch import Map, check_room
 
 
 _STRIP = 1 << 24  # labels read at once
-_GROWN = 1.03
+_GROWN = 1.2  # by how much the process may outgrow its first tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 

@@ -35,6 +35,7 @@ from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
 from distseg.predict import Predictor
 from distseg.train.engine import Engine
+from distseg.train.loop import step_loader
 from distseg.train.metrics import scores
 from distseg.verify import verify
 
@@ -97,11 +98,7 @@ def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
     one = Extents((1, 1))
     size = store.size(store.split("train")[0])
     engine = Engine(config, Mesh(comm, 1, one, 1), outline_model(config.model, 1), size, device)
-    in_time = config.run.memory is not None
-    loader = StepLoader(
-        store, "train", config.data, seed=0, groups=1, group=0, accumulate=1, grid=one, per_rank=one, coordinates=(0, 0), reach=engine.reading, in_time=in_time
-    )
-    return engine, loader
+    return engine, step_loader(config, store, engine.mesh, engine)
 
 
 def _step(options: argparse.Namespace) -> dict:

@@ -21,7 +21,6 @@ from benchmarks.harness import parent, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
-from distseg.data.loader import StepLoader
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
@@ -31,6 +30,7 @@ from distseg.mesh import Mesh
 from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.train.engine import Engine, autocast, place_model
+from distseg.train.loop import step_loader
 from distseg.train.optim import make_optimizer
 
 QUESTION = "What memory and time does a step take on images far larger than memory?"
@@ -113,10 +113,7 @@ def _job(options: argparse.Namespace) -> None:
     model = outline_model(config.model)
     mesh, size = Mesh(comm, 1, Extents((1, 1)), 1), store.size("earth")
     engine = Engine(config, mesh, model, size, device, options.precision, last)
-    loader = StepLoader(
-        store, "train", config.data, seed=0, groups=1, group=0, accumulate=1, grid=Extents((1, 1)), per_rank=Extents((1, 1)), coordinates=(0, 0),
-        reach=engine.reading, in_time=True,
-    )  # fmt: skip
+    loader = step_loader(config, store, mesh, engine)
     seconds, stored = [], 0
     for epoch in range(options.steps):
         for blocks in loader.epoch(epoch):

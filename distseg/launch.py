@@ -131,6 +131,9 @@ def set_up(comm, device: str = "auto", threads: int | None = None):
     return chosen
 
 
+LARGE_BLOCK = 2**25  # bytes; the most that glibc can be told to keep
+
+
 def keep_freed_memory(large: bool = True) -> None:
     """Let glibc keep big freed blocks instead of returning them to the system.
 
@@ -144,7 +147,7 @@ def keep_freed_memory(large: bool = True) -> None:
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0 if large else 2**16)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
         pass

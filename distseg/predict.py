@@ -247,7 +247,7 @@ def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str],
     ranks = predictor.replicas
     first = predictor.last and ranks.rank == 0
     every = predictor.tiles_of(scene.size)
-    likely = (1 if len(classes) <= 2 and predictor.outputs == 1 else predictor.outputs) if probabilities else 0
+    likely = predictor.outputs if probabilities else 0
     identity = {"network": network, "source": scene.source, "classes": classes}
     partial = PartialMap(Path(output) / f"{scene.name}.partial", identity, tuple(scene.size), every, likely) if first else None
     numbers = predictor.agree(partial.missing if partial and predictor.independent else list(range(len(every))))

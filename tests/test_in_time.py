@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from test_exact import check, config
-from distseg.config import RunConfig, SpatialConfig
+from distseg.config import RunConfig
 from distseg.extents import Extents
 from distseg.geometry.segment import segments_of
 from distseg.geometry.tile import Box, split
 from distseg.models.zoo import outline_model
-from distseg.models.layers import flat_layers
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, channels_of_maps
+from distseg.models.layers import channels_of_maps, flat_layers
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.spatial import in_time
 from distseg.spatial.exchange import Exchange, links_of
 from distseg.spatial.scratch import Map
-from distseg.train.engine import Engine
 from distseg.verify import verify
 
 GRID = Extents("2x3")

@@ -21,6 +21,7 @@ from distseg.comm.collective import wait
 from distseg.comm.transport import cuda_aware, message
 from distseg.geometry.footprint import Span
 from distseg.geometry.tile import Box
+from distseg.memory_format import lies_last
 
 
 class Copy(NamedTuple):
@@ -283,7 +284,7 @@ class HaloExchange:
 def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
     """(B, C, *size) in the memory format of ``like``."""
     b, c = like.shape[:2]
-    if like.stride(1) == 1 and c > 1:
+    if lies_last(like):
         return like.new_empty(b, *size, c).movedim(-1, 1)
     return like.new_empty(b, c, *size)
 

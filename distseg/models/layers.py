@@ -8,6 +8,7 @@ they meet in a store of the current thread; an executor that runs several tiles 
 
 from __future__ import annotations
 
+import copy
 import threading
 from contextlib import contextmanager
 
@@ -101,6 +102,19 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
         else:
             found.append((name, layer))
+    return found
+
+
+def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:
+    """The channels of the feature map before each layer of a flat model, up to layer ``until``, by default the result; on the meta device."""
+    layers = [layer for _, layer in flat_layers(copy.deepcopy(model).to("meta").eval())]
+    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    x = torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
+    found = [x.shape[1]]
+    with torch.no_grad(), skip_store({}):
+        for layer in layers[:until]:
+            x = layer(x)
+            found.append(x.shape[1])
     return found
 
 

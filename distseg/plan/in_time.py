@@ -7,19 +7,18 @@ windows overlap least. benchmarks/in_time.py holds the count against measured pe
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
-import torch
 from torch import nn
 
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link
 from distseg.geometry.segment import Segment, chain
 from distseg.geometry.tile import Box
-from distseg.models.layers import Pop, Stash, flat_layers, skip_store
+from distseg.launch import LARGE_BLOCK
+from distseg.models.layers import Pop, Stash
 from distseg.spatial.norm import NORMS
 
 _CONVS = nn.modules.conv._ConvNd
@@ -28,26 +27,13 @@ _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
-def channels_of_maps(model: nn.Module) -> list[int]:
-    """The channels of the feature map before each layer of a flat model, and of its result; on the meta device."""
-    layers = [layer for _, layer in flat_layers(copy.deepcopy(model).to("meta").eval())]
-    first = next(layer for layer in layers if isinstance(layer, _CONVS))
-    x = torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
-    found = [x.shape[1]]
-    with torch.no_grad(), skip_store({}):
-        for layer in layers:
-            x = layer(x)
-            found.append(x.shape[1])
-    return found
-
-
 @dataclass(frozen=True)
 class Activations:
     """What tiles of a model's segments take.
 
     Args:
         kinds: of the plain model's layers, by which it is told which results are kept.
-        channels: of the maps (:func:`channels_of_maps`).
+        channels: of the maps (:func:`distseg.models.layers.channels_of_maps`).
         itemsize: bytes of a value in the network; ``pixel``: of one as it is read.
         last: whether channels come last; else convolutions reorder what they are given.
     """
@@ -159,7 +145,7 @@ class BudgetTiling:
         way, activations = chain(self.activations.links, sizes, segment, tile), self.activations
         positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
         largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
-        return largest <= _KEPT and activations.of(sizes, segment, tile, images) <= _CACHED
+        return largest <= _REUSED and activations.of(sizes, segment, tile, images) <= _CACHED
 
 
 def _largest(result: Box, grid: Sequence[int]) -> Box:
@@ -170,7 +156,7 @@ def _largest(result: Box, grid: Sequence[int]) -> Box:
 
 
 _CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor
-_KEPT = 2**25 - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
+_REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
 _PAGED = 1.5  # how much longer larger ones take: they are new pages in every layer, which cheap layers feel most
 _LEAST = 8  # cells a side that no tile goes below
 

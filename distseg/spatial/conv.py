@@ -61,7 +61,7 @@ class _ExchangedConv(torch.autograd.Function):
             return [sum(found[1:], found[0]) if w else None for found, w in zip(zip(*parts), mask[1:])]
 
         dweight = dbias = None
-        if (wanted[3] or wanted[4]) and not later(lambda: _accumulate((conv.weight, conv.bias), of_parameters())):
+        if (wanted[3] or wanted[4]) and not later(lambda: accumulate((conv.weight, conv.bias), of_parameters())):
             dweight, dbias = of_parameters()
         if of_inputs:
             dxs = exchange.finish_adjoint(dxs, arriving, in_place=True)
@@ -69,7 +69,8 @@ class _ExchangedConv(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Tensor | None]) -> None:
+def accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Tensor | None]) -> None:
+    """Add to the parameters' gradients what autograd does not bring there."""
     for p, g in zip(parameters, gradients):
         if g is not None:
             p.grad = g.to(p.dtype) if p.grad is None else p.grad.add_(g)

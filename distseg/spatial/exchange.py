@@ -7,7 +7,6 @@ any exchange (``all``) tiles are windows at first, and each layer computes no mo
 
 from __future__ import annotations
 
-import copy
 from typing import Callable, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, 
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.tile import Box, check_grid, split
-from distseg.models.layers import Pop, flat_layers, skip_store
+from distseg.models.layers import Pop, channels_of_maps, flat_layers, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
 from distseg.spatial.local import cropped, fill_of, framed, fuses, link_of, run
@@ -42,17 +41,7 @@ def links_of(model: nn.Module) -> list[Link]:
         ) from None
     first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
     dims = first.weight.dim() - 2
-    return [link_of(name, layer, dims, lambda position=position: _channels_before(model, position, first)) for position, (name, layer) in enumerate(layers)]
-
-
-def _channels_before(model: nn.Module, position: int, first: nn.Module) -> int:
-    """The channels of a layer's input, from a forward pass on the meta device."""
-    layers = [layer for _, layer in flat_layers(copy.deepcopy(model).to("meta").eval())]
-    x = torch.empty(1, first.in_channels, *(256,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
-    with torch.no_grad(), skip_store({}):
-        for layer in layers[:position]:
-            x = layer(x)
-    return x.shape[1]
+    return [link_of(name, layer, dims, lambda position=position: channels_of_maps(model, position)[-1]) for position, (name, layer) in enumerate(layers)]
 
 
 class Exchange:

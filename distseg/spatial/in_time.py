@@ -231,8 +231,6 @@ class Walk:
                     skips[skip.name] = x
                 x, have = self._source(segment.layers.start, i, way.given, leaves), way.given
                 for position, part in zip(segment.layers, way.parts):
-                    if position in segment.skips:
-                        part = Part(part.size, part.owned, part.given, part.taken, part.raw, part.made, way.skips[position])
                     x, have = self._layer(position, x, have, part, skips), part.made
         finally:
             self.context.regions = None

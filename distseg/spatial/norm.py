@@ -28,6 +28,7 @@ from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
 from distseg.spatial.context import Context
+from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
 from distseg.spatial.moments import Moments, by_group, combine, of_channels, stack
 
@@ -220,10 +221,7 @@ class _JointNorm(torch.autograd.Function):
         dbias = torch.zeros_like(dweight)
         if ctx.live or any(ctx.needs_input_grad[1:3]):
             for j, b, i in images:
-                c = ctx.coefficients[j][b]
-                total, weighted = _kernels(xs[j]).sums(gs[j][b : b + 1], xs[j][b : b + 1], c.affine)
-                dbias[i] += total
-                dweight[i] += c.hat * weighted + c.offset * total
+                _collect(dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b])
         s1, s2 = _shares(ctx.norm, weight, dweight, dbias, ctx.pixels) if ctx.live else (None, None)
         dxs = [torch.empty_like(x) for x in xs]
         for j, b, i in images:
@@ -249,21 +247,16 @@ class Pending:
         coefficients = self.norm.coefficients(x, index, self.statistics, mask)
         return _PendingNorm.apply(self, coefficients, self.norm.rows(index), x)
 
-    def collect(self, row: int, coefficients: Coefficients, total: Tensor, weighted: Tensor) -> None:
+    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients) -> None:
         if self.dweight is None:
-            self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), len(total), dtype=torch.float64, device=total.device)
-        self.dbias[row] += total
-        self.dweight[row] += coefficients.hat * weighted + coefficients.offset * total
+            self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), x.shape[1], dtype=torch.float64, device=x.device)
+        _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
         norm = self.norm
         self.s1, self.s2 = _shares(norm, norm.weight, self.dweight, self.dbias, self.statistics.count)
-        for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias)):
-            if p is not None:
-                d = d.sum(0).to(p.dtype)
-                p.grad = d if p.grad is None else p.grad.add_(d)
+        accumulate((norm.weight, norm.bias), [None if p is None else d.sum(0).to(p.dtype) for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
@@ -287,10 +280,18 @@ class _PendingNorm(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
         for b, (i, c) in enumerate(zip(ctx.rows, ctx.coefficients)):
-            part, slope, none = x[b : b + 1], g[b : b + 1], torch.zeros_like(c.hat)
-            ctx.pending.collect(i, c, *_kernels(x).sums(slope, part, c.affine))
-            _kernels(x).gradient(slope, part, c.affine, none, none, Box.whole(x.shape[2:]), out=dx[b : b + 1])
+            image = g[b : b + 1], x[b : b + 1]
+            none = torch.zeros_like(c.hat)
+            ctx.pending.collect(i, *image, c)
+            _kernels(x).gradient(*image, c.affine, none, none, Box.whole(x.shape[2:]), out=dx[b : b + 1])
         return None, None, None, dx
+
+
+def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficients) -> None:
+    """Add an image's part of the gradients of weight and bias, (C,) float64 each."""
+    total, weighted = _kernels(x).sums(g, x, c.affine)
+    dbias += total
+    dweight += c.hat * weighted + c.offset * total
 
 
 def _tilt_and_shift(c: Coefficients, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:

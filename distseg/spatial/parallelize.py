@@ -132,8 +132,8 @@ class TiledModel(nn.Module):
         commit(self.norms, self.context.groups_comm)
 
 
-class Elsewhere(nn.Module):
-    """Stands where a layer was that another rank holds."""
+class _Instead(nn.Module):
+    """Stands where a layer was."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -141,6 +141,10 @@ class Elsewhere(nn.Module):
 
     def extra_repr(self) -> str:
         return self.kind
+
+
+class Elsewhere(_Instead):
+    """In the place of a layer that another rank holds."""
 
 
 def _flattened(model: nn.Module) -> list[nn.Module] | None:
@@ -175,7 +179,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
     _check_own_layers(model)
-    links = _links(model)
+    links = exchange.links if exchange else _links(model)
     context = context or Context()
     strides = cumulative_strides(model, reach)
     for name, stride in strides.items():
@@ -199,18 +203,11 @@ def _links(model: nn.Module) -> list[Link] | None:
         return None
 
 
-class Folded(nn.Module):
-    """Stands where a layer was that the norm beside it computes too."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.kind = type(layer).__name__
+class Folded(_Instead):
+    """In the place of a layer that the norm beside it computes too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-    def extra_repr(self) -> str:
-        return self.kind
 
 
 def _fold(sequential: nn.Sequential) -> None:

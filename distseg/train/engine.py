@@ -19,14 +19,14 @@ from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
-from distseg.models.layers import flat_layers
+from distseg.models.layers import channels_of_maps, flat_layers
 from distseg.models.unet import channels_of
 from distseg.pipeline.build import own_part
 from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, channels_of_maps
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange, links_of

@@ -52,7 +52,7 @@ def train(config: Config, world) -> dict | None:
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     engine = Engine(config, mesh, model, _largest(store, config), device, precision, channels_last)
     with together(world):
-        loader = _loader(config, store, mesh, engine)
+        loader = step_loader(config, store, mesh, engine)
         resumed = _resume(config, engine, model)
     writes = mesh.replicas.rank == 0
     checkpoints = Checkpoints(config.train.output, config.train.keep, not resumed, mesh.pipeline) if writes else SilentCheckpoints()
@@ -118,7 +118,8 @@ def _outputs(config: Config, store: Store) -> int | None:
     return 1 if config.model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 
 
-def _loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:
+def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:
+    """What this rank reads of the training split."""
     return StepLoader(
         store,
         "train",

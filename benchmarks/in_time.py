@@ -29,6 +29,7 @@ from distseg.launch import set_up, world
 from distseg.mesh import Mesh
 from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
+from distseg.spatial.in_time import Walk
 from distseg.train.engine import Engine, autocast, place_model
 from distseg.train.loop import step_loader
 from distseg.train.optim import make_optimizer
@@ -117,8 +118,7 @@ def _job(options: argparse.Namespace) -> None:
     seconds, stored = [], 0
     for epoch in range(options.steps):
         for blocks in loader.epoch(epoch):
-            walk = engine.gradient_step.executor.walk(blocks[0])
-            stored = walk.stored if len(walk.segments) > 1 else 0
+            stored = Walk(engine.gradient_step.executor, blocks[0]).stored
             start = time.perf_counter()
             loss = engine.backward(blocks)
             engine.update(1e-3)

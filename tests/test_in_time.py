@@ -14,12 +14,21 @@ from distseg.geometry.tile import Box, split
 from distseg.models.zoo import outline_model
 from distseg.models.layers import channels_of_maps, flat_layers
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
-from distseg.spatial import in_time
+from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange, links_of
 from distseg.spatial.scratch import Map
+from distseg.train.engine import check_in_time
 from distseg.verify import verify
 
 GRID = Extents("2x3")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Strips of a few rows, as large images have them."""
+    monkeypatch.setattr(transfer, "_STRIP", 4000.0)
+    monkeypatch.setattr(in_time, "_CELLS", 200)
+    monkeypatch.setattr(in_time, "_LABELS", 500)
 
 
 @pytest.mark.parallel([1, 2, 4])
@@ -50,6 +59,29 @@ def test_samples_times_tiles_times_tiles_in_time(comm, norm, loss):
 @pytest.mark.parametrize("scope", ["group", "step"])
 def test_batch_norm_over_sample_groups(comm, scope):
     check(comm, "33x47", samples=2, norm="batch", norm_scope=scope, in_time="spill", tiles_per_rank=Extents("2x2"))
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("norm, loss, placement", [("instance", "cross_entropy", "line"), ("batch", "dice", "v"), ("group", "focal", "v"), ("none", "dice", "line")])
+def test_stages_times_tiles_in_time(comm, norm, loss, placement):
+    """Each stage tile after tile; skips, maps and gradients travel between stages."""
+    check(comm, "61x75", stages=comm.size, placement=placement, norm=norm, loss=loss, accumulate=2, in_time="spill", tiles_per_rank=GRID)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("start", range(1, 29))
+def test_a_stage_begins_at_any_layer(comm, start):
+    layers = len(links_of(outline_model(config(num_convs=1).model)))
+    check(comm, "21x30", stages=2, num_convs=1, balance=[start, layers - start], in_time="spill", tiles_per_rank=Extents("2x2"))
+
+
+@pytest.mark.parallel(8)
+@pytest.mark.parametrize("norm, loss, placement", [("batch", "cross_entropy + dice", "line"), ("instance", "cross_entropy", "v"), ("none", "focal", "line")])
+def test_samples_times_tiles_times_stages_times_tiles_in_time(comm, norm, loss, placement):
+    check(
+        comm, "61x75", samples=2, tiles="1x2", stages=2, placement=placement, norm=norm, loss=loss, images=2, accumulate=2, in_time="spill", tiles_per_rank=GRID,
+        ignore_index=7,
+    )  # fmt: skip
 
 
 @pytest.mark.parallel(1)
@@ -131,7 +163,7 @@ class TestBudget:
         (dict(in_time="spill"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
         (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time spill reads exact windows: leave out spatial.exchange_every"),
         (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"leave out spatial.exchange_every, spatial.halo"),
-        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"set mesh.stages to 1 and pipeline.placement to line"),
+        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"torchgpipe does not: set pipeline.placement to line or v"),
         (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"/nowhere can not be used .*spatial.scratch"),
         (dict(in_time="together", memory="4GB"), r"run.memory is given, but with spatial.in_time together nothing can be cut to fit it"),
         (dict(memory="1MB"), r"run.memory is 1 MB, but this process .* takes \d+ MB already"),
@@ -143,3 +175,8 @@ def test_refused(comm, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         found = config(**{k: v for k, v in settings.items() if k != "memory"})
         verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Extents("33x47"))
+
+
+def test_stages_go_forward_first():
+    with pytest.raises(ValueError, match="has all forward passes go first.* set pipeline.schedule to gpipe or auto"):
+        check_in_time(config(in_time="spill", tiles_per_rank=GRID, stages=2, schedule="1f1b"))

@@ -8,7 +8,8 @@ segment takes up a skip, from a window of the map that the skip comes from::
     layers           | conv      | norm act stash pool conv     | norm act up pop ...
     a skip of B's segment is popped in C's: norm and act are computed again, on a window of B
 
-Segments are cut where that would mean more than layers that look at single pixels.
+Segments are cut where that would mean more than layers that look at single pixels. In a pipeline they are cut between stages
+too, and before a stash whose skip another stage takes up, so that nobody needs another's weights.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Skip:
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers from one stored map to the next; ``skips``: by the position of their pop."""
+    """Layers from one stored map to the next; ``skips``: by the position of their pop; ``stage``: of the pipeline that runs it."""
 
     layers: range
     skips: dict[int, Skip]
+    stage: int = 0
 
     @property
     def sources(self) -> list[int]:
@@ -46,11 +48,13 @@ class Segment:
         return sorted({self.layers.start, *(skip.source for skip in self.skips.values())})
 
 
-def segments_of(links: Sequence[Link], cuts: Sequence[int]) -> list[Segment]:
-    """The segments of a flat model that is cut before the layers ``cuts``, and wherever else skips ask for it."""
+def segments_of(links: Sequence[Link], cuts: Sequence[int], stages: Sequence[range] = ()) -> list[Segment]:
+    """The segments of a flat model that is cut before the layers ``cuts``, between ``stages``, and wherever else skips ask for it."""
     stashes = {link.stash: position for position, link in enumerate(links) if link.stash is not None}
     pops = {position: stashes[link.pop] for position, link in enumerate(links) if link.pop is not None}
-    starts = {0, *cuts}
+    stage_of = {position: number for number, layers in enumerate(stages) for position in layers}
+    between = {stash for pop, stash in pops.items() if stage_of.get(pop) != stage_of.get(stash)}
+    starts = {0, *cuts, *(layers.start for layers in stages), *between}
     while True:
         start_of = lambda position: max(start for start in starts if start <= position)
         outside = {pop: stash for pop, stash in pops.items() if start_of(pop) != start_of(stash)}
@@ -62,7 +66,7 @@ def segments_of(links: Sequence[Link], cuts: Sequence[int]) -> list[Segment]:
     found = []
     for start, end in zip(sorted(starts), ends):
         skips = {pop: Skip(links[pop].pop, start_of(stash), stash) for pop, stash in outside.items() if start <= pop < end}
-        found.append(Segment(range(start, end), skips))
+        found.append(Segment(range(start, end), skips, stage_of.get(start, 0)))
     return found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
+from typing import Iterator
 
 from distseg.extents import Extents
 
@@ -80,6 +81,13 @@ def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
     inner = [min(max(round(k * length / (parts * stride)), k), cells - parts + k) for k in range(1, parts)]
     borders = [0, *inner, cells]
     return [(a * stride, min(b * stride, length)) for a, b in zip(borders, borders[1:])]
+
+
+def strips(box: Box, cells: float) -> Iterator[Box]:
+    """The box row by row, as many rows at once as have no more than ``cells`` cells, but at least one."""
+    rows = max(1, int(cells * box.size[0] / max(1, box.pixels)))
+    for a in range(box.start[0], box.stop[0], rows):
+        yield Box((a, *box.start[1:]), (min(a + rows, box.stop[0]), *box.stop[1:]))
 
 
 def check_grid(image, grid, stride) -> None:

@@ -64,13 +64,20 @@ class Activations:
             under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result.pixels  # the loss, with labels
         return kept + under_way + values(stop, result)
 
+    @property
+    def norms(self) -> list[int]:
+        """The positions of norms."""
+        return [position for position, kind in enumerate(self.kinds) if issubclass(kind, NORMS)]
+
     def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int) -> int:
-        """Bytes of the maps between segments and of their gradients, at most at once.
+        """Bytes of the maps that segments read and make, and of their gradients, at most at once.
 
         Args:
             held: the part of the map before a layer that is stored.
+            segments: of a rank, in order.
         """
-        sizes = {s.layers.start: images * self.channels[s.layers.start] * held(s.layers.start).pixels * self.itemsize for s in segments[1:]}
+        positions = {p for s in segments for p in (*s.sources, s.layers.stop)} - {0, len(self.links)}
+        sizes = {p: images * self.channels[p] * held(p).pixels * self.itemsize for p in positions}
         most = present = sum(sizes.values())
         gradients: set[int] = set()
         for segment in reversed(segments):  # its sources' gradients come, what is behind it goes

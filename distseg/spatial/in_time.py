@@ -9,7 +9,8 @@ more on each window, now with a graph, and what reaches the window is added to t
     backward     read gradient of the tile, read window - the same again - backward - add to gradient of the window
                                                                              then: what the statistics collected
 
-Without live norms there is one segment, the whole network: nothing is stored but the image.
+Without live norms there is one segment, the whole network: nothing is stored but the image. In a pipeline each stage walks through
+its own segments; maps that others read travel to them (:mod:`distseg.spatial.transfer`).
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 import torch
 from torch import Tensor
 
+from distseg.comm.collective import Alone
 from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.segment import Segment, chain, segments_of
-from distseg.geometry.tile import Box, Place, split
+from distseg.geometry.tile import Box, Place, split, strips
 from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
-from distseg.spatial.norm import DistributedNorm, Pending
+from distseg.spatial.norm import Pending
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.spatial.scratch import Map, check_room
+from distseg.spatial.transfer import Receiving, Sending, Transfers
 
 
-_STRIP = 1 << 24  # labels read at once
-_GROWN = 1.2  # by how much the process may outgrow its first tile before free memory goes back; each time costs the next tile new pages
+_LABELS = 1 << 20  # labels read at once
+_CELLS = 1 << 17  # cells of a map read at once where no tile is computed
+_GROWN = 1.05  # by how much the process may outgrow its first tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 
@@ -68,14 +72,17 @@ class Tiling(Protocol):
 
 
 class InTime:
-    """The executor of a flat model on one rank.
+    """The executor of a flat model on one rank, which runs all of it or some stages.
 
     Args:
         links: of its layers (:func:`distseg.spatial.exchange.links_of`).
+        live: the positions of norms that take statistics.
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.
         stored: (what is held of the map before a layer, segments, images) -> bytes that the maps take.
         autocast: makes the context in which the network runs.
+        device: where the network runs.
+        stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
 
     Attributes:
         watch: told the share of a step that is done, now and then.
@@ -83,57 +90,61 @@ class InTime:
     """
 
     def __init__(
-        self, model: TiledModel, links: Sequence[Link], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
+        self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
         stored: Callable[[Callable[[int], Box], Sequence[Segment], int], int], autocast: Callable[[], ContextManager],
+        device=_CPU, stages: Sequence[range] = (), placement: Sequence[int] = (0,), comm=Alone(),
     ):  # fmt: skip
-        self.model, self.links, self.layout, self.tiling, self.folder = model, list(links), layout, tiling, folder
-        self.stored, self.autocast = stored, autocast
+        self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
+        self.stored, self.autocast, self.device = stored, autocast, torch.device(device)
+        self.placement, self.comm, self.transfers = tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
-        self._segments: dict[tuple[int, ...], list[Segment]] = {}
+        every = segments_of(self.links, live, stages)
+        rank_of = lambda segment: self.placement[segment.stage]
+        self.segments = [s for s in every if rank_of(s) == comm.rank]
+        self.makers = {s.layers.stop: rank_of(s) for s in every}  # of the map before a layer
+        self.readers = {p: {rank_of(s) for s in every if p in s.sources} - {comm.rank} for p in self.makers}
+        self.popped = {skip.stash for segment in every for skip in segment.skips.values()}  # in other segments
 
-    def segments(self) -> list[Segment]:
-        """Cut before each norm that is live now."""
-        live = tuple(p for p, layer in enumerate(self.model.layers) if isinstance(layer, DistributedNorm) and layer.live)
-        if live not in self._segments:
-            self._segments[live] = segments_of(self.links, live)
-        return self._segments[live]
+    def comes_from_elsewhere(self, position: int) -> bool:
+        """Whether another rank makes the map before a layer."""
+        return self.makers.get(position, self.comm.rank) != self.comm.rank
 
     def label_tiles(self, block: Block) -> Iterator[Box]:
-        """The tile of a block, in strips of rows that are read at once."""
-        tile = block.place.tile
-        rows = max(1, _STRIP // max(1, tile.pixels // tile.size[0]))
-        for a in range(tile.start[0], tile.stop[0], rows):
-            yield Box((a, *tile.start[1:]), (min(a + rows, tile.stop[0]), *tile.stop[1:]))
+        """The tile of a block, in strips that are read at once."""
+        return strips(block.place.tile, _LABELS)
 
     def describe(self, image: Sequence[int]) -> str:
         """What a step on an image of this size is made of, for the first of its ranks."""
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
         walk = Walk(self, [Block(Place(tuple(image), tile, tile, (0,), (0,)), lambda box: None)])
-        if len(walk.segments) == 1:
+        of = " of the first stage" if self.comm.size > 1 else ""
+        if not walk.stored:
             return f"tiles in time: {walk.visits} windows a step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
-        return f"tiles in time: {len(walk.segments)} segments, {walk.visits} tiles a step there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
+        return f"tiles in time: {len(self.segments)} segments{of}, {walk.visits} tiles a step there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
 
-    def walk(self, blocks: Sequence[Block]) -> "Walk":
-        """Through the network with the blocks of a micro-batch.
+    def walks(self, micro_batches: Sequence[Sequence[Block]]) -> "list[Walk]":
+        """Through the network with the blocks of each micro-batch, which may be under way together.
 
         Raises:
             OSError: the scratch folder has no room for what will be stored.
         """
-        walk = Walk(self, blocks)
-        if self.folder is not None and len(walk.segments) > 1:
-            check_room(self.folder, walk.stored)
-        return walk
+        walks = [Walk(self, blocks) for blocks in micro_batches]
+        if self.folder is not None and (stored := sum(walk.stored for walk in walks)):
+            check_room(self.folder, stored)
+        for walk in walks:
+            walk.expect_maps()
+        return walks
 
 
 class Walk:
-    """The blocks of one micro-batch on their way through the network, there and back."""
+    """The blocks of one micro-batch on their way through this rank's part of the network, there and back."""
 
     def __init__(self, executor: InTime, blocks: Sequence[Block]):
         self.executor, self.blocks = executor, list(blocks)
-        self.segments, self.layers = executor.segments(), executor.model.layers
+        self.segments, self.layers, self.transfers = executor.segments, executor.model.layers, executor.transfers
         self.context = executor.model.context
         self.layouts = [executor.layout(block.place.image) for block in blocks]
         self.cells = [layout.cell_of(block.place.tile) for layout, block in zip(self.layouts, blocks)]
@@ -141,8 +152,12 @@ class Walk:
         self.gradients: dict[tuple[int, int], Map] = {}
         self.norms: dict[int, Pending] = {}
         self.watch: Callable[[float], None] = lambda share: None
-        self._done, self.visits = 0, sum(self._count(s) for s in self.segments[:-1]) * 2 + self._count(self.segments[-1])
-        self.outside = {skip.stash for segment in self.segments for skip in segment.skips.values()}
+        self._ends = [segment for segment in self.segments if segment.layers.stop == len(self.layers)]
+        self._done, self.visits = 0, sum(self._count(s) * (1 if s in self._ends else 2) for s in self.segments)
+        self._first_reader = {p: segment for segment in reversed(self.segments) for p in segment.sources}
+        self._coming: dict[tuple[int, int], Receiving] = {}
+        self._returning: dict[tuple[int, int], list[Receiving]] = {}
+        self._sending: dict[tuple[int, int], list[Sending]] = {}
 
     @property
     def stored(self) -> int:
@@ -151,54 +166,70 @@ class Walk:
         return sum(sizes)
 
     @torch.no_grad()
-    def forward(self) -> None:
-        """All segments but the last. Collective over the ranks that share statistics."""
-        if self._live(0):
-            self._meet_norm(0, [part for i, box in self._tiles(self.segments[0]) for part in self._moments(0, i, box, self.blocks[i].pixels(box))])
-        for segment in self.segments[:-1]:
-            parts = []
+    def forward(self, stage: int = 0) -> None:
+        """All segments of a stage but the network's last. Collective over the ranks that share statistics."""
+        for segment in self._of(stage):
+            start, stop = segment.layers.start, segment.layers.stop
+            if start in self.executor.live and start not in self.norms:  # nobody here made the map
+                whole = ((i, box) for i in range(len(self.blocks)) for box in strips(self._held(start, i), _CELLS))
+                self._meet_norm(start, [part for i, box in whole for part in self._moments(start, i, box, self._read(start, i, box))])
+            if segment in self._ends:
+                continue
+            parts, here = [], any(s.layers.start == stop for s in self.segments)
             for i, box in self._tiles(segment):
                 with self.span("forward", self._name(segment)):
                     y, _ = self._run(segment, i, box)
                 with self.span("scratch", "write"):
-                    self._map(self.maps, i, segment.layers.stop, y).write(box, y)
-                parts += self._moments(segment.layers.stop, i, box, y)
-            if self._live(segment.layers.stop):
-                self._meet_norm(segment.layers.stop, parts)
+                    self._map(self.maps, i, stop, y).write(box, y)
+                self._hand_on(i, stop, box.start[0])
+                if here:
+                    parts += self._moments(stop, i, box, y)
+            for i in range(len(self.blocks)):
+                self._hand_on(i, stop)
+            if here and stop in self.executor.live:
+                self._meet_norm(stop, parts)
 
     def outputs(self) -> Iterator[tuple[int, Box, Tensor]]:
-        """(block, tile, logits (B, C', *tile.size)) of the last segment, tile by tile, with a graph if gradients are on.
+        """(block, tile, logits (B, C', *tile.size)) of the network's last segment, tile by tile, with a graph if gradients are on.
 
-        With a graph, :meth:`take_in` follows each, once its backward pass is done.
+        What is asked for next tells that a tile's backward pass, if there is one, is done.
         """
-        for i, box in self._tiles(self.segments[-1]):
-            with self.span("forward", self._name(self.segments[-1])):
-                y, self._leaves = self._run(self.segments[-1], i, box)
+        (segment,) = self._ends
+        for i, box in self._tiles(segment):
+            with self.span("forward", self._name(segment)):
+                y, leaves = self._run(segment, i, box)
             yield i, box, y
-            if self._leaves:
-                self._take_in(i, self._leaves)
+            self._take_in(segment, i, leaves)
 
-    def backward(self) -> None:
-        """All segments but the last, which :meth:`outputs` went through, from behind. Collective, as :meth:`forward`."""
-        for segment in reversed(self.segments[:-1]):
-            stop = segment.layers.stop
-            if stop in self.norms:
-                self.norms[stop].settle()
+    def backward(self, stage: int = 0) -> None:
+        """All segments of a stage from behind; the network's last one, which :meth:`outputs` went through, is closed. Collective, as :meth:`forward`."""
+        for segment in reversed(self._of(stage)):
+            if segment not in self._ends:
+                self._back_through(segment)
+            self._read_last_by(segment)
+
+    def _back_through(self, segment: Segment) -> None:
+        stop = segment.layers.stop
+        if stop in self.norms:
+            self.norms[stop].settle()
+        if not self.executor.readers[stop]:
             self._close(self.maps, stop)
-            for i, box in self._tiles(segment):
-                with self.span("scratch", "read gradient"):
-                    g = self.gradients[i, stop].read(box)
-                with self.span("recompute", self._name(segment)):
-                    y, leaves = self._run(segment, i, box)
-                with self.span("backward", self._name(segment)):
-                    if stop in self.norms:
-                        g = self._corrected(stop, i, box, g, y.detach())
-                    if y.requires_grad:
-                        torch.autograd.backward([y], [g])
-                self._take_in(i, leaves)
-            self._close(self.gradients, stop)
-        if 0 in self.norms:
-            self.norms[0].settle()
+        for i, box in self._tiles(segment):
+            for returning in self._returning.get((i, stop), ()):
+                self.transfers.wait_for(returning, box.stop[0], f"the gradient of the map before {self.executor.links[stop].name}")
+            with self.span("scratch", "read gradient"):
+                g = self.gradients[i, stop].read(box)
+            with self.span("recompute", self._name(segment)):
+                y, leaves = self._run(segment, i, box)
+            with self.span("backward", self._name(segment)):
+                if stop in self.norms:
+                    g = self._corrected(stop, i, box, g, y.detach())
+                if y.requires_grad:
+                    torch.autograd.backward([y], [g])
+            self._take_in(segment, i, leaves)
+        self._close(self.gradients, stop)
+        if self.executor.readers[stop]:  # whose gradients tell that they have read it
+            self._close(self.maps, stop)
 
     def close(self) -> None:
         """Let go of what is stored."""
@@ -211,8 +242,65 @@ class Walk:
     def span(self) -> Callable[[str, str], ContextManager]:
         return self.executor.span
 
+    def _of(self, stage: int) -> list[Segment]:
+        return [segment for segment in self.segments if segment.stage == stage]
+
     def _name(self, segment: Segment) -> str:
         return f"{self.executor.links[segment.layers.start].name} to {self.executor.links[segment.layers.stop - 1].name}"
+
+    # between ranks
+
+    def expect_maps(self) -> None:
+        """From other ranks, of one micro-batch after another."""
+        for position in filter(self.executor.comes_from_elsewhere, self._first_reader):
+            for i in range(len(self.blocks)):
+                coming = Receiving(self._held(position, i), self._maker(self.maps, i, position), on_top=False)
+                self._coming[i, position] = self.transfers.receive(coming, self.executor.makers[position], 2 * position)
+
+    def expect_gradients(self, stage: int) -> None:
+        """From other ranks, of what they read of a stage's maps; of one micro-batch after another, as the backward passes will come."""
+        for position in (segment.layers.stop for segment in self._of(stage) if segment not in self._ends):
+            for reader in sorted(self.executor.readers[position]):
+                for i in range(len(self.blocks)):
+                    coming = Receiving(self._held(position, i), self._maker(self.gradients, i, position), on_top=True)
+                    self._returning.setdefault((i, position), []).append(self.transfers.receive(coming, reader, 2 * position + 1))
+
+    def _hand_on(self, i: int, position: int, final: int | None = None) -> None:
+        """Send what other ranks read of a map that is made here; its rows before ``final`` are, all if None."""
+        readers = sorted(self.executor.readers[position])
+        if readers and (i, position) not in self._sending:
+            self._sending[i, position] = [self.transfers.send(Sending(self.maps[i, position]), reader, 2 * position) for reader in readers]
+        self._set_final(i, position, final)
+
+    def _hand_back(self, i: int, position: int, final: int | None = None) -> None:
+        """The same of the gradient of a map that was made elsewhere, which is let go of then."""
+        if (i, position) not in self._sending:
+            sending = Sending(self.gradients[i, position], self.gradients[i, position].close)
+            self._sending[i, position] = [self.transfers.send(sending, self.executor.makers[position], 2 * position + 1)]
+        self._set_final(i, position, final)
+
+    def _set_final(self, i: int, position: int, final: int | None) -> None:
+        for sending in self._sending.get((i, position), ()):
+            sending.final = sending.stored.box.stop[0] if final is None else final
+        self.transfers.progress()
+
+    def _read_last_by(self, segment: Segment) -> None:
+        """In the backward pass no later segment reads these: settle norms whose map was made elsewhere, hand gradients back."""
+        for position in segment.sources:
+            if self._first_reader[position] is not segment or self.executor.makers.get(position) == self.executor.comm.rank:
+                continue
+            if position in self.norms:
+                self.norms[position].settle()
+            if position == 0:
+                continue
+            for i in range(len(self.blocks)):
+                if position in self.norms:
+                    gradient = self.gradients[i, position]
+                    for box in strips(gradient.box, _CELLS):
+                        gradient.write(box, self._corrected(position, i, box, gradient.read(box), self.maps[i, position].read(box)))
+                self._hand_back(i, position)
+                del self.gradients[i, position]
+            self._close(self.maps, position)
 
     # one tile
 
@@ -236,24 +324,29 @@ class Walk:
             self.context.regions = None
         return x, leaves
 
-    def _source(self, position: int, i: int, window: Box, leaves: list) -> Tensor:
+    def _read(self, position: int, i: int, window: Box) -> Tensor:
         if position == 0:
             with self.span("read", "pixels"):
-                x = self.blocks[i].pixels(window)
-        else:
-            with self.span("scratch", "read"):
-                x = self.maps[i, position].read(window)
+                return self.blocks[i].pixels(window)
+        if (i, position) in self._coming:
+            self.transfers.wait_for(self._coming[i, position], window.stop[0], f"the map before {self.executor.links[position].name}")
+        with self.span("scratch", "read"):
+            return self.maps[i, position].read(window)
+
+    def _source(self, position: int, i: int, window: Box, leaves: list) -> Tensor:
+        x = self._read(position, i, window)
         if torch.is_grad_enabled() and (position > 0 or 0 in self.norms):
             leaves.append((position, window, x.requires_grad_()))
         return x
 
     def _layer(self, position: int, x: Tensor, have: Box, part: Part, skips: dict[str, Tensor]) -> Tensor:
+        self.transfers.progress()
         layer = self.layers[position]
         self.context.regions, self.context.current = [Region(part.size, part.taken, part.taken)], 0
         if position in self.norms:
             x = cropped(x, have, part.taken)
             return self.norms[position](x, 0, layer.masks([x])[0])
-        if isinstance(layer, Stash) and position in self.outside:
+        if isinstance(layer, Stash) and position in self.executor.popped:
             return cropped(x, have, part.taken)  # whoever pops it computes it again
         if isinstance(layer, Pop):
             skips[layer.name] = cropped(skips[layer.name], part.skip, part.made)
@@ -266,10 +359,6 @@ class Walk:
 
     # norms
 
-    def _live(self, position: int) -> bool:
-        layer = self.layers[position]
-        return isinstance(layer, DistributedNorm) and layer.live
-
     def _at(self, position: int, i: int, box: Box) -> Box:
         """Make block ``i`` the one at hand; what it owns of ``box``, in cells of ``box``."""
         owned = self._owned(position, i).intersection(box)
@@ -278,7 +367,7 @@ class Walk:
         return owned.relative_to(box)
 
     def _moments(self, position: int, i: int, box: Box, x: Tensor) -> list:
-        if not self._live(position) or not self._at(position, i, box).pixels:
+        if position not in self.executor.live or not self._at(position, i, box).pixels:
             return []
         norm = self.layers[position]
         return norm.moments(x, 0, norm.masks([x])[0])
@@ -321,18 +410,24 @@ class Walk:
     def _count(self, segment: Segment) -> int:
         return sum(math.prod(self._grid(segment, i)[1]) for i in range(len(self.blocks)))
 
+    def _maker(self, maps: dict, i: int, position: int) -> Callable[[Tensor], Map]:
+        return lambda like: self._map(maps, i, position, like.to(self.executor.device))
+
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
             maps[i, position] = Map(self._held(position, i), like, self.executor.folder)
         return maps[i, position]
 
-    def _take_in(self, i: int, leaves: list) -> None:
+    def _take_in(self, segment: Segment, i: int, leaves: list) -> None:
         """Add the gradients of what was read to the stored ones."""
         for position, window, x in leaves:
-            if position > 0:
-                g = torch.zeros_like(x) if x.grad is None else x.grad
-                with self.span("scratch", "add gradient"):
-                    self._map(self.gradients, i, position, x.detach()).add(window, g)
+            if position == 0:
+                continue
+            g = torch.zeros_like(x) if x.grad is None else x.grad
+            with self.span("scratch", "add gradient"):
+                self._map(self.gradients, i, position, x.detach()).add(window, g)
+            if self.executor.comes_from_elsewhere(position) and self._first_reader[position] is segment and position not in self.norms:
+                self._hand_back(i, position, window.start[0])  # windows to come begin there or below
         leaves.clear()
 
     def _close(self, maps: dict, position: int) -> None:

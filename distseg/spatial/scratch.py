@@ -34,7 +34,7 @@ class Map:
     def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None):
         self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
         self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
-        self.channels = like.shape[1]
+        self.images, self.channels = like.shape[:2]
         self.row = (self.channels if self.last else 1) * like.element_size()  # bytes of a cell of the last dim
         self.bytes = math.prod(self.outer) * box.pixels * self.row
         self._file = self._values = None
@@ -45,18 +45,32 @@ class Map:
 
     def read(self, box: Box) -> Tensor:
         """(B, C, *box.size)."""
-        found = torch.empty(self._shape(box), dtype=self.dtype)
-        self._move(os.preadv, found, box, "read from")
-        return self._outward(found)
+        return self._outward(self.take(box))
 
     def write(self, box: Box, x: Tensor) -> None:
-        self._move(os.pwritev, self._inward(x), box, "written to")
+        self.put(box, self._inward(x))
 
     def add(self, box: Box, x: Tensor) -> None:
         """Add to what is there."""
-        there = torch.empty(self._shape(box), dtype=self.dtype)
-        self._move(os.preadv, there, box, "read from")
-        self._move(os.pwritev, there.add_(self._inward(x)), box, "written to")
+        self.put_on_top(box, self._inward(x))
+
+    def room(self, box: Box) -> Tensor:
+        """A tensor for a part of the map as it lies there, in the host's memory."""
+        return torch.empty(self._shape(box), dtype=self.dtype)
+
+    def take(self, box: Box) -> Tensor:
+        """:meth:`read`, as it lies."""
+        found = self.room(box)
+        self._move(os.preadv, found, box, "read from")
+        return found
+
+    def put(self, box: Box, values: Tensor) -> None:
+        """:meth:`write`, as it lies."""
+        self._move(os.pwritev, values, box, "written to")
+
+    def put_on_top(self, box: Box, values: Tensor) -> None:
+        """:meth:`add`, as it lies."""
+        self.put(box, self.take(box).add_(values))
 
     def close(self) -> None:
         """Let go of its memory or its disk space."""

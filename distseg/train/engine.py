@@ -99,15 +99,15 @@ class Engine:
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
         if activations:
-            return InTimeStep(self._in_time(activations), head, self.loss, self.context)
+            return InTimeStep(self._in_time(activations), head, self.loss)
         return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
 
     def _in_time(self, activations: Activations) -> InTime:
-        spatial, live = self.config.spatial, self.model.live_in_training
+        spatial, links = self.config.spatial, self.exchange.links
+        live = activations.norms if self.model.live_in_training else []
         if spatial.in_time == "recompute" and live:
-            name = next(norm.name for norm in self.model.norms if norm.live)
             raise ValueError(
-                f"spatial.in_time is recompute, but {name} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, "
+                f"spatial.in_time is recompute, but {links[live[0]].name} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, "
                 "spatial.frozen_norm"
             )
         tiling = GridTiling(spatial.tiles_per_rank)
@@ -121,7 +121,10 @@ class Engine:
             keep_freed_memory(large=False)
             tiling = BudgetTiling(activations, max(_SURE * (memory - base - _KEPT), (memory - base) / 4))
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
-        return InTime(self.model, self.exchange.links, self.exchange.layout, tiling, folder, activations.stored, self.autocast)
+        stages, placement = (self.partition.ranges, self.partition.placement) if self.partition else ((), (0,))
+        return InTime(
+            self.model, links, live, self.exchange.layout, tiling, folder, activations.stored, self.autocast, self.device, stages, placement, self.mesh.pipeline
+        )
 
     def _base_memory(self) -> int:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
@@ -202,8 +205,10 @@ def check_in_time(config: Config) -> None:
             raise ValueError(f"run.memory is given, but with spatial.in_time {spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out")
         return
     what = f"spatial.in_time {spatial.in_time}" if spatial.in_time != "auto" else "run.memory"
-    if config.mesh.stages > 1 or config.pipeline.placement == "devices":
-        raise ValueError(f"{what} computes a rank's tiles one after another, which pipelines do not: set mesh.stages to 1 and pipeline.placement to line, or leave it out")
+    if config.pipeline.placement == "devices":
+        raise ValueError(f"{what} computes a rank's tiles one after another, which torchgpipe does not: set pipeline.placement to line or v, or leave it out")
+    if config.mesh.stages > 1 and config.pipeline.schedule == "1f1b":
+        raise ValueError(f"{what} has all forward passes go first, as feature maps wait in files: set pipeline.schedule to gpipe or auto")
     if spatial.exchanges or spatial.halo is not None or spatial.norm_scope == "window":
         raise ValueError(f"{what} reads exact windows: leave out spatial.exchange_every, spatial.halo and spatial.norm_scope window")
     if config.run.memory is None and spatial.tiles_per_rank.volume == 1:

@@ -9,8 +9,8 @@ single micro-batch), or, for Dice under 1F1B, from a forward pass without gradie
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -149,55 +149,83 @@ class DevicesStep:
 
 
 class InTimeStep:
-    """The same on a rank that computes its part of each image tile after tile, in the memory of one."""
+    """The same on a rank that computes its part of each image tile after tile, in the memory of one.
 
-    schedule = "tiles in time"
+    A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. Stages of a pipeline
+    go forward through all micro-batches first, whose maps wait in the scratch folder.
+    """
 
-    def __init__(self, executor: InTime, head: LossHead, loss: Loss, context: Context):
-        self.executor, self.head, self.loss, self.context = executor, head, loss, context
+    def __init__(self, executor: InTime, head: LossHead | None, loss: Loss):
+        self.executor, self.head, self.loss = executor, head, loss
+        self.order = "gpipe" if executor.comm.size > 1 or not loss.linear else "1f1b"
+        self.schedule = f"{self.order}, tiles in time"
 
     def __call__(self, micro_batches: list[list[Block]]) -> float:
-        self.head.clear()
-        walk = self._settle_beforehand(micro_batches)
-        for m, blocks in enumerate(micro_batches):
-            if walk is None:
-                walk = self.executor.walk(blocks)
-                walk.watch = self._watch(m, len(micro_batches))
-                with self.context.repeating(not self.loss.linear):
-                    walk.forward()
-            for unit, output in self._outputs(walk, m):
-                rows = self.head.rows(unit, [output])
-                self.head.note(unit, rows)
-                with self.executor.span("backward", "last layers"):
-                    torch.autograd.backward(rows, self.head.slopes(unit, rows))
-            walk.backward()
-            walk.close()
-            walk = None
-        return self.head.step_loss()
-
-    def _settle_beforehand(self, micro_batches: list[list[Block]]) -> Walk | None:
-        """Find the loss's slope; a lone micro-batch that had to go forward for it goes on from there."""
-        walk = None
-        for m, blocks in enumerate(micro_batches):
+        if self.head:
+            self.head.clear()
             if self.loss.linear:
-                for block in blocks:
-                    for box in self.executor.label_tiles(block):
-                        self.head.note_counts([_unit(m, block, box)])
-                continue
-            walk = self.executor.walk(blocks)
-            walk.watch = self._watch(m, len(micro_batches))
-            walk.forward()
-            with torch.no_grad():
-                for unit, output in self._outputs(walk, m):
-                    self.head.note(unit, self.head.rows(unit, [output]))
-            if len(micro_batches) > 1:
-                walk.close()
-                walk = None
-        self.head.settle_beforehand()
-        return walk
+                self._settle_from_labels(micro_batches)
+        transfers = self.executor.transfers
+        try:
+            with transfers.moving():
+                self._run(micro_batches)
+            transfers.flush()
+            return self.head.step_loss() if self.head else 0.0
+        finally:
+            transfers.clear()
 
-    def _watch(self, m: int, count: int) -> Callable[[float], None]:
-        return lambda share: self.executor.watch((m + share) / count)
+    def _run(self, micro_batches: list[list[Block]]) -> None:
+        placement, last = self.executor.placement, len(self.executor.placement) - 1
+        actions = orders(self.order, placement, len(micro_batches))[self.executor.comm.rank]
+        walks: dict[int, Walk] = {}
+        begin = lambda those: walks.update(zip(those, self.executor.walks([micro_batches[m] for m in those])))
+        if self.order == "gpipe":
+            begin(range(len(micro_batches)))
+        shares = [0.0] * len(micro_batches)
+        backwards = 0
+        for k, action in enumerate(actions):
+            m, stage = action.micro_batch, action.stage
+            if m not in walks:
+                begin([m])
+            walk = walks[m]
+            walk.watch = partial(self._watch, shares, m)
+            if isinstance(action, Forward):
+                walk.forward(stage)
+                if stage == last and not self.loss.linear:
+                    with torch.no_grad():
+                        for unit, output in self._outputs(walk, m):
+                            self.head.note(unit, self.head.rows(unit, [output]))
+                continue
+            if self.order == "gpipe" and not backwards:
+                for later in actions[k:]:
+                    walks[later.micro_batch].expect_gradients(later.stage)
+            backwards += 1
+            if stage == last:
+                self._end(walk, m)
+            walk.backward(stage)
+            if not any(later.micro_batch == m for later in actions[k + 1 :]):
+                walks.pop(m).close()
+
+    def _end(self, walk: Walk, m: int) -> None:
+        """Forward and backward through the network's last segment."""
+        if self.head.slope is None:
+            self.head.settle_beforehand()
+        for unit, output in self._outputs(walk, m):
+            rows = self.head.rows(unit, [output])
+            self.head.note(unit, rows)
+            with self.executor.span("backward", "last layers"):
+                torch.autograd.backward(rows, self.head.slopes(unit, rows))
+
+    def _settle_from_labels(self, micro_batches: list[list[Block]]) -> None:
+        for m, blocks in enumerate(micro_batches):
+            for block in blocks:
+                for box in self.executor.label_tiles(block):
+                    self.head.note_counts([_unit(m, block, box)])
+        self.head.settle_beforehand()
+
+    def _watch(self, shares: list[float], m: int, share: float) -> None:
+        shares[m] = share
+        self.executor.watch(sum(shares) / len(shares))
 
     def _outputs(self, walk: Walk, m: int) -> Iterator[tuple[Unit, Tensor]]:
         for i, box, output in walk.outputs():

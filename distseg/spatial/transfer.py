@@ -1,0 +1,178 @@
+"""Stored maps on their way between the stages of a pipeline, strip by strip, while both ends compute.
+
+Who makes a map that another stage reads sends its rows as soon as they are final. The reader stores them and waits for no more
+than the rows that its next window looks at, so stages work on one image at the same time, each a few tiles behind the one before::
+
+    stage 0    tile 0   tile 1   tile 2   tile 3
+    stage 1             tile 0   tile 1   tile 2   tile 3
+
+Gradients come back the same way, and are added up where a map has several readers. Rows wait in their map, not in memory, until
+there is room on the way: a map under way takes two strips of a rank's memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from typing import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from distseg.comm.collective import meanwhile, wait
+from distseg.comm.transport import message
+from distseg.geometry.tile import Box, strips
+from distseg.memory_format import channels_last
+from distseg.spatial.scratch import Map
+
+_STRIP = 8e6  # bytes of a message
+_UNDER_WAY = 2  # messages of a map
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sending:
+    """A map on its way to another rank.
+
+    Attributes:
+        final: rows before this one, counted as the map's box does, will not change any more.
+        sent: called once the map is not needed any more.
+    """
+
+    def __init__(self, stored: Map, sent: Callable[[], None] = lambda: None):
+        self.stored, self.sent, self.final = stored, sent, stored.box.start[0]
+        self._waiting = deque([_head(stored), *_strips(stored)])
+        self._under_way: deque[tuple] = deque()
+
+    def all_final(self) -> None:
+        self.final = self.stored.box.stop[0]
+
+    def progress(self, start: Callable[[Tensor], object]) -> bool:
+        """Move on; whether all is sent. ``start``: begins to send a tensor."""
+        while self._under_way and self._under_way[0][0].Test():
+            self._under_way.popleft()
+        while self._waiting and len(self._under_way) < _UNDER_WAY:
+            what = self._waiting[0]
+            if isinstance(what, Box):
+                if what.stop[0] > self.final:
+                    break
+                what = self.stored.take(what)
+            self._waiting.popleft()
+            self._under_way.append((start(what), what))
+        done = not (self._waiting or self._under_way)
+        if done:
+            self.sent()
+        return done
+
+
+class Receiving:
+    """A map on its way from another rank.
+
+    Args:
+        make: the map that is to hold it, from a tensor like it.
+        on_top: add to what the map holds.
+
+    Attributes:
+        there: rows before this one are there, counted as the map's box does.
+    """
+
+    def __init__(self, box: Box, make: Callable[[Tensor], Map], on_top: bool):
+        self.box, self.there = box, box.start[0]
+        self._make, self._on_top = make, on_top
+        self._stored: Map | None = None
+        self._waiting: deque[Box | None] = deque([None])
+        self._under_way: deque[tuple] = deque()
+
+    def progress(self, start: Callable[[Tensor], object]) -> bool:
+        """Move on; whether all is there. ``start``: begins to receive a tensor."""
+        while True:
+            while self._waiting and len(self._under_way) < _UNDER_WAY:
+                strip = self._waiting.popleft()
+                values = self._stored.room(strip) if strip else torch.empty(4, dtype=torch.int64)
+                self._under_way.append((start(values), strip, values))
+            if not self._under_way:
+                return True
+            request, strip, values = self._under_way[0]
+            if not request.Test():
+                return False
+            self._under_way.popleft()
+            if strip is None:
+                self._stored = self._make(_like(values, len(self.box.size)))
+                self._waiting.extend(_strips(self._stored))
+                continue
+            (self._stored.put_on_top if self._on_top else self._stored.put)(strip, values)
+            self.there = strip.stop[0]
+
+
+class Transfers:
+    """All maps under way to and from this rank.
+
+    Args:
+        comm: of the pipeline's ranks. Maps of the same ends and tag travel one after another, in the order of the calls at either end.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+        self._queues: dict[tuple, deque[Sending | Receiving]] = {}
+
+    def send(self, sending: Sending, to: int, tag: int) -> Sending:
+        return self._queue(sending, to, tag)
+
+    def receive(self, receiving: Receiving, source: int, tag: int) -> Receiving:
+        return self._queue(receiving, source, tag)
+
+    def progress(self) -> None:
+        """Move everything on, without waiting."""
+        for (kind, peer, tag), queue in list(self._queues.items()):
+            post = self.comm.Isend if kind is Sending else self.comm.Irecv
+            while queue and queue[0].progress(lambda values: post(message(values), peer, tag)):
+                queue.popleft()
+            if not queue:
+                del self._queues[kind, peer, tag]
+
+    def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
+        """Until all rows before ``row`` are there."""
+        self.progress()
+        if receiving.there < row:
+            with self.moving():
+                wait(_When(lambda: receiving.there >= row), what, "wait")
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, all waits move maps on."""
+        with meanwhile(self.progress):
+            yield
+
+    def flush(self) -> None:
+        """Until nothing is under way."""
+        with self.moving():
+            wait(_When(lambda: not self._queues), "the last of the feature maps that were sent", "send")
+
+    def clear(self) -> None:
+        """Forget what is under way, after an error."""
+        self._queues.clear()
+
+    def _queue(self, transfer, peer: int, tag: int):
+        self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)
+        return transfer
+
+
+class _When:
+    """A condition that can be waited for like a request."""
+
+    def __init__(self, condition: Callable[[], bool]):
+        self.Test = condition
+
+
+def _strips(stored: Map) -> Iterator[Box]:
+    return strips(stored.box, _STRIP * stored.box.pixels / max(1, stored.bytes))
+
+
+def _head(stored: Map) -> Tensor:
+    """What the other side must know to make a map like this one."""
+    return torch.tensor([stored.images, stored.channels, _TYPES.index(stored.dtype), stored.last])
+
+
+def _like(head: Tensor, dims: int) -> Tensor:
+    images, channels, kind, last = head.tolist()
+    x = torch.empty(images, channels, *(2,) * dims, dtype=_TYPES[kind])
+    return x.contiguous(memory_format=channels_last(x.dim())) if last else x

@@ -1,0 +1,112 @@
+"""Stored maps from rank to rank: rows arrive as they are final, in order, and are put or added."""
+
+import pytest
+import torch
+
+from distseg.comm.collective import set_timeout, wait
+from distseg.geometry.tile import Box, strips
+from distseg.spatial import transfer
+from distseg.spatial.scratch import Map
+from distseg.spatial.transfer import Receiving, Sending, Transfers
+
+BOX = Box((3, 10), (20, 41))
+FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
+
+
+@pytest.fixture(autouse=True)
+def small_strips(monkeypatch):
+    monkeypatch.setattr(transfer, "_STRIP", 5000.0)  # bytes: two rows in float64
+
+
+def whole(seed: int, dtype=torch.float64, layout="NHWC") -> torch.Tensor:
+    found = torch.randn(2, 5, *BOX.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return found.to(dtype).contiguous(memory_format=FORMATS[layout])
+
+
+def receiving(stored: list, folder, on_top=False) -> Receiving:
+    def make(like):
+        stored.append(Map(BOX, like, folder))
+        return stored[-1]
+
+    return Receiving(BOX, make, on_top)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_map_comes_as_it_is(comm, tmp_path, dtype, layout):
+    transfers, x = Transfers(comm), whole(0, dtype, layout)
+    if comm.rank == 0:
+        stored = Map(BOX, x, tmp_path)
+        stored.write(BOX, x)
+        transfers.send(Sending(stored), 1, 7).all_final()
+        transfers.flush()
+    else:
+        found = []
+        coming = transfers.receive(receiving(found, tmp_path), 0, 7)
+        transfers.wait_for(coming, 20, "it")
+        assert (found[0].read(BOX) == x).all() and (found[0].dtype, found[0].last) == (dtype, layout == "NHWC")
+
+
+@pytest.mark.parallel(2)
+def test_rows_come_once_they_are_final(comm):
+    """The sender writes rows 3 to 8, 8 to 13, ...; those of a block are final when the next one is written."""
+    transfers, x, found = Transfers(comm), whole(0), []
+    stored = Map(BOX, x)
+    sending = transfers.send(Sending(stored), 1, 0) if comm.rank == 0 else None
+    coming = transfers.receive(receiving(found, None), 0, 0) if comm.rank == 1 else None
+    for row in (3, 8, 13, 18, 20):
+        if comm.rank == 0:
+            block = Box((row, 10), (min(row + 5, 20), 41))
+            if row < 20:
+                stored.write(block, x[:, :, row - 3 : block.stop[0] - 3])
+            sending.final = row
+        elif row > 3:
+            transfers.wait_for(coming, row if row == 20 else row - (row - 3) % 2, "rows")  # whole strips
+            assert (found[0].read(Box((3, 10), (coming.there, 41))) == x[:, :, : coming.there - 3]).all()
+        with transfers.moving():
+            wait(comm.Ibarrier())
+        assert comm.rank == 0 or coming.there <= row
+    transfers.flush()
+
+
+@pytest.mark.parallel(3)
+def test_two_readers_gradients_are_added_and_maps_of_a_tag_keep_their_order(comm):
+    transfers = Transfers(comm)
+    if comm.rank:
+        let_go = []
+        for k in range(3):
+            stored = Map(BOX, whole(0))
+            stored.write(BOX, whole(10 * k + comm.rank))
+            transfers.send(Sending(stored, lambda k=k: let_go.append(k)), 0, 1).all_final()
+        transfers.flush()
+        assert let_go == [0, 1, 2]
+        return
+    sums = []
+    for k in range(3):
+        total = Map(BOX, whole(0))
+        total.write(BOX, whole(10 * k))
+        coming = [transfers.receive(Receiving(BOX, lambda like, total=total: total, on_top=True), source, 1) for source in (1, 2)]
+        sums.append((total, coming))
+    for k, (total, coming) in enumerate(sums):
+        for c in coming:
+            transfers.wait_for(c, 20, "it")
+        torch.testing.assert_close(total.read(BOX), sum(whole(10 * k + rank) for rank in range(3)), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parallel(2)
+def test_what_never_comes_is_an_error(comm):
+    set_timeout(0.5)
+    try:
+        if comm.rank == 0:
+            with pytest.raises(TimeoutError, match="the map before conv did not come within 0.5 s"):
+                transfers = Transfers(comm)
+                transfers.wait_for(transfers.receive(receiving([], None), 1, 99), 20, "the map before conv")
+    finally:
+        set_timeout(0)
+    comm.Barrier()
+
+
+def test_strips():
+    assert [b.start[0] for b in strips(BOX, 31 * 4)] == [3, 7, 11, 15, 19] and list(strips(BOX, 1e9)) == [BOX]
+    assert len(list(strips(BOX, 1))) == 17

@@ -143,9 +143,8 @@ class BudgetTiling:
         way = chain(self.activations.links, sizes, segment, tile)
         traffic = sum(self.activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
         cached = self._is_small(sizes, segment, tile, images)
-        whole_rows = all(g == 1 for g in grid[1:])  # these lie side by side on the disk
-        return math.prod(grid) * traffic * (1.0 if cached else _PAGED) * (1.0 if whole_rows else 1.02)
-
+        whole_rows = all(g == 1 for g in grid[1:])  # these lie side by side on the disk, and their windows are of one size
+        return math.prod(grid) * (traffic * (1.0 if cached else _PAGED) * (1.0 if whole_rows else 1.1) + _EACH)
 
     def _is_small(self, sizes, segment: Segment, tile: Box, images: int) -> bool:
         """Whether a tile's tensors stay near the processor, in memory that was used before."""
@@ -165,6 +164,7 @@ def _largest(result: Box, grid: Sequence[int]) -> Box:
 _CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor
 _REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
 _PAGED = 1.5  # how much longer larger ones take: they are new pages in every layer, which cheap layers feel most
+_EACH = 1e6  # values whose traffic takes as long as what comes with every tile
 _LEAST = 8  # cells a side that no tile goes below
 
 

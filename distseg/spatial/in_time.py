@@ -28,7 +28,7 @@ from torch import Tensor
 from distseg.comm.collective import Alone
 from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.segment import Segment, chain, segments_of
-from distseg.geometry.tile import Box, Place, split, strips
+from distseg.geometry.tile import Box, Place, strips
 from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
@@ -394,7 +394,7 @@ class Walk:
         usual = None
         for i in range(len(self.blocks)):
             result, grid = self._grid(segment, i)
-            for spans in product(*(split(n, g, 1) for n, g in zip(result.size, grid))):
+            for spans in product(*map(_spans, result.size, grid)):
                 yield i, Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
                 usual = usual or memory_in_use(_CPU)
                 if memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
@@ -408,7 +408,8 @@ class Walk:
         return result, self.executor.tiling(self.layouts[i], segment, result, len(self.blocks[i].place.images))
 
     def _count(self, segment: Segment) -> int:
-        return sum(math.prod(self._grid(segment, i)[1]) for i in range(len(self.blocks)))
+        cut = (self._grid(segment, i) for i in range(len(self.blocks)))
+        return sum(math.prod(len(_spans(n, g)) for n, g in zip(result.size, grid)) for result, grid in cut)
 
     def _maker(self, maps: dict, i: int, position: int) -> Callable[[Tensor], Map]:
         return lambda like: self._map(maps, i, position, like.to(self.executor.device))
@@ -433,3 +434,9 @@ class Walk:
     def _close(self, maps: dict, position: int) -> None:
         for i in range(len(self.blocks)):
             maps.pop((i, position)).close()
+
+
+def _spans(length: int, parts: int) -> list[tuple[int, int]]:
+    """All of one size but the last, which is smaller: tensors of other sizes do not fit into memory that is free again."""
+    size = -(-length // parts)
+    return [(a, min(a + size, length)) for a in range(0, length, size)]

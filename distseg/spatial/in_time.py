@@ -390,14 +390,18 @@ class Walk:
         return self.layouts[i].part(position, self.cells[i]).owned
 
     def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
-        release_freed_memory()
-        usual = None
+        kind = usual = None
         for i in range(len(self.blocks)):
             result, grid = self._grid(segment, i)
             for spans in product(*map(_spans, result.size, grid)):
-                yield i, Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
-                usual = usual or memory_in_use(_CPU)
-                if memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
+                box = Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
+                before, kind = kind, (i, box.size, box.start[0] == result.start[0])  # the window of the first is smaller
+                if kind != before:
+                    release_freed_memory()
+                yield i, box
+                if kind != before:
+                    usual = memory_in_use(_CPU)
+                elif memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
                     release_freed_memory()
                 self._done += 1
                 self.watch(min(1.0, self._done / self.visits))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from distseg import rng
 from distseg.config import Config
 from distseg.data.loader import pieces
+from distseg.plan.in_time import tiles_in_time
 from distseg.spatial.piece import Piece
 from distseg.data.sampler import epoch_samples
 from distseg.data.store import Store
@@ -33,7 +34,7 @@ from distseg.models.unet import channels_of
 from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model
 from distseg.serial import Image, Outcome, serial_step
-from distseg.train.engine import Engine, approximations, owned_per_rank, tiles_in_time
+from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.loss import parse
 
 

@@ -13,6 +13,7 @@ from typing import Callable, Sequence
 
 from torch import nn
 
+from distseg.config import Config
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link
 from distseg.geometry.segment import Segment, chain
@@ -25,6 +26,11 @@ _CONVS = nn.modules.conv._ConvNd
 _FREE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, Stash)
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+
+
+def tiles_in_time(config: Config) -> bool:
+    """Whether ranks compute tile after tile by :mod:`distseg.spatial.in_time`."""
+    return config.spatial.in_time in ("recompute", "spill") or (config.spatial.in_time == "auto" and config.run.memory is not None)
 
 
 @dataclass(frozen=True)

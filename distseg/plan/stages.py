@@ -16,8 +16,10 @@ from distseg.pipeline.fold import v_split
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.schedule import v_placement
 from distseg.plan.cost import modelled
+from distseg.plan.in_time import tiles_in_time
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
 from distseg.plan.roofline import V100, Device
+from distseg.spatial.norm import NORMS
 
 
 # One core in float32, roughly (docs/performance.md): constants, so that all ranks of any machines find the same stages.
@@ -61,11 +63,21 @@ def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reac
     largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
     costs = modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100)
     placement = _placement(config)
-    policy = Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
+    policy = _policy(config, model)
     if config.pipeline.placement == "v":
         seconds = [policy.forward_passes(0, len(placement)) * f + b for f, b in zip(costs.forward, costs.backward)]
         return v_split(seconds, costs.skips, config.mesh.stages)
     return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
+
+
+def _policy(config: Config, model: nn.Module) -> Policy:
+    if not tiles_in_time(config):
+        return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
+    live = any(isinstance(layer, NORMS) for layer in model.modules()) and not config.spatial.frozen_norm
+    return Policy(_MANY, "1f1b", "always" if live else "except_last")  # the last stage's tiles go forward once where no norm cuts it
+
+
+_MANY = 100  # tiles, which follow each other as micro-batches do
 
 
 def schedule_of(config: Config, linear: bool = True) -> str:

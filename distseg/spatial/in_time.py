@@ -119,11 +119,11 @@ class InTime:
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
         walk = Walk(self, [Block(Place(tuple(image), tile, tile, (0,), (0,)), lambda box: None)])
-        of = " of the first stage" if self.comm.size > 1 else ""
         if not walk.stored:
             return f"tiles in time: {walk.visits} windows a step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
-        return f"tiles in time: {len(self.segments)} segments{of}, {walk.visits} tiles a step there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
+        segments = f"{len(self.segments)} segment{'s' * (len(self.segments) > 1)}{' of the first stage' * (self.comm.size > 1)}"
+        return f"tiles in time: {segments}, {walk.visits} tiles a step there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
 
     def walks(self, micro_batches: Sequence[Sequence[Block]]) -> "list[Walk]":
         """Through the network with the blocks of each micro-batch, which may be under way together.

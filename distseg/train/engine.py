@@ -26,7 +26,7 @@ from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, 
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange, links_of
@@ -186,11 +186,6 @@ class Engine:
 
 _KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
 _SURE = 0.8  # of the rest
-
-
-def tiles_in_time(config: Config) -> bool:
-    """Whether ranks compute tile after tile by :mod:`distseg.spatial.in_time`."""
-    return config.spatial.in_time in ("recompute", "spill") or (config.spatial.in_time == "auto" and config.run.memory is not None)
 
 
 def check_in_time(config: Config) -> None:

@@ -22,12 +22,13 @@ from distseg.launch import JointFailure, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.unet import channels_of
 from distseg.models.zoo import outline_model
+from distseg.plan.in_time import tiles_in_time
 from distseg.predict import Predictor
 from distseg.report.log import open_log
 from distseg.report.progress import progress
 from distseg.report.units import si
 from distseg.train.checkpoint import Checkpoints, SilentCheckpoints, find, load_optimizer, load_weights, read_index, read_manifest
-from distseg.train.engine import Engine, approximations, owned_per_rank, tiles_in_time
+from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.metrics import scores
 from distseg.train.optim import learning_rate
 from distseg.train.step import InTimeStep

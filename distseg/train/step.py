@@ -18,7 +18,7 @@ from torch import Tensor
 from distseg.comm.collective import add
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
-from distseg.pipeline.schedule import Action, Forward, orders
+from distseg.pipeline.schedule import Action, Backward, Forward, orders
 from distseg.geometry.tile import Box
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block, InTime, Walk
@@ -152,59 +152,58 @@ class InTimeStep:
     """The same on a rank that computes its part of each image tile after tile, in the memory of one.
 
     A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. Stages of a pipeline
-    go forward through all micro-batches first, whose maps wait in the scratch folder.
+    go forward through all micro-batches first, whose maps wait where maps are stored.
     """
+
+    schedule = "gpipe, tiles in time"
 
     def __init__(self, executor: InTime, head: LossHead | None, loss: Loss):
         self.executor, self.head, self.loss = executor, head, loss
-        self.order = "gpipe" if executor.comm.size > 1 or not loss.linear else "1f1b"
-        self.schedule = f"{self.order}, tiles in time"
+        self.all_at_once = executor.comm.size > 1 or not loss.linear
 
     def __call__(self, micro_batches: list[list[Block]]) -> float:
         if self.head:
             self.head.clear()
             if self.loss.linear:
                 self._settle_from_labels(micro_batches)
+        every = range(len(micro_batches))
+        shares = [0.0] * len(micro_batches)
         transfers = self.executor.transfers
         try:
             with transfers.moving():
-                self._run(micro_batches)
+                for those in [every] if self.all_at_once else [[m] for m in every]:
+                    self._run({m: micro_batches[m] for m in those}, shares)
             transfers.flush()
             return self.head.step_loss() if self.head else 0.0
         finally:
             transfers.clear()
 
-    def _run(self, micro_batches: list[list[Block]]) -> None:
-        placement, last = self.executor.placement, len(self.executor.placement) - 1
-        actions = orders(self.order, placement, len(micro_batches))[self.executor.comm.rank]
-        walks: dict[int, Walk] = {}
-        begin = lambda those: walks.update(zip(those, self.executor.walks([micro_batches[m] for m in those])))
-        if self.order == "gpipe":
-            begin(range(len(micro_batches)))
-        shares = [0.0] * len(micro_batches)
-        backwards = 0
-        for k, action in enumerate(actions):
-            m, stage = action.micro_batch, action.stage
-            if m not in walks:
-                begin([m])
-            walk = walks[m]
-            walk.watch = partial(self._watch, shares, m)
-            if isinstance(action, Forward):
-                walk.forward(stage)
-                if stage == last and not self.loss.linear:
-                    with torch.no_grad():
-                        for unit, output in self._outputs(walk, m):
-                            self.head.note(unit, self.head.rows(unit, [output]))
-                continue
-            if self.order == "gpipe" and not backwards:
-                for later in actions[k:]:
-                    walks[later.micro_batch].expect_gradients(later.stage)
-            backwards += 1
-            if stage == last:
-                self._end(walk, m)
-            walk.backward(stage)
-            if not any(later.micro_batch == m for later in actions[k + 1 :]):
-                walks.pop(m).close()
+    def _run(self, micro_batches: dict[int, list[Block]], shares: list[float]) -> None:
+        """Some of the step's micro-batches, by number: forward through all of them, then backward."""
+        walks = dict(enumerate(self.executor.walks(list(micro_batches.values()))))
+        numbers, last = list(micro_batches), len(self.executor.placement) - 1
+        for k, walk in walks.items():
+            walk.watch = partial(self._watch, shares, numbers[k])
+        actions = orders("gpipe", self.executor.placement, len(walks))[self.executor.comm.rank]
+        backward = [a for a in actions if isinstance(a, Backward)]
+        for action in actions[: -len(backward)]:
+            walks[action.micro_batch].forward(action.stage)
+            if action.stage == last and not self.loss.linear:
+                self._note(walks[action.micro_batch], numbers[action.micro_batch])
+        for action in backward:
+            walks[action.micro_batch].expect_gradients(action.stage)
+        for action in backward:
+            if action.stage == last:
+                self._end(walks[action.micro_batch], numbers[action.micro_batch])
+            walks[action.micro_batch].backward(action.stage)
+        for walk in walks.values():
+            walk.close()
+
+    @torch.no_grad()
+    def _note(self, walk: Walk, m: int) -> None:
+        """A forward pass through the network's last segment, for the loss alone."""
+        for unit, output in self._outputs(walk, m):
+            self.head.note(unit, self.head.rows(unit, [output]))
 
     def _end(self, walk: Walk, m: int) -> None:
         """Forward and backward through the network's last segment."""

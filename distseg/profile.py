@@ -183,5 +183,5 @@ def _title(engine: Engine) -> tuple[str, str]:
     """Mesh and schedule; what else a reader wants to know."""
     config = engine.config
     schedule = f", {engine.gradient_step.schedule}, {config.pipeline.placement}" if engine.partition else ""
-    recompute = f", recompute {config.pipeline.recompute}" if engine.partition else ""
+    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not isinstance(engine.gradient_step, InTimeStep) else ""
     return f"{engine.mesh.shape}{schedule}", f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}"

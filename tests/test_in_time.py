@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
 
 from test_exact import check, config
 from distseg.config import RunConfig
@@ -12,7 +13,7 @@ from distseg.extents import Extents
 from distseg.geometry.segment import segments_of
 from distseg.geometry.tile import Box, split
 from distseg.models.zoo import outline_model
-from distseg.models.layers import channels_of_maps, flat_layers
+from distseg.models.layers import Pop, Stash, channels_of_maps, flat_layers
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange, links_of
@@ -69,10 +70,28 @@ def test_stages_times_tiles_in_time(comm, norm, loss, placement):
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.parametrize("start", range(1, 29))
+@pytest.mark.parametrize("start", [*range(1, 9), *range(14, 18), 20, 23, 26, 28])
 def test_a_stage_begins_at_any_layer(comm, start):
+    """Down a level and up again: conv drop norm act stash pool conv drop ... norm act up pop conv ... head."""
     layers = len(links_of(outline_model(config(num_convs=1).model)))
     check(comm, "21x30", stages=2, num_convs=1, balance=[start, layers - start], in_time="spill", tiles_per_rank=Extents("2x2"))
+
+
+def with_the_image_as_a_skip(**unused) -> nn.Sequential:
+    """A norm at once, the image itself popped two stages later, a skip past a stage, and a map that is read backwards at its end."""
+    conv = lambda i, o, stride=1: nn.Conv2d(i, o, 3, stride, padding=1)
+    return nn.Sequential(
+        Stash("image"), nn.InstanceNorm2d(3, affine=True), Stash("normed"), conv(3, 4, 2), nn.ReLU(), nn.InstanceNorm2d(4), conv(4, 4), nn.Upsample(scale_factor=2),
+        Pop("normed"), nn.ReflectionPad2d(3), nn.Conv2d(7, 4, 7), nn.ReLU(), Pop("image"), conv(7, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parallel(3)
+@pytest.mark.parametrize("balance", [[4, 4, 6], [1, 2, 11], [2, 8, 4], [9, 1, 4]])
+def test_skips_of_all_kinds_cross_stages(comm, balance):
+    found = config(stages=3, balance=balance, in_time="spill", tiles_per_rank=Extents("11x2"))
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:with_the_image_as_a_skip")), comm, Extents("26x34"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
 @pytest.mark.parallel(8)

@@ -108,6 +108,21 @@ def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm):
         assert read_log(folder / "time")[-1]["bytes_read"] > 0
 
 
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("norm", ["batch", "none"])
+def test_stages_of_tiles_in_time_train_images_of_different_sizes(comm, folder, norm):
+    whole = lambda plan: replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
+    plan = whole(config(folder, images=2, stages=2, norm=norm, output=str(folder / "two")))
+    train(replace(plan, spatial=replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("3x2"), scratch="memory")), comm)
+    if comm.rank == 0:
+        train(whole(config(folder, images=2, norm=norm, output=str(folder / "one"))), comm.Split(0))
+        two, one = weights(folder / "two"), weights(folder / "one")
+        for name, w in one.items():
+            assert torch.allclose(two[name].double(), w.double(), rtol=0, atol=1e-10), name
+    else:
+        comm.Split(1)
+
+
 @pytest.mark.parallel(4)
 @pytest.mark.parametrize("norm", ["instance", "batch"])
 @pytest.mark.parametrize("mesh", [dict(samples=2, stages=2), dict(tiles="1x2", stages=2, recompute="always"), dict(stages=4), dict(stages=4, placement="v")])

@@ -97,7 +97,7 @@ _meanwhile: Callable[[], None] = lambda: None
 
 @contextmanager
 def meanwhile(move: Callable[[], None]):
-    """Inside, every wait calls ``move`` again and again, which takes no time: it moves messages on that others wait for."""
+    """Inside, every wait calls ``move`` again and again, which moves messages on that others wait for."""
     global _meanwhile
     before, _meanwhile = _meanwhile, move
     try:

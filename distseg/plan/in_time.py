@@ -75,12 +75,13 @@ class Activations:
         """The positions of norms."""
         return [position for position, kind in enumerate(self.kinds) if issubclass(kind, NORMS)]
 
-    def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int) -> int:
+    def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int, returning: Sequence[int] = ()) -> int:
         """Bytes of the maps that segments read and make, and of their gradients, at most at once.
 
         Args:
             held: the part of the map before a layer that is stored.
             segments: of a rank, in order.
+            returning: the maps whose gradients other ranks send, once for each; they may come at any time.
         """
         positions = {p for s in segments for p in (*s.sources, s.layers.stop)} - {0, len(self.links)}
         sizes = {p: images * self.channels[p] * held(p).pixels * self.itemsize for p in positions}
@@ -91,7 +92,7 @@ class Activations:
             present -= sizes.get(segment.layers.stop, 0)
             most = max(most, present + sum(sizes[g] for g in gradients | ({segment.layers.stop} & set(sizes))))
             gradients.discard(segment.layers.stop)
-        return most
+        return most + sum(sizes[p] for p in returning)
 
     def _kept_otherwise(self, position: int) -> bool:
         """Whether a layer's result is its input's memory, or computed together with the norm before it (distseg.spatial.parallelize)."""

@@ -74,7 +74,7 @@ def _policy(config: Config, model: nn.Module) -> Policy:
     if not tiles_in_time(config):
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
     live = any(isinstance(layer, NORMS) for layer in model.modules()) and not config.spatial.frozen_norm
-    return Policy(_MANY, "1f1b", "always" if live else "except_last")  # the last stage's tiles go forward once where no norm cuts it
+    return Policy(_MANY, "1f1b", "always" if live else "except_last")  # the last stage's tiles go forward once where no norm cuts it, but for Dice
 
 
 _MANY = 100  # tiles, which follow each other as micro-batches do

@@ -40,7 +40,7 @@ from distseg.spatial.transfer import Receiving, Sending, Transfers
 
 
 _LABELS = 1 << 20  # labels read at once
-_CELLS = 1 << 17  # cells of a map read at once where no tile is computed
+_PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
 _GROWN = 1.05  # by how much the process may outgrow its first tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ class InTime:
         live: the positions of norms that take statistics.
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.
-        stored: (what is held of the map before a layer, segments, images) -> bytes that the maps take.
+        stored: :meth:`distseg.plan.in_time.Activations.stored`, the bytes that maps take.
         autocast: makes the context in which the network runs.
         device: where the network runs.
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
@@ -91,7 +91,7 @@ class InTime:
 
     def __init__(
         self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
-        stored: Callable[[Callable[[int], Box], Sequence[Segment], int], int], autocast: Callable[[], ContextManager],
+        stored: Callable[[Callable[[int], Box], Sequence[Segment], int, Sequence[int]], int], autocast: Callable[[], ContextManager],
         device=_CPU, stages: Sequence[range] = (), placement: Sequence[int] = (0,), comm=Alone(),
     ):  # fmt: skip
         self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
@@ -103,11 +103,11 @@ class InTime:
         rank_of = lambda segment: self.placement[segment.stage]
         self.segments = [s for s in every if rank_of(s) == comm.rank]
         self.makers = {s.layers.stop: rank_of(s) for s in every}  # of the map before a layer
-        self.readers = {p: {rank_of(s) for s in every if p in s.sources} - {comm.rank} for p in self.makers}
+        self.readers = {p: sorted({rank_of(s) for s in every if p in s.sources} - {comm.rank}) for p in self.makers}  # other ranks
         self.popped = {skip.stash for segment in every for skip in segment.skips.values()}  # in other segments
 
     def comes_from_elsewhere(self, position: int) -> bool:
-        """Whether another rank makes the map before a layer."""
+        """Whether another rank makes the map before a layer; pixels come from the store."""
         return self.makers.get(position, self.comm.rank) != self.comm.rank
 
     def label_tiles(self, block: Block) -> Iterator[Box]:
@@ -122,8 +122,9 @@ class InTime:
         if not walk.stored:
             return f"tiles in time: {walk.visits} windows a step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
-        segments = f"{len(self.segments)} segment{'s' * (len(self.segments) > 1)}{' of the first stage' * (self.comm.size > 1)}"
-        return f"tiles in time: {segments}, {walk.visits} tiles a step there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
+        of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
+        segments = f"{len(self.segments)} segment{'s' * (len(self.segments) > 1)}{of}"
+        return f"tiles in time: {segments}, {walk.visits} tiles an image there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
 
     def walks(self, micro_batches: Sequence[Sequence[Block]]) -> "list[Walk]":
         """Through the network with the blocks of each micro-batch, which may be under way together.
@@ -162,7 +163,8 @@ class Walk:
     @property
     def stored(self) -> int:
         """Bytes of the maps that it will store, at most at once."""
-        sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images)) for i, block in enumerate(self.blocks))
+        returning = [p for s in self.segments for p in (s.layers.stop,) for _ in self.executor.readers[p]]
+        sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images), returning) for i, block in enumerate(self.blocks))
         return sum(sizes)
 
     @torch.no_grad()
@@ -171,7 +173,7 @@ class Walk:
         for segment in self._of(stage):
             start, stop = segment.layers.start, segment.layers.stop
             if start in self.executor.live and start not in self.norms:  # nobody here made the map
-                whole = ((i, box) for i in range(len(self.blocks)) for box in strips(self._held(start, i), _CELLS))
+                whole = ((i, box) for i in range(len(self.blocks)) for box in strips(self._held(start, i), _CELLS if start else _PIXELS))
                 self._meet_norm(start, [part for i, box in whole for part in self._moments(start, i, box, self._read(start, i, box))])
             if segment in self._ends:
                 continue
@@ -181,11 +183,9 @@ class Walk:
                     y, _ = self._run(segment, i, box)
                 with self.span("scratch", "write"):
                     self._map(self.maps, i, stop, y).write(box, y)
-                self._hand_on(i, stop, box.start[0])
+                self._hand_on(i, stop, box)
                 if here:
                     parts += self._moments(stop, i, box, y)
-            for i in range(len(self.blocks)):
-                self._hand_on(i, stop)
             if here and stop in self.executor.live:
                 self._meet_norm(stop, parts)
 
@@ -212,13 +212,12 @@ class Walk:
         stop = segment.layers.stop
         if stop in self.norms:
             self.norms[stop].settle()
-        if not self.executor.readers[stop]:
-            self._close(self.maps, stop)
+        for i in range(len(self.blocks)):
+            for sending in self._sending.pop((i, stop), ()):
+                self.transfers.wait_sent(sending, self._map_before(stop))
+        self._close(self.maps, stop)
         for i, box in self._tiles(segment):
-            for returning in self._returning.get((i, stop), ()):
-                self.transfers.wait_for(returning, box.stop[0], f"the gradient of the map before {self.executor.links[stop].name}")
-            with self.span("scratch", "read gradient"):
-                g = self.gradients[i, stop].read(box)
+            g = self._gradient(i, stop, box)
             with self.span("recompute", self._name(segment)):
                 y, leaves = self._run(segment, i, box)
             with self.span("backward", self._name(segment)):
@@ -228,15 +227,24 @@ class Walk:
                     torch.autograd.backward([y], [g])
             self._take_in(segment, i, leaves)
         self._close(self.gradients, stop)
-        if self.executor.readers[stop]:  # whose gradients tell that they have read it
-            self._close(self.maps, stop)
+        for i in range(len(self.blocks)):
+            for returning in self._returning.pop((i, stop), ()):
+                returning.stored.close()
 
-    def close(self) -> None:
-        """Let go of what is stored."""
-        for maps in (self.maps, self.gradients):
-            for stored in maps.values():
-                stored.close()
-            maps.clear()
+    def _gradient(self, i: int, position: int, box: Box) -> Tensor:
+        """The sum over all readers, always in the same order."""
+        parts = []
+        if (i, position) in self.gradients:
+            with self.span("scratch", "read gradient"):
+                parts.append(self.gradients[i, position].read(box))
+        for returning in self._returning.get((i, position), ()):
+            self.transfers.wait_for(returning, box.stop[0], f"the gradient of {self._map_before(position)}")
+            with self.span("scratch", "read gradient"):
+                parts.append(returning.stored.read(box))
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
 
     @property
     def span(self) -> Callable[[str, str], ContextManager]:
@@ -248,57 +256,62 @@ class Walk:
     def _name(self, segment: Segment) -> str:
         return f"{self.executor.links[segment.layers.start].name} to {self.executor.links[segment.layers.stop - 1].name}"
 
+    def _map_before(self, position: int) -> str:
+        return f"the map before {self.executor.links[position].name}"
+
     # between ranks
 
     def expect_maps(self) -> None:
         """From other ranks, of one micro-batch after another."""
         for position in filter(self.executor.comes_from_elsewhere, self._first_reader):
             for i in range(len(self.blocks)):
-                coming = Receiving(self._held(position, i), self._maker(self.maps, i, position), on_top=False)
+                coming = Receiving(self._held(position, i), lambda like, i=i, position=position: self._map(self.maps, i, position, self._here(like)))
                 self._coming[i, position] = self.transfers.receive(coming, self.executor.makers[position], 2 * position)
 
     def expect_gradients(self, stage: int) -> None:
         """From other ranks, of what they read of a stage's maps; of one micro-batch after another, as the backward passes will come."""
         for position in (segment.layers.stop for segment in self._of(stage) if segment not in self._ends):
-            for reader in sorted(self.executor.readers[position]):
+            for reader in self.executor.readers[position]:
                 for i in range(len(self.blocks)):
-                    coming = Receiving(self._held(position, i), self._maker(self.gradients, i, position), on_top=True)
+                    box = self._held(position, i)
+                    coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))
                     self._returning.setdefault((i, position), []).append(self.transfers.receive(coming, reader, 2 * position + 1))
 
-    def _hand_on(self, i: int, position: int, final: int | None = None) -> None:
-        """Send what other ranks read of a map that is made here; its rows before ``final`` are, all if None."""
-        readers = sorted(self.executor.readers[position])
-        if readers and (i, position) not in self._sending:
+    def _hand_on(self, i: int, position: int, made: Box) -> None:
+        """Send what other ranks read of a map, up to a tile that was made of it."""
+        if (i, position) not in self._sending:
+            readers = self.executor.readers[position]
             self._sending[i, position] = [self.transfers.send(Sending(self.maps[i, position]), reader, 2 * position) for reader in readers]
-        self._set_final(i, position, final)
+        ends_rows = made.stop[1:] == self._held(position, i).stop[1:]
+        for sending in self._sending[i, position]:
+            sending.final = made.stop[0] if ends_rows else made.start[0]
+        self.transfers.progress()
 
-    def _hand_back(self, i: int, position: int, final: int | None = None) -> None:
-        """The same of the gradient of a map that was made elsewhere, which is let go of then."""
+    def _hand_back(self, i: int, position: int, final: int) -> None:
+        """Send the gradient of a map that was made elsewhere, whose rows before ``final`` are, and let go of it."""
         if (i, position) not in self._sending:
             sending = Sending(self.gradients[i, position], self.gradients[i, position].close)
             self._sending[i, position] = [self.transfers.send(sending, self.executor.makers[position], 2 * position + 1)]
-        self._set_final(i, position, final)
-
-    def _set_final(self, i: int, position: int, final: int | None) -> None:
-        for sending in self._sending.get((i, position), ()):
-            sending.final = sending.stored.box.stop[0] if final is None else final
+        self._sending[i, position][0].final = final
         self.transfers.progress()
 
     def _read_last_by(self, segment: Segment) -> None:
         """In the backward pass no later segment reads these: settle norms whose map was made elsewhere, hand gradients back."""
         for position in segment.sources:
-            if self._first_reader[position] is not segment or self.executor.makers.get(position) == self.executor.comm.rank:
+            elsewhere = self.executor.comes_from_elsewhere(position)
+            if self._first_reader[position] is not segment or not (elsewhere or position == 0):
                 continue
             if position in self.norms:
                 self.norms[position].settle()
-            if position == 0:
+            if not elsewhere:
                 continue
             for i in range(len(self.blocks)):
+                self.transfers.wait_for(self._coming[i, position], self._held(position, i).stop[0], self._map_before(position))  # also what no window reads
                 if position in self.norms:
                     gradient = self.gradients[i, position]
                     for box in strips(gradient.box, _CELLS):
                         gradient.write(box, self._corrected(position, i, box, gradient.read(box), self.maps[i, position].read(box)))
-                self._hand_back(i, position)
+                self._hand_back(i, position, self._held(position, i).stop[0])
                 del self.gradients[i, position]
             self._close(self.maps, position)
 
@@ -329,7 +342,7 @@ class Walk:
             with self.span("read", "pixels"):
                 return self.blocks[i].pixels(window)
         if (i, position) in self._coming:
-            self.transfers.wait_for(self._coming[i, position], window.stop[0], f"the map before {self.executor.links[position].name}")
+            self.transfers.wait_for(self._coming[i, position], window.stop[0], self._map_before(position))
         with self.span("scratch", "read"):
             return self.maps[i, position].read(window)
 
@@ -415,8 +428,8 @@ class Walk:
         cut = (self._grid(segment, i) for i in range(len(self.blocks)))
         return sum(math.prod(len(_spans(n, g)) for n, g in zip(result.size, grid)) for result, grid in cut)
 
-    def _maker(self, maps: dict, i: int, position: int) -> Callable[[Tensor], Map]:
-        return lambda like: self._map(maps, i, position, like.to(self.executor.device))
+    def _here(self, like: Tensor) -> Tensor:
+        return like.to(self.executor.device)
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
@@ -431,13 +444,18 @@ class Walk:
             g = torch.zeros_like(x) if x.grad is None else x.grad
             with self.span("scratch", "add gradient"):
                 self._map(self.gradients, i, position, x.detach()).add(window, g)
-            if self.executor.comes_from_elsewhere(position) and self._first_reader[position] is segment and position not in self.norms:
+            if self.executor.comes_from_elsewhere(position) and self._first_reader[position] is segment and position not in self.norms and not self._mirrors(segment):
                 self._hand_back(i, position, window.start[0])  # windows to come begin there or below
         leaves.clear()
 
+    def _mirrors(self, segment: Segment) -> bool:
+        """Whether windows at the end of the map may reach back above earlier ones."""
+        return any(footprint.mirrored for position in segment.layers for footprint in self.executor.links[position].footprints)
+
     def _close(self, maps: dict, position: int) -> None:
         for i in range(len(self.blocks)):
-            maps.pop((i, position)).close()
+            if (i, position) in maps:
+                maps.pop((i, position)).close()
 
 
 def _spans(length: int, parts: int) -> list[tuple[int, int]]:

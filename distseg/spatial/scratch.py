@@ -52,7 +52,7 @@ class Map:
 
     def add(self, box: Box, x: Tensor) -> None:
         """Add to what is there."""
-        self.put_on_top(box, self._inward(x))
+        self.put(box, self.take(box).add_(self._inward(x)))
 
     def room(self, box: Box) -> Tensor:
         """A tensor for a part of the map as it lies there, in the host's memory."""
@@ -67,10 +67,6 @@ class Map:
     def put(self, box: Box, values: Tensor) -> None:
         """:meth:`write`, as it lies."""
         self._move(os.pwritev, values, box, "written to")
-
-    def put_on_top(self, box: Box, values: Tensor) -> None:
-        """:meth:`add`, as it lies."""
-        self.put(box, self.take(box).add_(values))
 
     def close(self) -> None:
         """Let go of its memory or its disk space."""

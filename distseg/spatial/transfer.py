@@ -6,8 +6,8 @@ than the rows that its next window looks at, so stages work on one image at the 
     stage 0    tile 0   tile 1   tile 2   tile 3
     stage 1             tile 0   tile 1   tile 2   tile 3
 
-Gradients come back the same way, and are added up where a map has several readers. Rows wait in their map, not in memory, until
-there is room on the way: a map under way takes two strips of a rank's memory.
+Gradients come back the same way. Rows wait in their map, not in memory, until there is room on the way: a map under way takes two
+strips of a rank's memory. Messages move on between layers and in waits.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Sending:
     """A map on its way to another rank.
 
+    Args:
+        then: called once all is sent.
+
     Attributes:
         final: rows before this one, counted as the map's box does, will not change any more.
-        sent: called once the map is not needed any more.
+        done: whether all is sent.
     """
 
-    def __init__(self, stored: Map, sent: Callable[[], None] = lambda: None):
-        self.stored, self.sent, self.final = stored, sent, stored.box.start[0]
+    def __init__(self, stored: Map, then: Callable[[], None] = lambda: None):
+        self.stored, self.final, self.done, self._then = stored, stored.box.start[0], False, then
         self._waiting = deque([_head(stored), *_strips(stored)])
         self._under_way: deque[tuple] = deque()
-
-    def all_final(self) -> None:
-        self.final = self.stored.box.stop[0]
 
     def progress(self, start: Callable[[Tensor], object]) -> bool:
         """Move on; whether all is sent. ``start``: begins to send a tensor."""
@@ -58,10 +58,10 @@ class Sending:
                 what = self.stored.take(what)
             self._waiting.popleft()
             self._under_way.append((start(what), what))
-        done = not (self._waiting or self._under_way)
-        if done:
-            self.sent()
-        return done
+        self.done = not (self._waiting or self._under_way)
+        if self.done:
+            self._then()
+        return self.done
 
 
 class Receiving:
@@ -69,16 +69,15 @@ class Receiving:
 
     Args:
         make: the map that is to hold it, from a tensor like it.
-        on_top: add to what the map holds.
 
     Attributes:
+        stored: that map, once its first message is there.
         there: rows before this one are there, counted as the map's box does.
     """
 
-    def __init__(self, box: Box, make: Callable[[Tensor], Map], on_top: bool):
-        self.box, self.there = box, box.start[0]
-        self._make, self._on_top = make, on_top
-        self._stored: Map | None = None
+    def __init__(self, box: Box, make: Callable[[Tensor], Map]):
+        self.box, self.there, self._make = box, box.start[0], make
+        self.stored: Map | None = None
         self._waiting: deque[Box | None] = deque([None])
         self._under_way: deque[tuple] = deque()
 
@@ -87,7 +86,7 @@ class Receiving:
         while True:
             while self._waiting and len(self._under_way) < _UNDER_WAY:
                 strip = self._waiting.popleft()
-                values = self._stored.room(strip) if strip else torch.empty(4, dtype=torch.int64)
+                values = self.stored.room(strip) if strip else torch.empty(4, dtype=torch.int64)
                 self._under_way.append((start(values), strip, values))
             if not self._under_way:
                 return True
@@ -96,10 +95,10 @@ class Receiving:
                 return False
             self._under_way.popleft()
             if strip is None:
-                self._stored = self._make(_like(values, len(self.box.size)))
-                self._waiting.extend(_strips(self._stored))
+                self.stored = self._make(_like(values, len(self.box.size)))
+                self._waiting.extend(_strips(self.stored))
                 continue
-            (self._stored.put_on_top if self._on_top else self._stored.put)(strip, values)
+            self.stored.put(strip, values)
             self.there = strip.stop[0]
 
 
@@ -131,10 +130,13 @@ class Transfers:
 
     def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
         """Until all rows before ``row`` are there."""
-        self.progress()
-        if receiving.there < row:
-            with self.moving():
-                wait(_When(lambda: receiving.there >= row), what, "wait")
+        while receiving.there < row:
+            before = receiving.there  # each arrival begins the time anew in which the next has to come
+            self._until(lambda: receiving.there > before, what, "wait")
+
+    def wait_sent(self, sending: Sending, what: str) -> None:
+        if not sending.done:
+            self._until(lambda: sending.done, what, "send")
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -144,12 +146,10 @@ class Transfers:
 
     def flush(self) -> None:
         """Until nothing is under way."""
-        with self.moving():
-            wait(_When(lambda: not self._queues), "the last of the feature maps that were sent", "send")
+        self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
 
-    def clear(self) -> None:
-        """Forget what is under way, after an error."""
-        self._queues.clear()
+    def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
+        wait(_When(lambda: self.progress() or condition()), what, kind)
 
     def _queue(self, transfer, peer: int, tag: int):
         self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)

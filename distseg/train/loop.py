@@ -177,7 +177,8 @@ def _introduction(config: Config, engine: Engine, image, exact, parameters: int,
         lines.append(engine.gradient_step.executor.describe(image))
     if engine.partition:
         balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
-        lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}, recompute {config.pipeline.recompute}")
+        recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
+        lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
     return lines + [f"approximation: {text}" for text in approximations(config, engine.reach, exact)]
 
 

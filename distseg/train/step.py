@@ -166,38 +166,35 @@ class InTimeStep:
             self.head.clear()
             if self.loss.linear:
                 self._settle_from_labels(micro_batches)
-        every = range(len(micro_batches))
-        shares = [0.0] * len(micro_batches)
-        transfers = self.executor.transfers
-        try:
-            with transfers.moving():
-                for those in [every] if self.all_at_once else [[m] for m in every]:
-                    self._run({m: micro_batches[m] for m in those}, shares)
-            transfers.flush()
-            return self.head.step_loss() if self.head else 0.0
-        finally:
-            transfers.clear()
+        numbers = list(range(len(micro_batches)))
+        shares = [0.0] * len(numbers)
+        with self.executor.transfers.moving():
+            for those in [numbers] if self.all_at_once else [[m] for m in numbers]:
+                self._run(micro_batches, those, shares)
+        self.executor.transfers.flush()
+        return self.head.step_loss() if self.head else 0.0
 
-    def _run(self, micro_batches: dict[int, list[Block]], shares: list[float]) -> None:
-        """Some of the step's micro-batches, by number: forward through all of them, then backward."""
-        walks = dict(enumerate(self.executor.walks(list(micro_batches.values()))))
-        numbers, last = list(micro_batches), len(self.executor.placement) - 1
-        for k, walk in walks.items():
-            walk.watch = partial(self._watch, shares, numbers[k])
+    def _run(self, micro_batches: list[list[Block]], those: list[int], shares: list[float]) -> None:
+        """Micro-batches ``those``: forward through all of them, then backward."""
+        walks = self.executor.walks([micro_batches[m] for m in those])
+        for m, walk in zip(those, walks):
+            walk.watch = partial(self._watch, shares, m)
+        last = len(self.executor.placement) - 1
         actions = orders("gpipe", self.executor.placement, len(walks))[self.executor.comm.rank]
-        backward = [a for a in actions if isinstance(a, Backward)]
-        for action in actions[: -len(backward)]:
-            walks[action.micro_batch].forward(action.stage)
-            if action.stage == last and not self.loss.linear:
-                self._note(walks[action.micro_batch], numbers[action.micro_batch])
-        for action in backward:
-            walks[action.micro_batch].expect_gradients(action.stage)
-        for action in backward:
-            if action.stage == last:
-                self._end(walks[action.micro_batch], numbers[action.micro_batch])
-            walks[action.micro_batch].backward(action.stage)
-        for walk in walks.values():
-            walk.close()
+        for action in actions:
+            k = action.micro_batch
+            if isinstance(action, Forward):
+                walks[k].forward(action.stage)
+                if action.stage == last and not self.loss.linear:
+                    self._note(walks[k], those[k])
+        # The first micro-batch first here too: its maps are there before the others are.
+        backward = [(len(walks) - 1 - a.micro_batch, a.stage) for a in actions if isinstance(a, Backward)]
+        for k, stage in backward:
+            walks[k].expect_gradients(stage)
+        for k, stage in backward:
+            if stage == last:
+                self._end(walks[k], those[k])
+            walks[k].backward(stage)
 
     @torch.no_grad()
     def _note(self, walk: Walk, m: int) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from _pytest._code.code import TerminalRepr
 
-from .job import Job, Told, ranks_named
+from .job import Job, ranks_named
 
 PHASES = ("setup", "call", "teardown")
 

@@ -41,7 +41,7 @@ from distseg.spatial.transfer import Receiving, Sending, Transfers
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
-_GROWN = 1.05  # by how much the process may outgrow its first tile before free memory goes back; each time costs the next tile new pages
+_GROWN = 1.1  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 
@@ -403,7 +403,7 @@ class Walk:
         return self.layouts[i].part(position, self.cells[i]).owned
 
     def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
-        kind = usual = None
+        kind, usual, fresh = None, 0, True
         for i in range(len(self.blocks)):
             result, grid = self._grid(segment, i)
             for spans in product(*map(_spans, result.size, grid)):
@@ -411,11 +411,13 @@ class Walk:
                 before, kind = kind, (i, box.size, box.start[0] == result.start[0])  # the window of the first is smaller
                 if kind != before:
                     release_freed_memory()
+                    usual, fresh = 0, True
                 yield i, box
-                if kind != before:
-                    usual = memory_in_use(_CPU)
+                if fresh:  # what a tile takes by itself
+                    usual, fresh = max(usual, memory_in_use(_CPU)), False
                 elif memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
                     release_freed_memory()
+                    fresh = True
                 self._done += 1
                 self.watch(min(1.0, self._done / self.visits))
 

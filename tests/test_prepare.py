@@ -248,7 +248,7 @@ def test_a_large_image_is_copied_in_strips(tmp_path, monkeypatch):
     pixels, labels = RANDOM.integers(0, 9, (2, 600, 40)).astype("i2"), RANDOM.integers(0, 3, (600, 40)).astype("u1")
     (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
     np.save(tmp_path / "i/a.npy", pixels), np.save(tmp_path / "m/a.npy", labels)
-    boxes = list(prepare.strips((600, 40), 160))
+    boxes = list(prepare.chunk_strips((600, 40), 4))
     assert [b.start[0] for b in boxes] == [0, 256, 512]
     store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["a", "b", "c"])
     assert np.array_equal(store.read("a", Box.whole((600, 40))), pixels) and np.array_equal(store.labels("a", Box.whole((600, 40))), labels)

@@ -1,4 +1,4 @@
-"""Stored maps from rank to rank: rows arrive as they are final, in order, and are put or added."""
+"""Stored maps from rank to rank: rows arrive as they are final, in order, while both sides do something else."""
 
 import pytest
 import torch
@@ -39,11 +39,11 @@ def test_a_map_comes_as_it_is(comm, tmp_path, dtype, layout):
     if comm.rank == 0:
         stored = Map(BOX, x, tmp_path)
         stored.write(BOX, x)
-        transfers.send(Sending(stored), 1, 7).final = BOX.stop[0]
+        transfers.begin(Sending(stored), 1, 7).final = BOX.stop[0]
         transfers.flush()
     else:
         found = []
-        coming = transfers.receive(receiving(found, tmp_path), 0, 7)
+        coming = transfers.begin(receiving(found, tmp_path), 0, 7)
         transfers.wait_for(coming, 20, "it")
         assert (found[0].read(BOX) == x).all() and (found[0].dtype, found[0].last) == (dtype, layout == "NHWC")
 
@@ -53,8 +53,8 @@ def test_rows_come_once_they_are_final(comm):
     """The sender writes rows 3 to 8, 8 to 13, ...; those of a block are final when the next one is written."""
     transfers, x, found = Transfers(comm), whole(0), []
     stored = Map(BOX, x)
-    sending = transfers.send(Sending(stored), 1, 0) if comm.rank == 0 else None
-    coming = transfers.receive(receiving(found, None), 0, 0) if comm.rank == 1 else None
+    sending = transfers.begin(Sending(stored), 1, 0) if comm.rank == 0 else None
+    coming = transfers.begin(receiving(found, None), 0, 0) if comm.rank == 1 else None
     for row in (3, 8, 13, 18, 20):
         if comm.rank == 0:
             block = Box((row, 10), (min(row + 5, 20), 41))
@@ -77,12 +77,12 @@ def test_maps_of_a_tag_keep_their_order_and_are_let_go_of(comm):
         for k in range(3):
             stored = Map(BOX, whole(0))
             stored.write(BOX, whole(k))
-            sending = transfers.send(Sending(stored, lambda k=k: let_go.append(k)), 0, 1)
+            sending = transfers.begin(Sending(stored, lambda k=k: let_go.append(k)), 0, 1)
             sending.final = BOX.stop[0]
         transfers.wait_sent(sending, "the last")
         assert let_go == [0, 1, 2] and sending.done
         return
-    coming = [transfers.receive(receiving(found, None), 1, 1) for _ in range(3)]
+    coming = [transfers.begin(receiving(found, None), 1, 1) for _ in range(3)]
     for k, c in enumerate(coming):
         transfers.wait_for(c, 20, "it")
         assert c.stored is found[k] and (c.stored.read(BOX) == whole(k)).all()
@@ -95,7 +95,7 @@ def test_what_never_comes_is_an_error(comm):
         if comm.rank == 0:
             with pytest.raises(TimeoutError, match="the map before conv did not come within 0.5 s"):
                 transfers = Transfers(comm)
-                transfers.wait_for(transfers.receive(receiving([], None), 1, 99), 20, "the map before conv")
+                transfers.wait_for(transfers.begin(receiving([], None), 1, 99), 20, "the map before conv")
     finally:
         set_timeout(0)
     comm.Barrier()
@@ -104,3 +104,4 @@ def test_what_never_comes_is_an_error(comm):
 def test_strips():
     assert [b.start[0] for b in strips(BOX, 31 * 4)] == [3, 7, 11, 15, 19] and list(strips(BOX, 1e9)) == [BOX]
     assert len(list(strips(BOX, 1))) == 17
+    assert [b.start[0] for b in strips(BOX, 31 * 13, 6)] == [3, 15] and [b.start[0] for b in strips(BOX, 0, 6)] == [3, 9, 15]

@@ -92,6 +92,13 @@ def _wait(request, what: str) -> None:
             pause = min(2 * pause, 2e-4)
 
 
+class When:
+    """A condition that can be waited for like a request."""
+
+    def __init__(self, condition: Callable[[], bool]):
+        self.Test = condition
+
+
 _meanwhile: Callable[[], None] = lambda: None
 
 

@@ -16,7 +16,7 @@ from shutil import which
 import torch
 from torch import Tensor
 
-from distseg.comm.collective import wait
+from distseg.comm.collective import When, wait
 from distseg.memory_format import channels_last
 
 
@@ -95,14 +95,13 @@ class Transport:
         request = self.comm.irecv(1 << 16, source, tag)
         found: list = []
 
-        class Test:  # mpi4py's irecv hands the object to whoever sees it complete
-            def Test(self) -> bool:
-                done, what = request.test()
-                if done:
-                    found.append(what)
-                return done
+        def arrived() -> bool:  # mpi4py's irecv hands the object to whoever sees it complete
+            done, what = request.test()
+            if done:
+                found.append(what)
+            return done
 
-        wait(Test())
+        wait(When(arrived))
         return found[0]
 
     def progress(self) -> None:

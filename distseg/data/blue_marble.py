@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distseg.data.prepare import strips, summary
+from distseg.data.prepare import chunk_strips, summary
 from distseg.data.readers import open_image
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
@@ -70,7 +70,7 @@ def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
             labels = land_mask(folder / "lsmask_1.25min_f.bin", image.size)
             for sector, (name, split) in zip(sectors(image.size), SECTORS.items()):
                 target = writer.add_image(name, sector.size, image.dtype, split, labels=True)
-                for strip in strips(sector.size, image.bands * sector.size[1]):
+                for strip in chunk_strips(sector.size, image.bands):
                     box = strip.shifted(sector.start)
                     target.write(strip, image.read(box), labels[box.slices])
                 shown.advance(pixels=sector.pixels)

@@ -18,7 +18,7 @@ from typing import Callable, Iterator
 import h5py
 import numpy as np
 
-from distseg.geometry.tile import Box
+from distseg.geometry.tile import Box, strips
 
 _FLUSH = 2.0  # seconds after which what was written goes to the disk and into the record
 _EDGE = 256  # of chunks and TIFF tiles
@@ -114,9 +114,8 @@ class PartialMap:
         (self.folder / "identity.json").write_text(self.identity)  # last: without it the folder counts for nothing
 
 
-def _strips(size: tuple[int, ...]) -> Iterator[slice]:
-    for top in range(0, size[0], _EDGE):
-        yield slice(top, min(top + _EDGE, size[0]))
+def _chunk_rows(size: tuple[int, ...]) -> Iterator[slice]:
+    return (strip.slices[0] for strip in strips(Box.whole(size), 0, _EDGE))
 
 
 def _pack_hdf5(path: Path, arrays: dict[str, np.ndarray], class_names: list[str], advance) -> None:
@@ -127,7 +126,7 @@ def _pack_hdf5(path: Path, arrays: dict[str, np.ndarray], class_names: list[str]
         f.create_dataset("classes", classes.shape, "u1", chunks=chunks, compression="gzip", compression_opts=1)
         if "probabilities" in arrays:
             f.create_dataset("probabilities", arrays["probabilities"].shape, "f2", chunks=(1, *chunks), compression="lzf")
-        for rows in _strips(classes.shape):
+        for rows in _chunk_rows(classes.shape):
             f["classes"][rows] = classes[rows]
             if "probabilities" in arrays:
                 f["probabilities"][:, rows] = arrays["probabilities"][:, rows]
@@ -144,7 +143,7 @@ def _pack_tiff(path: Path, arrays: dict[str, np.ndarray], class_names: list[str]
         raise ValueError(f"class maps of {classes.ndim} dims are written as hdf5 only: take tiff out of predict.formats")
 
     def tiles() -> Iterator[np.ndarray]:
-        for rows in _strips(classes.shape):
+        for rows in _chunk_rows(classes.shape):
             for left in range(0, classes.shape[1], _EDGE):
                 tile = np.zeros((_EDGE, _EDGE), np.uint8)
                 part = classes[rows, left : left + _EDGE]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from distseg.data.blue_marble import MASK_SIZE, land_mask, source_folder
-from distseg.data.prepare import strips, summary
+from distseg.data.prepare import chunk_strips, summary
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
@@ -37,7 +37,7 @@ def prepare_gigapixel(output: str | Path, size: Extents = Extents((16000, 64000)
     earth = Earth((size[0], size[1] // 2))
     with StoreWriter(output, CLASSES, ("luminance",), provenance=_PROVENANCE, overwrite=overwrite) as writer:
         target = writer.add_image("earth", size, np.uint8, "train", labels=True)
-        parts = list(strips(size, size[1]))
+        parts = list(chunk_strips(size, 1))
         with progress(len(parts), "strip", f"preparing {output}") as shown:
             for strip in parts:
                 grey, land = (np.concatenate((half[:, ::-1], half), 1) for half in earth.rows(strip.start[0], strip.stop[0]))

@@ -13,7 +13,7 @@ from distseg.data.readers import open_image, open_mask
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
-from distseg.geometry.tile import Box
+from distseg.geometry.tile import Box, strips
 from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
 
@@ -66,12 +66,9 @@ def summary(store: Store) -> str:
     return f"{store.path}\n" + table([_row(store, split) for split in sorted(store.splits, key=_split_order)])
 
 
-def strips(size: Sequence[int], row_bytes: int) -> Iterator[Box]:
+def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
     """Boxes across the whole image along its first dim, of about 64 MB and whole chunks."""
-    edge = chunk_edge(len(size))
-    rows = edge * max(1, _STRIP_BYTES // (edge * row_bytes))
-    for top in range(0, size[0], rows):
-        yield Box((top, *(0 for _ in size[1:])), (min(top + rows, size[0]), *size[1:]))
+    return strips(Box.whole(size), _STRIP_BYTES / pixel_bytes, chunk_edge(len(size)))
 
 
 def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
@@ -83,7 +80,7 @@ def _copy(pair: Pair, writer: StoreWriter, values: Mapping[int, int], dims: int 
     image = open_image(pair.image, dims)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
     target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None)
-    for box in strips(pair.size, pair.bands * pair.dtype.itemsize * int(np.prod(pair.size[1:]))):
+    for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
         target.write(box, image.read(box), None if mask is None else mapped(mask.read(box)[0], values))
         shown.advance(0, pixels=box.pixels)
     shown.advance()

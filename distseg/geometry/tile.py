@@ -83,9 +83,9 @@ def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
     return [(a * stride, min(b * stride, length)) for a, b in zip(borders, borders[1:])]
 
 
-def strips(box: Box, cells: float) -> Iterator[Box]:
-    """The box row by row, as many rows at once as have no more than ``cells`` cells, but at least one."""
-    rows = max(1, int(cells * box.size[0] / max(1, box.pixels)))
+def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
+    """The box from top to bottom, as many times ``rows`` rows at once as have no more than ``cells`` cells, but at least once."""
+    rows *= max(1, int(cells * box.size[0] / (max(1, box.pixels) * rows)))
     for a in range(box.start[0], box.stop[0], rows):
         yield Box((a, *box.start[1:]), (min(a + rows, box.stop[0]), *box.stop[1:]))
 

@@ -158,12 +158,14 @@ class Walk:
         self._first_reader = {p: segment for segment in reversed(self.segments) for p in segment.sources}
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
-        self._sending: dict[tuple[int, int], list[Sending]] = {}
+        self._sending: dict[tuple[int, int], list[Sending]] = {}  # maps to their readers, gradients to the map's maker
+        elsewhere = filter(executor.comes_from_elsewhere, self._first_reader)
+        self._final_by_rows = {p for p in elsewhere if p not in executor.live and not self._mirrors(self._first_reader[p])}
 
     @property
     def stored(self) -> int:
         """Bytes of the maps that it will store, at most at once."""
-        returning = [p for s in self.segments for p in (s.layers.stop,) for _ in self.executor.readers[p]]
+        returning = [s.layers.stop for s in self.segments for _ in self.executor.readers[s.layers.stop]]
         sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images), returning) for i, block in enumerate(self.blocks))
         return sum(sizes)
 
@@ -266,7 +268,7 @@ class Walk:
         for position in filter(self.executor.comes_from_elsewhere, self._first_reader):
             for i in range(len(self.blocks)):
                 coming = Receiving(self._held(position, i), lambda like, i=i, position=position: self._map(self.maps, i, position, self._here(like)))
-                self._coming[i, position] = self.transfers.receive(coming, self.executor.makers[position], 2 * position)
+                self._coming[i, position] = self.transfers.begin(coming, self.executor.makers[position], 2 * position)
 
     def expect_gradients(self, stage: int) -> None:
         """From other ranks, of what they read of a stage's maps; of one micro-batch after another, as the backward passes will come."""
@@ -275,13 +277,13 @@ class Walk:
                 for i in range(len(self.blocks)):
                     box = self._held(position, i)
                     coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))
-                    self._returning.setdefault((i, position), []).append(self.transfers.receive(coming, reader, 2 * position + 1))
+                    self._returning.setdefault((i, position), []).append(self.transfers.begin(coming, reader, 2 * position + 1))
 
     def _hand_on(self, i: int, position: int, made: Box) -> None:
         """Send what other ranks read of a map, up to a tile that was made of it."""
         if (i, position) not in self._sending:
             readers = self.executor.readers[position]
-            self._sending[i, position] = [self.transfers.send(Sending(self.maps[i, position]), reader, 2 * position) for reader in readers]
+            self._sending[i, position] = [self.transfers.begin(Sending(self.maps[i, position]), reader, 2 * position) for reader in readers]
         ends_rows = made.stop[1:] == self._held(position, i).stop[1:]
         for sending in self._sending[i, position]:
             sending.final = made.stop[0] if ends_rows else made.start[0]
@@ -291,7 +293,7 @@ class Walk:
         """Send the gradient of a map that was made elsewhere, whose rows before ``final`` are, and let go of it."""
         if (i, position) not in self._sending:
             sending = Sending(self.gradients[i, position], self.gradients[i, position].close)
-            self._sending[i, position] = [self.transfers.send(sending, self.executor.makers[position], 2 * position + 1)]
+            self._sending[i, position] = [self.transfers.begin(sending, self.executor.makers[position], 2 * position + 1)]
         self._sending[i, position][0].final = final
         self.transfers.progress()
 
@@ -446,7 +448,7 @@ class Walk:
             g = torch.zeros_like(x) if x.grad is None else x.grad
             with self.span("scratch", "add gradient"):
                 self._map(self.gradients, i, position, x.detach()).add(window, g)
-            if self.executor.comes_from_elsewhere(position) and self._first_reader[position] is segment and position not in self.norms and not self._mirrors(segment):
+            if position in self._final_by_rows and self._first_reader[position] is segment:
                 self._hand_back(i, position, window.start[0])  # windows to come begin there or below
         leaves.clear()
 

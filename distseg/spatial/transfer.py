@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import contextmanager
-from typing import Callable, Iterator
+from typing import Callable, Iterator, TypeVar
 
 import torch
 from torch import Tensor
 
-from distseg.comm.collective import meanwhile, wait
+from distseg.comm.collective import When, meanwhile, wait
 from distseg.comm.transport import message
 from distseg.geometry.tile import Box, strips
 from distseg.memory_format import channels_last
@@ -102,6 +102,9 @@ class Receiving:
             self.there = strip.stop[0]
 
 
+_T = TypeVar("_T", Sending, Receiving)
+
+
 class Transfers:
     """All maps under way to and from this rank.
 
@@ -113,11 +116,10 @@ class Transfers:
         self.comm = comm
         self._queues: dict[tuple, deque[Sending | Receiving]] = {}
 
-    def send(self, sending: Sending, to: int, tag: int) -> Sending:
-        return self._queue(sending, to, tag)
-
-    def receive(self, receiving: Receiving, source: int, tag: int) -> Receiving:
-        return self._queue(receiving, source, tag)
+    def begin(self, transfer: _T, peer: int, tag: int) -> _T:
+        """Put a map on its way to or from another rank; :meth:`progress` moves it."""
+        self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)
+        return transfer
 
     def progress(self) -> None:
         """Move everything on, without waiting."""
@@ -149,18 +151,7 @@ class Transfers:
         self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
 
     def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
-        wait(_When(lambda: self.progress() or condition()), what, kind)
-
-    def _queue(self, transfer, peer: int, tag: int):
-        self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)
-        return transfer
-
-
-class _When:
-    """A condition that can be waited for like a request."""
-
-    def __init__(self, condition: Callable[[], bool]):
-        self.Test = condition
+        wait(When(lambda: self.progress() or condition()), what, kind)
 
 
 def _strips(stored: Map) -> Iterator[Box]:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "PyTorch's layers, glibc as it is": lambda: Reading(run_ranks(1, ["-m", "benchmarks.step_time", "--plain", norm, *flags])["seconds"]),
             "convolutions alone": convolutions(engine, ours),
         }
-        results = measure(cases, repeats_of(options), warmup=1)
+        results = measure(cases, repeats_of(options), warmup=0 if options.quick else 1)
         samples[norm], bars[norm] = results.as_dict(), shares(ours, results.spread("distseg").median)
         rows += [_row(norm, case, results) for case in cases]
     by_kind = [f"{norm}: " + ", ".join(f"{kind} {seconds / sum(parts.values()):.1%}" for kind, seconds in parts.items()) for norm, parts in bars.items()]

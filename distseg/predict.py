@@ -23,6 +23,7 @@ from distseg.data.prefetch import prefetch
 from distseg.data.readers import open_image
 from distseg.data.store import Store
 from distseg.extents import Extents
+from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place, most_even_grid, tiles, window
 from distseg.launch import set_up, together
 from distseg.memory_format import channels_last as last_format
@@ -197,7 +198,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         checkpoint = find(run)
         manifest = read_manifest(checkpoint)
         model = outline_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
-        reach = used_reach(model, config.spatial)
+        reach = used_reach(receptive_field(model), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     with together(world):

@@ -26,7 +26,6 @@ from distseg.spatial.piece import Piece
 from distseg.data.sampler import epoch_samples
 from distseg.data.store import Store
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Place, Reach, owned_tiles
 from distseg.launch import together
 from distseg.mesh import Mesh, MeshShape
@@ -175,7 +174,7 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
         "in_time": tiles_in_time(config),
         "stride": list(engine.reach.stride),
         "reducer": engine.reducer.name,
-        "approximations": approximations(config, engine.reach, receptive_field(initial)),
+        "approximations": approximations(config, engine.reach, engine.exact),
         "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},
         **errors,
         "max_error": max([loss_error, *(e for part in errors.values() for e in part.values())], key=_badness),

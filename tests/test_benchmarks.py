@@ -1,8 +1,11 @@
 """Each benchmark runs, at sizes that show nothing, and leaves its JSON file; what they compute of their own is right."""
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,6 @@ from distseg.extents import Extents  # noqa: E402
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nQUESTION = " in path.read_text())
 
 
-@pytest.fixture(autouse=True)
-def same_threads_afterwards():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def test_all_are_found():
     assert BENCHMARKS == [
         "balance", "freed_memory", "gigapixel", "halo", "halo_error", "horovod_cycle", "in_time", "norm", "overhead", "overlap", "peers", "pipeline_bubble",
@@ -32,27 +28,34 @@ def test_all_are_found():
     ]  # fmt: skip
 
 
-def quick(name: str, folder: Path, capsys) -> dict:
+def quick(name: str, folder: Path) -> dict:
     """The results of a quick run, after a look at what it said."""
-    benchmark = import_module(f"benchmarks.{name}")
-    benchmark.main(["--quick", "--repeats", "1", "--output", str(folder)])
-    printed = capsys.readouterr().out
-    assert printed.startswith(benchmark.QUESTION) and "reproduce: " in printed
+    benchmark, printed = import_module(f"benchmarks.{name}"), io.StringIO()
+    torch.set_num_threads(1)  # whatever the benchmark before it has set
+    with redirect_stdout(printed):
+        benchmark.main(["--quick", "--repeats", "1", "--output", str(folder)])
+    assert printed.getvalue().startswith(benchmark.QUESTION) and "reproduce: " in printed.getvalue()
     written = json.loads((folder / f"{name}.json").read_text())
     assert written["name"] == name and written["quick"]
     return written["results"]
 
 
-@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "halo_error"])
-def test_quick(name, tmp_path, capsys):
-    results = quick(name, tmp_path, capsys)
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """Of all benchmarks that are asked for, two at a time: most of them wait for a job on one core."""
+    asked = [item.callspec.params["name"] for item in request.session.items if item.module is request.module and "runs" in item.fixturenames]
+    with get_context("fork").Pool(2) as pool:
+        yield {name: pool.apply_async(quick, (name, tmp_path_factory.mktemp(name))) for name in asked}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_quick(name, runs):
+    results = runs[name].get()
     assert results.get("rows") or results["cases"]
-
-
-def test_the_exact_halo_shows_nothing_and_a_smaller_one_does(tmp_path, capsys):
-    for row in quick("halo_error", tmp_path, capsys)["rows"]:
-        exact = row["halo"] == 11 and row["statistics"] == "image"
-        assert (row["gradient"] < 1e-12, row["output max"] < 1e-12) == (exact, exact), row
+    if name == "halo_error":  # the exact halo shows nothing, and a smaller one does
+        for row in results["rows"]:
+            exact = row["halo"] == 11 and row["statistics"] == "image"
+            assert (row["gradient"] < 1e-12, row["output max"] < 1e-12) == (exact, exact), row
 
 
 def test_error_by_distance():

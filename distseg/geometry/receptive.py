@@ -6,13 +6,15 @@ alike, so a convolution of thousands of channels is probed as one of one channel
 dim, as thin as the network accepts: a network of a billion weights takes seconds, and none of its weights.
 
 * Halo: the smallest h such that no input row more than h rows before a tile border on the stride grid reaches an
-  output row behind it, nor the mirror image of that. Found by bisection.
+  output row behind it, nor the mirror image of that. Read off gradients; by bisection
+  where these do not see all.
 * Stride: the smallest s for which shifting the input by s shifts the output by s.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from typing import Callable
 
 import torch
@@ -94,11 +96,10 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
                 "image's size (up-sampling with align_corners=True?), and such a network can not be computed from windows"
             )
         border = length // 2 // stride * stride
-        before = _bisect(lambda h: bool(respond(0, border - h)[border:].any()), border)
-        after = _bisect(lambda h: bool(respond(border + h, length)[:border].any()), length - border)
         first, last = (rows.nonzero() for rows in reached(border))
-        before = max(before, border - int(first.min()) if len(first) else 0)
-        after = max(after, int(last.max()) + 1 - border if len(last) else 0)
+        before, after = border - int(first.min()) if len(first) else 0, int(last.max()) + 1 - border if len(last) else 0
+        before = _smallest(lambda h: bool(respond(0, border - h)[border:].any()), before, border)
+        after = _smallest(lambda h: bool(respond(border + h, length)[:border].any()), after, length - border)
         if before < border - stride and after < length - border - stride:
             return max(before, after), stride
     raise ValueError(
@@ -107,9 +108,11 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
     )
 
 
-def _bisect(reaches: Callable[[int], bool], bound: int) -> int:
-    """The smallest h in 0 .. bound for which ``reaches(h)`` is false; it is true below and false above."""
-    low, high = 0, bound
+def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
+    """The smallest h in least .. bound for which ``reaches(h)`` is false; it is true below and false above. Quick where that is ``least``."""
+    if not reaches(least):
+        return least
+    low, high = least + 1, bound
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if reaches(middle) else (low, middle)
@@ -161,6 +164,7 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
     else:
         raise _CanNotProbe(f"the model can not be probed on strips {_WIDTHS} pixels thin: {failure}")
 
+    @lru_cache(32)  # the search for the stride asks the same again
     @torch.no_grad()
     def respond(a: int, b: int) -> Tensor:
         return run(a, b) - silence

@@ -16,7 +16,7 @@ from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
-from distseg.launch import keep_freed_memory, memory_in_use
+from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.layers import channels_of_maps, flat_layers
@@ -49,36 +49,38 @@ class Engine:
         precision: fp32, bf16 (autocast) or fp64.
 
     Raises:
-        ValueError: a model, or settings, that can't be trained, before any work.
+        ValueError: a model, or settings, that can't be trained, before any work and on all ranks.
     """
 
     def __init__(
         self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
     ):
-        check_config(config)
-        check_in_time(config)
-        self.config, self.mesh, self.channels_last = config, mesh, channels_last
-        self.devices = devices_of(config, device)
-        self.device = self.devices[0]
-        self.precision = precision
-        self.autocast = autocast(precision, device)
-        self.reach = used_reach(model, config.spatial)
-        self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
+        self.config, self.mesh, self.precision, self.channels_last = config, mesh, precision, channels_last
         set_timeout(config.run.timeout)
-        self.loss = Loss(config.loss, channels_of(model)[1])
-        activations = self._activations(model) if tiles_in_time(config) else None
-        self.context = _context(config, mesh)
-        self.partition = partition_of(config, model, image, self.reading, device.type)
-        self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
-        if config.pipeline.placement == "devices":
-            check_norms(self.model)
-        place_stages(self.model, self.partition, self.devices, precision, channels_last)
+        with together(mesh.world):
+            check_config(config)
+            check_in_time(config)
+            self.devices = devices_of(config, device)
+            self.device = self.devices[0]
+            self.autocast = autocast(precision, device)
+            self.exact = receptive_field(model)
+            self.reach = used_reach(self.exact, config.spatial)
+            self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
+            self.loss = Loss(config.loss, channels_of(model)[1])
+            activations = self._activations(model) if tiles_in_time(config) else None
+            self.context = _context(config, mesh)
+            self.partition = partition_of(config, model, image, self.reading, device.type)
+            self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
+            if config.pipeline.placement == "devices":
+                check_norms(self.model)
+            place_stages(self.model, self.partition, self.devices, precision, channels_last)
         broadcast(model, mesh.replicas)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(self.parameters)
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, self.parameters)
-        self.gradient_step = self._gradient_step(activations)
+        with together(mesh.world):
+            self.gradient_step = self._gradient_step(activations)
 
     def _activations(self, model: nn.Module) -> Activations:
         """What tiles of the plain model take."""
@@ -249,9 +251,8 @@ def autocast(precision: str, device) -> Callable[[], ContextManager]:
     return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
 
 
-def used_reach(model: nn.Module, spatial: SpatialConfig) -> Reach:
-    """The model's exact halo and stride, or the halo that the config sets."""
-    exact = receptive_field(model)
+def used_reach(exact: Reach, spatial: SpatialConfig) -> Reach:
+    """A model's exact halo and stride, or the halo that the config sets."""
     if spatial.halo is None:
         return exact
     return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)

@@ -17,7 +17,6 @@ from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store import Store
 from distseg.evaluate import evaluate
-from distseg.geometry.receptive import receptive_field
 from distseg.launch import JointFailure, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.unet import channels_of
@@ -48,7 +47,7 @@ def train(config: Config, world) -> dict | None:
         config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         model = outline_model(config.model, store.bands, _outputs(config, store))
-        exact, parameters, channels = receptive_field(model), sum(p.numel() for p in model.parameters()), channels_of(model)
+        parameters, channels = sum(p.numel() for p in model.parameters()), channels_of(model)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     engine = Engine(config, mesh, model, _largest(store, config), device, precision, channels_last)
@@ -66,7 +65,7 @@ def train(config: Config, world) -> dict | None:
     result = resumed.get("validation")
 
     with open_log(config.train.output, config.train.tensorboard, first, resumed.get("step")) as log:
-        for line in _introduction(config, engine, _largest(store, config), exact, parameters, loader) if first else []:
+        for line in _introduction(config, engine, _largest(store, config), parameters, loader) if first else []:
             print(line, flush=True)
         log.write("start", step, resumed.get("epoch", 0), config=_plain(config), parameters=parameters)
         for epoch in range(resumed.get("epoch", 0), config.train.epochs):
@@ -162,10 +161,10 @@ def _plain(config: Config) -> dict:
     return {s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()} for s, fields in asdict(config).items()}
 
 
-def _introduction(config: Config, engine: Engine, image, exact, parameters: int, loader: StepLoader) -> list[str]:
+def _introduction(config: Config, engine: Engine, image, parameters: int, loader: StepLoader) -> list[str]:
     mesh = engine.mesh
     lines = [
-        f"model {config.model.name}: {parameters:,} parameters, halo {max(exact.halo)}, stride {max(exact.stride)}",
+        f"model {config.model.name}: {parameters:,} parameters, halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}",
         f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}"
         + (", channels_last" if engine.channels_last else ""),
         f"{config.train.epochs} epochs of {loader.steps_per_epoch} steps, {mesh.shape.samples * config.train.accumulate * config.data.images} images a step",
@@ -179,7 +178,7 @@ def _introduction(config: Config, engine: Engine, image, exact, parameters: int,
         balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
         recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
         lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
-    return lines + [f"approximation: {text}" for text in approximations(config, engine.reach, exact)]
+    return lines + [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
 
 
 def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:

@@ -34,6 +34,7 @@ from distseg.launch import set_up, world
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
 from distseg.predict import Predictor
+from distseg.report.style import PALETTE, new_figure
 from distseg.train.engine import Engine
 from distseg.train.loop import step_loader
 from distseg.train.metrics import scores
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"gradient against the serial program, float64, 301x331 in 3x3 tiles in time: largest relative error {error:.1e}\n"
         f"land after {options.epochs} epochs on six sectors of 2000x4000: Dice {learned['train']:.4f} (train), {learned['test']:.4f} (two other sectors); published: {SEED['Dice']}, on other data"
     )
-    report("gigapixel", QUESTION, Rows(rows, {"samples": samples, "error": error, "learned": learned}), options, {"size": str(options.size)}, notes)
+    report("gigapixel", QUESTION, Rows(rows, {"samples": samples, "error": error, "learned": learned}), options, {"size": str(options.size)}, notes, lambda path: draw(learned, path))
 
 
 def _run(options: argparse.Namespace, job: str, memory: str, folder: str) -> dict:
@@ -141,6 +142,17 @@ def _learn(options: argparse.Namespace) -> dict:
     predictor = Predictor(engine.model, engine.mesh.replicas, engine.device, engine.autocast, Extents((1024, 1024)))
     dice = {split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"]["dice"] for split in ("train", "test")}
     return {**dice, "losses": losses}
+
+
+def draw(learned: dict, path: Path) -> None:
+    with new_figure(path, (7.5, 4)) as figure:
+        axes = figure.add_subplot()
+        axes.plot(range(1, len(learned["losses"]) + 1), learned["losses"], color=PALETTE[0])
+        axes.set_yscale("log")
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("loss")
+        axes.set_title(f"Land on six sectors: Dice {learned['train']:.3f}; on two others {learned['test']:.3f}")
+        figure.tight_layout()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from distseg.geometry.tile import Box, strips
 from distseg.memory_format import channels_last
 from distseg.spatial.scratch import Map
 
-_STRIP = 8e6  # bytes of a message
+_STRIP = 1e6  # bytes of a message
 _UNDER_WAY = 2  # messages of a map
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -41,7 +41,7 @@ from distseg.spatial.transfer import Receiving, Sending, Transfers
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
-_GROWN = 1.1  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
+_GROWN = 1.05  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 

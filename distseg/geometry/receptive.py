@@ -6,8 +6,7 @@ alike, so a convolution of thousands of channels is probed as one of one channel
 dim, as thin as the network accepts: a network of a billion weights takes seconds, and none of its weights.
 
 * Halo: the smallest h such that no input row more than h rows before a tile border on the stride grid reaches an
-  output row behind it, nor the mirror image of that. Read off gradients; by bisection
-  where these do not see all.
+  output row behind it, nor the mirror image of that. Read off gradients; by bisection where these do not see all.
 * Stride: the smallest s for which shifting the input by s shifts the output by s.
 """
 
@@ -169,6 +168,7 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
     def respond(a: int, b: int) -> Tensor:
         return run(a, b) - silence
 
+    @lru_cache(2)  # the middle of the strip is the border too, for most strides
     def reached(border: int) -> tuple[Tensor, Tensor]:
         x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).add_(0.5).requires_grad_()
         y = probe(x).movedim(2 + dim, 0)

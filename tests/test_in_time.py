@@ -1,7 +1,6 @@
 """Tiles in time: the serial gradient from one tile at a time, on any mesh, within a budget, and what is refused."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from torch import nn
 from test_exact import check, config
 from distseg.config import RunConfig
 from distseg.extents import Extents
-from distseg.geometry.segment import segments_of
-from distseg.geometry.tile import Box, split
+from distseg.geometry.segment import chain, segments_of
+from distseg.geometry.tile import Box, boxes_of
 from distseg.models.zoo import outline_model
 from distseg.models.layers import Pop, Stash, channels_of_maps, flat_layers
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
@@ -151,20 +150,27 @@ class TestBudget:
     @pytest.mark.parametrize("norm", ["instance", "none"])
     @pytest.mark.parametrize("budget", [3e5, 1e6, 1e7])
     def test_tiles_stay_within(self, norm, budget):
-        for found, layout, segment, result, grid in self.tilings(budget, norm):
-            for spans in product(*(split(n, g, 1) for n, g in zip(result.size, grid))):
-                assert found.of(layout.sizes, segment, Box(*zip(*spans)), 1) <= 1.05 * budget  # on a pooling's grid tiles of a size differ a little
+        for found, layout, segment, result, size in self.tilings(budget, norm):
+            for tile in boxes_of(result, size):
+                assert found.of(layout.sizes, segment, tile, 1) <= 1.05 * budget  # on a pooling's grid tiles of a size differ a little
 
     def test_more_memory_takes_fewer_tiles(self):
-        counts = [[g[0] * g[1] for *_, g in self.tilings(budget)] for budget in (3e5, 1e6, 1e8)]
+        counts = [[len(boxes_of(result, size)) for *_, result, size in self.tilings(budget)] for budget in (3e5, 1e6, 1e8)]
         assert counts[0] > counts[1] > counts[2] and set(counts[2]) == {1}
+
+    def test_windows_are_of_one_size(self):
+        """But at the map's ends: tiles begin on cells of the coarsest map."""
+        for found, layout, segment, result, size in self.tilings(1e6, "none"):
+            windows = [chain(found.links, layout.sizes, segment, tile).given for tile in boxes_of(result, size)]
+            inner = {w.size for w in windows if all(0 < a and b < n for a, b, n in zip(w.start, w.stop, SIZE))}
+            assert len(windows) > 9 and len(inner) == 1
 
     def test_too_little_is_refused_with_both_numbers(self):
         with pytest.raises(ValueError, match=r"of run.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give more memory"):
             list(self.tilings(1e4))
 
     def test_a_grid_is_no_finer_than_the_map(self):
-        assert GridTiling((5, 2))(None, None, Box((0, 0), (3, 9)), 1) == [3, 2]
+        assert GridTiling((5, 2))(None, None, Box((0, 0), (3, 9)), 1) == [1, 5]
 
     def test_stored_maps_are_counted(self, tmp_path):
         """By hand: of a network of one level all maps at once, then each with its gradient as long as needed."""

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles, split, tiles, window
+from distseg.geometry.tile import Box, Place, Reach, boxes_of, check_grid, owned_tiles, split, tiles, window
 
 
 def picture(image, boxes) -> str:
@@ -116,3 +116,16 @@ def test_boxes():
     assert box.coarsened((2, 4)) == Box((1, 1), (4, 3))
     assert Box.whole((9, 9)).contains(box) and not box.contains(Box((2, 4), (7, 10)))
     assert Place((9, 9), box, Box((1, 1), (9, 9)), (0,), (0,)).owned == Box((1, 3), (6, 8))
+
+
+def test_boxes_of_a_size():
+    found = picture((5, 11), boxes_of(Box((1, 0), (5, 10)), (3, 4)))
+    assert found == "\n".join(
+        [
+            "...........",
+            "aaaabbbbcc.",
+            "aaaabbbbcc.",
+            "aaaabbbbcc.",
+            "ddddeeeeff.",
+        ]
+    )

@@ -90,6 +90,12 @@ def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
         yield Box((a, *box.start[1:]), (min(a + rows, box.stop[0]), *box.stop[1:]))
 
 
+def boxes_of(box: Box, size) -> list[Box]:
+    """The box row by row in boxes of one size; the last along a dim may be smaller."""
+    spans = [[(a, min(a + n, stop)) for a in range(start, stop, n)] for start, stop, n in zip(box.start, box.stop, size)]
+    return [Box(*map(tuple, zip(*each))) for each in product(*spans)]
+
+
 def check_grid(image, grid, stride) -> None:
     """Refuse a grid that would leave a tile without a cell of its own.
 

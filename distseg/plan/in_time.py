@@ -109,11 +109,14 @@ class GridTiling:
     grid: Sequence[int]
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
-        return [min(g, n) for g, n in zip(self.grid, result.size)]
+        return [-(-n // min(g, n)) for g, n in zip(self.grid, result.size)]
 
 
 class BudgetTiling:
-    """For every segment the grid whose tiles stay within ``budget`` bytes and whose windows overlap least.
+    """For every segment the tiles that stay within ``budget`` bytes and whose windows overlap least.
+
+    Their size is a multiple of what a cell of the segment's coarsest map covers, where that fits: windows then are of one
+    size, for which memory that is free again, and kernels that were made, serve once more.
 
     Raises:
         ValueError: when called, if not even a tile of a few cells fits.
@@ -126,51 +129,59 @@ class BudgetTiling:
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
         key = tuple(layout.image), segment.layers.start, segment.layers.stop, result, images
         if key not in self._found:
-            self._found[key] = self._grid(layout.sizes, segment, result, images)
+            self._found[key] = self._size(layout.sizes, segment, result, images)
         return self._found[key]
 
-    def _grid(self, sizes, segment: Segment, result: Box, images: int) -> list[int]:
-        small = lambda grid: self._is_small(sizes, segment, _largest(result, grid), images)
-        fits = lambda grid: self.activations.of(sizes, segment, _largest(result, grid), images) <= self.budget
-        finest = [max(1, n // _LEAST) for n in result.size]
-        if not fits(finest):
-            least = _largest(result, finest)
+    def _size(self, sizes, segment: Segment, result: Box, images: int) -> list[int]:
+        bytes_of = lambda size: self.activations.of(sizes, segment, _middle(result, size), images)
+        fits = lambda size: bytes_of(size) <= self.budget
+        least = [min(n, _LEAST) for n in result.size]
+        if not fits(least):
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
-                f"{segment.layers.stop - 1} take {self.activations.of(sizes, segment, least, images) / 1e6:.1f} MB on a tile of {Extents(least.size)} cells: "
+                f"{segment.layers.stop - 1} take {bytes_of(least) / 1e6:.1f} MB on a tile of {Extents(least)} cells: "
                 "give more memory"
             )
-        conditions = (fits, lambda grid: fits(grid) and small(grid))
-        grids = (_with_rows(rows, finest, condition) for condition in conditions for rows in _counts(finest[0]))
-        return min(filter(None, grids), key=lambda grid: self._cost(sizes, segment, result, grid, images))
+        coarsest = [min(sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
+        steps = [max(1, round(n / c)) for n, c in zip(sizes[segment.layers.stop], coarsest)]
+        most = lambda slow: lambda size: fits(size) and self._slowness(sizes, segment, _middle(result, size), images) <= slow
+        conditions = (fits, most(_FAR), most(1.0))
+        for steps in (steps, [1] * len(steps)):
+            found = (_with_rows(rows, result.size, least, steps, condition) for condition in conditions for rows in _counts(result.size[0]))
+            if found := list(filter(None, found)):
+                return min(found, key=lambda size: self._cost(sizes, segment, result, size, images))
+        return least
 
-    def _cost(self, sizes, segment: Segment, result: Box, grid: Sequence[int], images: int) -> float:
+    def _cost(self, sizes, segment: Segment, result: Box, size: Sequence[int], images: int) -> float:
         """About proportional to the time of all tiles."""
-        tile = _largest(result, grid)
+        tile = _middle(result, size)
         way = chain(self.activations.links, sizes, segment, tile)
         traffic = sum(self.activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
-        cached = self._is_small(sizes, segment, tile, images)
-        whole_rows = all(g == 1 for g in grid[1:])  # these lie side by side on the disk, and their windows are of one size
-        return math.prod(grid) * (traffic * (1.0 if cached else _PAGED) * (1.0 if whole_rows else 1.1) + _EACH)
+        whole_rows = tuple(size[1:]) == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
+        count = math.prod(-(-n // s) for n, s in zip(result.size, size))
+        return count * (traffic * self._slowness(sizes, segment, tile, images) * (1.0 if whole_rows else _CUT) + _EACH)
 
-    def _is_small(self, sizes, segment: Segment, tile: Box, images: int) -> bool:
-        """Whether a tile's tensors stay near the processor, in memory that was used before."""
+    def _slowness(self, sizes, segment: Segment, tile: Box, images: int) -> float:
+        """How much longer a tile's values take for its tensors' size."""
         way, activations = chain(self.activations.links, sizes, segment, tile), self.activations
         positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
         largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
-        return largest <= _REUSED and activations.of(sizes, segment, tile, images) <= _CACHED
+        total = activations.of(sizes, segment, tile, images)
+        return 1.0 if total <= _NEAR else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
 
 
-def _largest(result: Box, grid: Sequence[int]) -> Box:
-    """A tile of the largest size, in the middle, where it has neighbours on all sides."""
-    size = [-(-n // g) for n, g in zip(result.size, grid)]
-    middle = [a + (b - a - n) // 2 for a, b, n in zip(result.start, result.stop, size)]
-    return Box(tuple(middle), tuple(m + n for m, n in zip(middle, size)))
+def _middle(result: Box, size: Sequence[int]) -> Box:
+    """The tile in the middle, with neighbours on all sides where there are some."""
+    starts = [a + (-(-(b - a) // s) - 1) // 2 * s for a, b, s in zip(result.start, result.stop, size)]
+    return Box(tuple(starts), tuple(min(a + s, b) for a, b, s in zip(starts, result.stop, size)))
 
 
-_CACHED = 256e6  # bytes up to which a tile's tensors stay near the processor
+_NEAR = 48e6  # bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory
+_CACHED = 256e6  # bytes up to which they stay near the processor
 _REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
-_PAGED = 1.5  # how much longer larger ones take: they are new pages in every layer, which cheap layers feel most
+_FAR = 1.2  # how much less of overlap must be worth it to go beyond _NEAR
+_PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
+_CUT = 1.1  # how much longer tiles take that are not whole rows
 _EACH = 1e6  # values whose traffic takes as long as what comes with every tile
 _LEAST = 8  # cells a side that no tile goes below
 
@@ -184,14 +195,14 @@ def _counts(most: int) -> list[int]:
     return [*found, most]
 
 
-def _with_rows(rows: int, finest: Sequence[int], fits) -> list[int] | None:
-    """The coarsest grid with so many rows that fits, other dims cut alike; None where none does."""
-    others = finest[1:]
-    low, high = 0, max(others, default=1)
-    grid = lambda cuts: [rows, *(min(max(1, cuts), o) for o in others)]
-    if not fits(grid(high)):
+def _with_rows(rows: int, whole: Sequence[int], least: Sequence[int], steps: Sequence[int], fits) -> list[int] | None:
+    """The largest tiles in so many rows that fit, other dims cut alike; None where none does."""
+    round_up = lambda n, dim: min(max(-(-n // steps[dim]) * steps[dim], least[dim]), whole[dim])
+    size = lambda cuts: [round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole)]
+    low, high = 0, max(whole[1:], default=1)
+    if not fits(size(high)):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(grid(middle)) else (middle, high)
-    return grid(high)
+        low, high = (low, middle) if fits(size(middle)) else (middle, high)
+    return size(high)

@@ -15,11 +15,9 @@ its own segments; maps that others read travel to them (:mod:`distseg.spatial.tr
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 
 import torch
@@ -28,7 +26,7 @@ from torch import Tensor
 from distseg.comm.collective import Alone
 from distseg.geometry.layout import Layout, Link, Part, Region
 from distseg.geometry.segment import Segment, chain, segments_of
-from distseg.geometry.tile import Box, Place, strips
+from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
@@ -41,7 +39,7 @@ from distseg.spatial.transfer import Receiving, Sending, Transfers
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
-_GROWN = 1.05  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
+_GROWN = 1.03  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 
@@ -65,10 +63,10 @@ def block_of(piece: Piece) -> Block:
 
 
 class Tiling(Protocol):
-    """How the result of a segment is cut."""
+    """How the result of a segment is cut into tiles."""
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> Sequence[int]:
-        """The grid of tiles."""
+        """Cells of a tile along each dim; the last may be smaller."""
 
 
 class InTime:
@@ -407,10 +405,10 @@ class Walk:
     def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
         kind, usual, fresh = None, 0, True
         for i in range(len(self.blocks)):
-            result, grid = self._grid(segment, i)
-            for spans in product(*map(_spans, result.size, grid)):
-                box = Box(tuple(a for a, _ in spans), tuple(b for _, b in spans)).shifted(result.start)
-                before, kind = kind, (i, box.size, box.start[0] == result.start[0])  # the window of the first is smaller
+            result, tiles = self._cut(segment, i)
+            for box in tiles:
+                ends = tuple((a == c, b == d) for a, b, c, d in zip(box.start, box.stop, result.start, result.stop))  # windows there are smaller
+                before, kind = kind, (i, box.size, ends)
                 if kind != before:
                     release_freed_memory()
                     usual, fresh = 0, True
@@ -423,14 +421,13 @@ class Walk:
                 self._done += 1
                 self.watch(min(1.0, self._done / self.visits))
 
-    def _grid(self, segment: Segment, i: int) -> tuple[Box, Sequence[int]]:
-        """What is computed of a segment's result for block ``i``, and how it is cut."""
+    def _cut(self, segment: Segment, i: int) -> tuple[Box, list[Box]]:
+        """What is computed of a segment's result for block ``i``, and its tiles."""
         result = self._held(segment.layers.stop, i)
-        return result, self.executor.tiling(self.layouts[i], segment, result, len(self.blocks[i].place.images))
+        return result, boxes_of(result, self.executor.tiling(self.layouts[i], segment, result, len(self.blocks[i].place.images)))
 
     def _count(self, segment: Segment) -> int:
-        cut = (self._grid(segment, i) for i in range(len(self.blocks)))
-        return sum(math.prod(len(_spans(n, g)) for n, g in zip(result.size, grid)) for result, grid in cut)
+        return sum(len(self._cut(segment, i)[1]) for i in range(len(self.blocks)))
 
     def _here(self, like: Tensor) -> Tensor:
         return like.to(self.executor.device)
@@ -461,8 +458,3 @@ class Walk:
             if (i, position) in maps:
                 maps.pop((i, position)).close()
 
-
-def _spans(length: int, parts: int) -> list[tuple[int, int]]:
-    """All of one size but the last, which is smaller: tensors of other sizes do not fit into memory that is free again."""
-    size = -(-length // parts)
-    return [(a, min(a + size, length)) for a in range(0, length, size)]

@@ -179,7 +179,7 @@ def _middle(result: Box, size: Sequence[int]) -> Box:
 _NEAR = 48e6  # bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory
 _CACHED = 256e6  # bytes up to which they stay near the processor
 _REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
-_FAR = 1.2  # how much less of overlap must be worth it to go beyond _NEAR
+_FAR = 1.2  # how many times as much traffic is taken rather than go beyond _NEAR
 _PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
 _CUT = 1.1  # how much longer tiles take that are not whole rows
 _EACH = 1e6  # values whose traffic takes as long as what comes with every tile

@@ -167,7 +167,8 @@ class BudgetTiling:
         positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
         largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
         total = activations.of(sizes, segment, tile, images)
-        return 1.0 if total <= _NEAR else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
+        near = max(_NEAR, self.budget / 8)
+        return 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
@@ -176,12 +177,12 @@ def _middle(result: Box, size: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(min(a + s, b) for a, b, s in zip(starts, result.stop, size)))
 
 
-_NEAR = 48e6  # bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory
+_NEAR = 48e6  # bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory, which count where it is short
 _CACHED = 256e6  # bytes up to which they stay near the processor
 _REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
-_FAR = 1.2  # how many times as much traffic is taken rather than go beyond _NEAR
+_FAR = 1.2  # how many times as much traffic is taken rather than larger tensors
 _PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
-_CUT = 1.1  # how much longer tiles take that are not whole rows
+_CUT = 1.3  # how much longer tiles take that are not whole rows
 _EACH = 1e6  # values whose traffic takes as long as what comes with every tile
 _LEAST = 8  # cells a side that no tile goes below
 

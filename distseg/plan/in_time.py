@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Callable, Sequence
 
 from torch import nn
@@ -124,51 +125,45 @@ class BudgetTiling:
 
     def __init__(self, activations: Activations, budget: float):
         self.activations, self.budget = activations, budget
-        self._found: dict[tuple, list[int]] = {}
+        self._found: dict[tuple, tuple[int, ...]] = {}
 
-    def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
+    def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
         key = tuple(layout.image), segment.layers.start, segment.layers.stop, result, images
         if key not in self._found:
             self._found[key] = self._size(layout.sizes, segment, result, images)
         return self._found[key]
 
-    def _size(self, sizes, segment: Segment, result: Box, images: int) -> list[int]:
-        bytes_of = lambda size: self.activations.of(sizes, segment, _middle(result, size), images)
-        fits = lambda size: bytes_of(size) <= self.budget
-        least = [min(n, _LEAST) for n in result.size]
-        if not fits(least):
+    def _size(self, sizes, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
+        @cache
+        def judged(size: tuple[int, ...]) -> tuple[float, float]:
+            return self._judge(sizes, segment, result, size, images)
+
+        least = tuple(min(n, _LEAST) for n in result.size)
+        if judged(least)[0] == math.inf:
+            taken = self.activations.of(sizes, segment, _middle(result, least), images)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
-                f"{segment.layers.stop - 1} take {bytes_of(least) / 1e6:.1f} MB on a tile of {Extents(least)} cells: "
-                "give more memory"
+                f"{segment.layers.stop - 1} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give more memory"
             )
         coarsest = [min(sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
         steps = [max(1, round(n / c)) for n, c in zip(sizes[segment.layers.stop], coarsest)]
-        most = lambda slow: lambda size: fits(size) and self._slowness(sizes, segment, _middle(result, size), images) <= slow
-        conditions = (fits, most(_FAR), most(1.0))
-        for steps in (steps, [1] * len(steps)):
-            found = (_with_rows(rows, result.size, least, steps, condition) for condition in conditions for rows in _counts(result.size[0]))
-            if found := list(filter(None, found)):
-                return min(found, key=lambda size: self._cost(sizes, segment, result, size, images))
-        return least
+        conditions = [lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)]
+        largest = lambda steps: [_with_rows(rows, result.size, least, steps, fits) for fits in conditions for rows in _counts(result.size[0])]
+        found = [*filter(None, largest(steps))] or filter(None, largest([1] * len(steps)))
+        return min(found, key=lambda size: judged(size)[1])
 
-    def _cost(self, sizes, segment: Segment, result: Box, size: Sequence[int], images: int) -> float:
-        """About proportional to the time of all tiles."""
-        tile = _middle(result, size)
-        way = chain(self.activations.links, sizes, segment, tile)
-        traffic = sum(self.activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
-        whole_rows = tuple(size[1:]) == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
-        count = math.prod(-(-n // s) for n, s in zip(result.size, size))
-        return count * (traffic * self._slowness(sizes, segment, tile, images) * (1.0 if whole_rows else _CUT) + _EACH)
-
-    def _slowness(self, sizes, segment: Segment, tile: Box, images: int) -> float:
-        """How much longer a tile's values take for its tensors' size."""
-        way, activations = chain(self.activations.links, sizes, segment, tile), self.activations
+    def _judge(self, sizes, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
+        """Of tiles of a size: how many times longer a value takes for the tensors' size, without end where they do not fit; and about the time of all tiles."""
+        tile, activations = _middle(result, size), self.activations
+        way, total = chain(activations.links, sizes, segment, tile), activations.of(sizes, segment, tile, images)
         positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
         largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
-        total = activations.of(sizes, segment, tile, images)
         near = max(_NEAR, self.budget / 8)
-        return 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
+        slow = math.inf if total > self.budget else 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
+        traffic = sum(activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
+        whole_rows = size[1:] == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
+        count = math.prod(-(-n // s) for n, s in zip(result.size, size))
+        return slow, count * (traffic * slow * (1.0 if whole_rows else _CUT) + _EACH)
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
@@ -196,10 +191,10 @@ def _counts(most: int) -> list[int]:
     return [*found, most]
 
 
-def _with_rows(rows: int, whole: Sequence[int], least: Sequence[int], steps: Sequence[int], fits) -> list[int] | None:
+def _with_rows(rows: int, whole: Sequence[int], least: Sequence[int], steps: Sequence[int], fits) -> tuple[int, ...] | None:
     """The largest tiles in so many rows that fit, other dims cut alike; None where none does."""
     round_up = lambda n, dim: min(max(-(-n // steps[dim]) * steps[dim], least[dim]), whole[dim])
-    size = lambda cuts: [round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole)]
+    size = lambda cuts: tuple(round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole))
     low, high = 0, max(whole[1:], default=1)
     if not fits(size(high)):
         return None

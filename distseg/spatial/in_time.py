@@ -457,4 +457,3 @@ class Walk:
         for i in range(len(self.blocks)):
             if (i, position) in maps:
                 maps.pop((i, position)).close()
-

@@ -1,6 +1,7 @@
 """Tiles in time: the memory and time of a step on images far larger than memory, against plain PyTorch's.
 
-Every case is a job of its own, whose peak is that of its whole process (the resident set, scratch files apart). Images are the
+Every case is a job of its own, whose peak is that of its whole process (the resident set, scratch files apart). A small image is
+trained as long as a large one takes for a step, since the gaps that the allocator leaves grow with the tiles that were computed. Images are the
 Blue Marble resampled to the size, red, green, blue and luminance, with land against water.
 """
 
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Sequence
 
 import numpy as np
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="*", default=["spill", "recompute"])
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--scratch", default=None, help="folder for stored maps and the images (default: the system's)")
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=120, help="that a case in time trains, a step at least (default: %(default)s)")
     parser.add_argument("--name", default="in_time", help="of the result files")
     parser.add_argument("--job", help="one step of a mode on a store, or of plain: internal")
     parser.add_argument("--store")
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.job:
         return _job(options)
     if options.quick:
-        options.sizes, options.plain, options.memory, options.precision = [64], [64], "2GB", "fp32"
+        options.sizes, options.plain, options.memory, options.precision, options.seconds = [64], [64], "2GB", "fp32", 0
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         stores = {side: _store(Path(folder) / f"{side}.h5", side) for side in {*options.sizes, *options.plain}}
@@ -93,7 +95,7 @@ def _store(path: Path, side: int) -> str:
 
 def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
     flags = ["--job", mode, "--store", store, "--network", options.network, "--memory", options.memory, "--precision", options.precision]
-    return run_ranks(1, ["-m", "benchmarks.in_time", *flags, "--scratch", folder, "--steps", str(options.steps)], threads=torch.get_num_threads(), timeout=7200)
+    return run_ranks(1, ["-m", "benchmarks.in_time", *flags, "--scratch", folder, "--seconds", str(options.seconds)], threads=torch.get_num_threads(), timeout=7200)
 
 
 def _config(options: argparse.Namespace, mode: str) -> Config:
@@ -116,14 +118,14 @@ def _job(options: argparse.Namespace) -> None:
     engine = Engine(config, mesh, model, size, device, options.precision, last)
     loader = step_loader(config, store, mesh, engine)
     seconds, stored = [], 0
-    for epoch in range(options.steps):
-        for blocks in loader.epoch(epoch):
+    while not seconds or sum(seconds) < options.seconds:
+        for blocks in loader.epoch(len(seconds)):
             stored = Walk(engine.gradient_step.executor, blocks[0]).stored
             start = time.perf_counter()
             loss = engine.backward(blocks)
             engine.update(1e-3)
             seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": min(seconds), "peak": peak(), "scratch": stored, "loss": loss}))
+    print(json.dumps({"steps": len(seconds), "seconds": median(seconds), "peak": peak(), "scratch": stored, "loss": loss}))
 
 
 def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
@@ -143,12 +145,12 @@ def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": min(seconds), "peak": peak(), "scratch": 0, "loss": loss.item()}))
+    print(json.dumps({"steps": len(seconds), "seconds": min(seconds), "peak": peak(), "scratch": 0, "loss": loss.item()}))
 
 
 def _row(mode: str, side: int, found: dict) -> dict:
     rate = side * side / found["seconds"] / 1e6
-    return {"mode": mode, "size": f"{side}x{side}", "step [s]": found["seconds"], "Mpx/s": rate, "peak [GB]": found["peak"] / 1e9, "scratch [GB]": found["scratch"] / 1e9, "loss": found["loss"]}
+    return {"mode": mode, "size": f"{side}x{side}", "steps": found["steps"], "step [s]": found["seconds"], "Mpx/s": rate, "peak [GB]": found["peak"] / 1e9, "scratch [GB]": found["scratch"] / 1e9, "loss": found["loss"]}
 
 
 def _extrapolated(rows: list[dict], side: int) -> float:

@@ -33,7 +33,8 @@ from distseg.geometry.tile import Box, Place
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
 from distseg.models.unet import unet
-from distseg.predict import Predictor, Scene
+from distseg.predict import Predictor
+from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block
 from distseg.spatial.parallelize import parallelize

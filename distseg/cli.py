@@ -173,9 +173,9 @@ def _evaluate(arguments: list[str]) -> int:
 
 def _predict(arguments: list[str]) -> int:
     parser = _parser("predict RUN")
-    parser.add_argument("--images", type=list[str] | None, nargs="+", default=None, help="Image files; by default the store's images of --split.")
+    parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
     parser.add_argument("--split", type=str, default="test", help="Which of the store's images.")
-    parser.add_argument("--output", type=str, default="predictions", help="Folder for NAME.h5 and NAME.png.")
+    parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
     run, parsed = _parse_run(parser, arguments)
     from distseg.commands import run_predict
 
@@ -188,7 +188,7 @@ def _plot(arguments: list[str]) -> int:
     parser.add_argument("paths", nargs="+", help="curves: run folders; overlay: prediction files NAME.h5.")
     parser.add_argument("--store", type=str | None, default=None, help="The store with the image and its labels (overlay).")
     parser.add_argument("--box", type=str | None, default=None, help="Part to draw as rows and columns, such as 100:900,0:675 (overlay).")
-    parser.add_argument("--output", type=str | None, default=None, help="The picture; by default beside the first path.")
+    parser.add_argument("--output", type=str | None, default=None, help="The picture; by default curves.png in the first run, NAME.overlay.png beside each prediction.")
     parsed = _parse_plain(parser, arguments)
     from distseg.commands import run_plot
 

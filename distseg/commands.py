@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -10,16 +11,18 @@ import numpy as np
 
 from distseg.colour import baseline
 from distseg.config import Config
+from distseg.data.class_files import Classes, are_there, paths_of
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.evaluate import evaluate, score_rows
 from distseg.geometry.tile import Box
 from distseg.launch import together
-from distseg.predict import file_scene, load_predictor, predict, store_scene
+from distseg.predict import load_predictor, predict
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
+from distseg.report.style import class_colors
 from distseg.report.tables import table
-from distseg.train.checkpoint import find
+from distseg.scene import file_scene, network_identity, store_scene
 from distseg.train.metrics import scores
 
 
@@ -27,12 +30,18 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
     """Print the table of scores on a split, ours beside the colour baseline's."""
     predictor, manifest = load_predictor(run, config, world)
     with together(world):
-        store = Store(config.data.store)
+        store = Store(config.data.store, _constants(manifest))
         _check_classes(store, manifest, run)
-        store.split(split)
-    matrices = {"network": evaluate(predictor, store, split, world), "colour": baseline(store, split, world)}
+        unlabelled = [name for name in store.split(split) if not store.has_labels(name)]
+        if unlabelled:
+            raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
+    matrices = {"network": evaluate(predictor, store, split, world)}
+    colour = any(store.has_labels(name) for name in store.split("train"))
+    if colour:
+        matrices["colour"] = baseline(store, split, world)
     if world.rank == 0:
-        print(f"{split} split of {config.data.store}: {len(store.split(split))} images; colour: a classifier of single pixels")
+        beside = "; colour: a classifier of single pixels" if colour else ""
+        print(f"{split} split of {config.data.store}: {len(store.split(split))} images{beside}")
         print(table(score_rows(matrices, store.classes)))
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -44,32 +53,43 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
 def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str) -> int:
     """Write class maps of image files or of a split of the store."""
     predictor, manifest = load_predictor(run, config, world)
-    classes = manifest["data"]["classes"]
-    network = json.dumps([str(find(run).resolve()), manifest["step"], manifest["config"]["model"], config.spatial.norm_scope])
+    settings, names = config.predict, manifest["data"]["classes"]
+    classes = Classes(names, class_colors(names))
+    files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
     with together(world):
+        network = network_identity(run, config, manifest)
         if images:
-            scenes = [file_scene(path, manifest) for path in images]
+            scenes = {Path(path).stem: partial(file_scene, path, manifest) for path in images}
+            if len(scenes) < len(images):
+                twice = next(path for path in images if sum(Path(other).stem == Path(path).stem for other in images) > 1)
+                raise ValueError(f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output")
         else:
-            store = Store(config.data.store)
-            scenes = [store_scene(store, name) for name in store.split(split)]
-    for scene in scenes:
-        path = predict(predictor, scene, output, classes, config.predict.probabilities, tuple(config.predict.formats), network)
-        if path is not None:
-            print(f"{path}: {scene.name}, {'x'.join(map(str, scene.size))} pixels")
+            store = Store(config.data.store, _constants(manifest))
+            scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
+        for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
+            predictor.check(opened().size)
+            are_there(files(opened()), "")
+    for opened in scenes.values():
+        scene = opened()
+        paths = files(scene)
+        anew = predict(predictor, scene, paths, classes, settings.probabilities, network)
+        if predictor.writes:
+            print(f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} pixels{'' if anew else ', is there already'}")
     return 0
 
 
 def run_plot(what: str, paths: list[str], store: str | None, box: str | None, output: str | None) -> int:
     """Draw loss curves of runs, or predictions beside their images."""
     if what == "curves":
-        output = output or str(Path(paths[0]) / "curves.png")
+        folder = Path(paths[0]) if Path(paths[0]).is_dir() else Path(paths[0]).parent
+        output = output or str(folder / "curves.png")
         plot_curves(paths, output)
         print(output)
         return 0
     if store is None:
         raise ValueError("an overlay needs the image: give --store, the store that was predicted")
     for path in paths:
-        picture = output if output and len(paths) == 1 else str(Path(path).with_suffix(".png"))
+        picture = output if output and len(paths) == 1 else str(Path(path).with_suffix(".overlay.png"))
         _overlay(path, Store(store), box, picture)
         print(picture)
     return 0
@@ -93,6 +113,8 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
         box = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
     except ValueError:
         raise ValueError(f"--box is written as 100:900,0:675 (rows, columns), got {text!r}") from None
+    if min(box.size, default=0) < 1:
+        raise ValueError(f"--box {text} has no pixels: each range goes up, as in 100:900,0:675")
     if len(box.size) != len(size) or not Box.whole(size).contains(box):
         raise ValueError(f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels")
     return box
@@ -105,6 +127,11 @@ def _rgb(pixels: np.ndarray) -> np.ndarray:
         low, high = np.percentile(bands, (1, 99))
         bands = (np.clip((bands - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
     return np.ascontiguousarray(bands.transpose(1, 2, 0))
+
+
+def _constants(manifest: dict) -> tuple[list[float], list[float]]:
+    """By which the images that a network was trained with were normalised."""
+    return manifest["data"]["mean"], manifest["data"]["std"]
 
 
 def _check_classes(store: Store, manifest: dict, run: str) -> None:
@@ -136,7 +163,7 @@ def run_prepare(arguments) -> int:
         arguments.output,
         classes=arguments.classes.split(","),
         ignore=arguments.ignore,
-        values=_values(arguments.values),
+        values=_values(arguments["values"]),
         splits=_shares(arguments.split),
         seed=arguments.seed,
         overwrite=arguments.overwrite,

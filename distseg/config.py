@@ -27,6 +27,13 @@ def _at_least(section, least: int, *names: str) -> None:
             raise ValueError(f"{type(section).__name__.removesuffix('Config').lower()}.{name} is at least {least}, got {value}")
 
 
+def _between(section, least: float, most: float, *names: str) -> None:
+    """Refuse numbers outside."""
+    for name in names:
+        if not least <= (value := getattr(section, name)) <= most:
+            raise ValueError(f"{type(section).__name__.removesuffix('Config').lower()}.{name} is from {least} to {most}, got {value}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = "unet"
@@ -177,6 +184,7 @@ class DataConfig:
 
     def __post_init__(self):
         _extents(self, "crop")
+        _between(self, 0, 1, "focus_share")
         _at_least(self, 1, "images", "epoch_samples")
         _at_least(self, 0, "prefetch")
 
@@ -194,6 +202,12 @@ class OptimConfig:
     """Share of all steps in which the rate rises from 0 (cosine, constant) or lr/25 (one_cycle)."""
     clip: Optional[float] = None
     """Largest global norm of the gradient."""
+
+    def __post_init__(self):
+        _between(self, 0, 1, "warmup", "momentum")
+        _at_least(self, 0, "weight_decay")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none")
 
 
 @dataclass(frozen=True)
@@ -235,13 +249,15 @@ class PredictConfig:
     """Tile of windowed evaluation and prediction; memory follows from it and the halo."""
     probabilities: bool = False
     """Also write the probability of each class (float16)."""
-    formats: List[Literal["hdf5", "tiff"]] = field(default_factory=lambda: ["hdf5"])
-    """Of class maps: NAME.h5, or tiled NAME.tif (without probabilities), or both."""
+    formats: List[Literal["hdf5", "tiff", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
+    """Of class maps: NAME.h5, tiled NAME.tif (without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
     scratch: Optional[str] = None
     """Folder for the activations of norms that need the whole image (instance, group); by default the system's temporary folder."""
 
     def __post_init__(self):
         _extents(self, "tile")
+        if not self.formats:
+            raise ValueError("predict.formats is empty, so nothing would be written: choose hdf5, tiff or png")
 
 
 @dataclass(frozen=True)

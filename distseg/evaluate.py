@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from distseg.data.store import Store
-from distseg.predict import Predictor, store_scene
+from distseg.predict import Predictor
 from distseg.report.progress import progress
+from distseg.scene import store_scene
 from distseg.train.metrics import confusion, most_likely, scores
 
 

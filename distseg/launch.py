@@ -229,6 +229,6 @@ def _abort(error: BaseException) -> None:
 
 def _text(error: BaseException) -> str:
     """A user's mistake in one line; our own with its traceback."""
-    if isinstance(error, (ValueError, OSError)):
+    if isinstance(error, (ValueError, OSError)) or isinstance(error, ImportError) and "pip install" in str(error):
         return str(error)
     return "".join(traceback.format_exception(error)).strip()

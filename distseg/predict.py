@@ -6,22 +6,19 @@ window, and only tiles are kept: there are no seams because nothing is blended.
 
 from __future__ import annotations
 
-import os
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator, Sequence
 
-import h5py
 import numpy as np
 import torch
 
 from distseg.comm.collective import Alone, set_timeout
 from distseg.config import Config, ModelConfig
-from distseg.data.class_map import PartialMap
+from distseg.data.class_files import Classes, are_there
+from distseg.data.class_map import PartialMap, identity_of
 from distseg.data.prefetch import prefetch
-from distseg.data.readers import open_image
-from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place, most_even_grid, tiles, window
@@ -35,6 +32,7 @@ from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.infer import stream_stages
 from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
+from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.parallelize import TiledModel
@@ -43,19 +41,6 @@ from distseg.train.checkpoint import find, load_weights, read_manifest
 from distseg.train.engine import autocast, make_exchange, place_stages, read_around, used_reach
 from distseg.train.metrics import most_likely
 from distseg.train.precision import choose
-
-
-_LARGEST_PNG = 1 << 28  # pixels; a larger class map stays in HDF5 only
-
-
-@dataclass(frozen=True)
-class Scene:
-    """An image to predict: its size, normalised pixels (C, *box.size) float32 of any box, and what tells it from others of its name."""
-
-    name: str
-    size: tuple[int, ...]
-    read: Callable[[Box], np.ndarray]
-    source: str = ""
 
 
 class Predictor:
@@ -67,15 +52,16 @@ class Predictor:
         autocast: makes the context in which the network runs.
         pipeline: this rank's links to the other stages, where the model is cut into stages.
         outputs: channels of the result; for probabilities.
+        exact: the model's halo is its own; with another, whole windows go through every layer.
     """
 
     def __init__(
         self, model: TiledModel, replicas, device, autocast, tile: Extents, scratch: str | None = None, channels_last: bool = False, pipeline=None,
-        outputs: int | None = None,
+        outputs: int | None = None, exact: bool = True,
     ):  # fmt: skip
         self.model, self.replicas, self.device, self.autocast = model, replicas, device, autocast
         self.tile, self.scratch, self.channels_last, self.pipeline = tile, scratch, channels_last, pipeline
-        self.outputs = outputs
+        self.outputs, self.exact = outputs, exact
         self._workers = {replicas.size: replicas}
         self._exchanges: dict[Extents, Exchange] = {}
 
@@ -83,6 +69,11 @@ class Predictor:
     def last(self) -> bool:
         """Whether this rank holds the last stage, which has the results."""
         return self.pipeline is None or self.pipeline.last
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes results: the first that has them."""
+        return self.last and self.replicas.rank == 0
 
     @property
     def independent(self) -> bool:
@@ -97,6 +88,22 @@ class Predictor:
             return most_even_grid(size, stride, self.replicas.size)
         steps = (max(1, t // s) * s for t, s in zip(self.tile, stride))
         return Extents(-(-n // step) for n, step in zip(size, steps))
+
+    def check(self, size) -> None:
+        """Refuse an image that can't be predicted, before anything is computed.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        if len(self.tile) != len(size):
+            raise ValueError(f"predict.tile is {self.tile}, of {len(self.tile)} dims, but images have {len(size)}: give it as many numbers")
+        if self.scratch is not None and not Path(self.scratch).is_dir():
+            raise ValueError(f"predict.scratch is {self.scratch}, which is no folder: make it, or name another")
+        if not self.independent and not self.model.flat and len(self.tiles_of(size)) > 1:
+            raise ValueError(
+                f"an image of {Extents(size)} pixels has several tiles of predict.tile {self.tile}, but a model with live norms that is not a flat nn.Sequential "
+                "is predicted in one: raise predict.tile, flatten the model, or use batch norm"
+            )
 
     def tiles_of(self, size) -> list[Box]:
         return tiles(size, self.grid_of(size), self.model.reach.stride)
@@ -145,7 +152,8 @@ class Predictor:
     def _exchange(self, size, workers) -> Exchange | None:
         """The model on tiles of these ranks that exchange borders, or on windows of which layers compute what later ones need."""
         exchanging = bool(self.model.exchange and self.model.exchange.exchanges)
-        if not exchanging and (self.model.links is None or self.pipeline is not None or not self.independent):
+        in_parts = self.model.links is not None and self.exact and self.pipeline is None and self.independent
+        if not (exchanging or in_parts):
             return None
         grid = most_even_grid(size, self.model.reach.stride, workers.size) if exchanging else self.grid_of(size)
         if grid not in self._exchanges:
@@ -155,7 +163,7 @@ class Predictor:
                 self._exchanges[grid] = Exchange(self.model.links, self.model.reach.stride, Alone(), (1,) * len(grid), grid, "all", 0, self.device, self.channels_last)
         return self._exchanges[grid]
 
-    def agree(self, numbers: list[int]) -> list[int]:
+    def agree(self, numbers: list[int] | None) -> list[int] | None:
         """What the first rank with the last stage says, on all ranks (collective)."""
         numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
         return numbers if self.pipeline is None else self.pipeline.comm.bcast(numbers, root=self.pipeline.partition.placement[-1])
@@ -191,7 +199,11 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     precision, channels_last = choose(config.train, device, world)
     set_timeout(config.run.timeout)
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
-    config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=Extents((1,) * len(config.predict.tile))))
+    if stages < config.mesh.stages:
+        config = replace(config, pipeline=replace(config.pipeline, balance=None))
+    one = Extents((1,) * len(config.predict.tile))
+    spatial = replace(config.spatial, tiles_per_rank=one, in_time="together")
+    config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
     with together(world):
         check_config(config)
         devices = devices_of(config, device)
@@ -201,63 +213,51 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         reach = used_reach(receptive_field(model), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
+    # Weights come last, into the numbers that the network computes with.
     with together(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
         exchange = make_exchange(config, model, reach, mesh.tiles, devices[0], channels_last)
         tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, exchange=exchange)
-        load_weights(checkpoint, model, part=partition is not None)
     place_stages(tiled, partition, devices, precision, channels_last)
+    with together(world):
+        load_weights(checkpoint, model, part=partition is not None)
     pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
     run_in = autocast(precision, device)
-    return Predictor(tiled, mesh.replicas, devices[0], run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, manifest["channels"][1]), manifest
+    outputs, exact = manifest["channels"][1], config.spatial.halo is None
+    return Predictor(tiled, mesh.replicas, devices[0], run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact), manifest
 
 
-def store_scene(store: Store, name: str) -> Scene:
-    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path))
+def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:
+    """Write the class map of an image, and on request the probability of each class, to files (:mod:`distseg.data.class_files`).
 
-
-def _file_identity(path: str | Path) -> str:
-    """Path, size and time of a file: another one under its name is another."""
-    found = os.stat(path)
-    return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"
-
-
-def file_scene(path: str, manifest: dict) -> Scene:
-    """An image file, normalised with the constants of the store that the network was trained on."""
-    reader = open_image(path)
-    data = manifest["data"]
-    if reader.bands != len(data["mean"]):
-        raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(data['mean'])}: predict images like those it knows")
-    shape = (-1, *(1 for _ in reader.size))
-    mean, std = (np.asarray(data[k], dtype=np.float32).reshape(shape) for k in ("mean", "std"))
-    return Scene(Path(path).stem, tuple(reader.size), lambda box: (reader.read(box).astype(np.float32) - mean) / std, _file_identity(path))
-
-
-def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str], probabilities: bool = False, formats=("hdf5",), network: str = "") -> Path | None:
-    """Write ``output/NAME.h5`` with ``classes`` (*size) uint8 and, on request, ``probabilities`` (C, *size) float16, or ``NAME.tif``.
-
-    The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the file appears when it is whole.
+    The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the files appear when they are whole.
     Taken up after an interruption, tiles that are there are not computed again if a tile depends on its own window only. Collective.
 
     Args:
-        network: tells the network from others: a partial result of another one is not taken up.
+        network: tells the network and its settings from others (:func:`distseg.scene.network_identity`).
 
     Returns:
-        the first file's path, on the rank that writes.
+        on the rank that writes, whether there was anything to do: files of the same network and image are left as they are.
     """
     ranks = predictor.replicas
-    first = predictor.last and ranks.rank == 0
+    first = predictor.writes
+    predictor.check(scene.size)
     every = predictor.tiles_of(scene.size)
     likely = predictor.outputs if probabilities else 0
-    identity = {"network": network, "source": scene.source, "classes": classes}
-    partial = PartialMap(Path(output) / f"{scene.name}.partial", identity, tuple(scene.size), every, likely) if first else None
-    numbers = predictor.agree(partial.missing if partial and predictor.independent else list(range(len(every))))
+    identity = identity_of({"network": network, "source": scene.source, "classes": classes.names}, scene.size, every, likely)
+    partial = None
+    if first and not are_there(paths, identity):
+        partial = PartialMap(paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely)
+    numbers = predictor.agree((partial.missing if predictor.independent else list(range(len(every)))) if partial else None)
+    if numbers is None:
+        return False
     if first and partial.taken_up and len(numbers) < len(every):
         print(f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already", flush=True)
     number_of = {tile: number for number, tile in enumerate(every)}
     mine = predictor(scene, numbers if len(numbers) < len(every) else None) if numbers else iter(())
     if not predictor.last:
-        return next(mine, None)  # which hands everything on and yields nothing
+        next(mine, None)  # which hands everything on and yields nothing
+        return False
     rounds = -(-len(numbers) // min(ranks.size, len(numbers))) if numbers else 0
     try:
         with progress(rounds, "round", scene.name, enabled=first) as bar:
@@ -268,26 +268,12 @@ def predict(predictor: Predictor, scene: Scene, output: str, classes: list[str],
                     partial.write(number_of[tile], found, likelihood)
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
             next(mine, None)  # lets the generator leave evaluation mode
+        if first:
+            partial.pack(paths, classes)
     finally:
         if first:
-            partial.flush()  # an interruption leaves what there is
-    return _drawn(partial.pack(formats, classes), classes) if first else None
-
-
-def _drawn(paths: list[Path], classes: list[str]) -> Path:
-    """Draw the class map of an HDF5 file as a PNG beside it, a pixel a pixel, in the classes' colours; volumes and giants stay undrawn."""
-    from PIL import Image
-
-    from distseg.report.style import class_colors
-
-    for path in (path for path in paths if path.suffix == ".h5"):
-        with h5py.File(path) as f:
-            found = f["classes"][:] if f["classes"].ndim == 2 and f["classes"].size <= _LARGEST_PNG else None
-        if found is not None:
-            picture = Image.frombytes("P", found.shape[::-1], found.tobytes())
-            picture.putpalette(np.asarray(class_colors(classes), dtype=np.uint8).ravel().tolist())
-            picture.save(path.with_suffix(".png"))
-    return paths[0]
+            partial.close()
+    return first
 
 
 def _likelihood(logits: np.ndarray) -> np.ndarray:

@@ -75,7 +75,7 @@ class StoreImages:
         dims = len(self.samples[number].size)
         one = Extents((1,) * dims)
         (piece,) = pieces(self.store, [self.samples[number]], one, one, (0,) * dims, Reach((0,) * dims, (1,) * dims))
-        return piece.pixels[0].double(), piece.labels[0]
+        return piece.pixels[0].double(), piece.labels[0].long()
 
     def mine(self, numbers: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
         return pieces(self.store, [self.samples[n] for n in numbers], grid, per_rank, coordinates, reach)

@@ -53,6 +53,28 @@ class Nested(nn.Module):
         return self.body(x)
 
 
+class Noise(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+class HiddenNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu()
+
+
+def noisy(in_channels=4, out_channels=2):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Noise(), nn.Conv2d(4, out_channels, 1))
+
+
+def hiding(in_channels=4, out_channels=2):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), HiddenNorm(), nn.Conv2d(4, out_channels, 1))
+
+
 def residual(in_channels=4, out_channels=2):
     return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Residual(), nn.Conv2d(4, out_channels, 1))
 
@@ -95,6 +117,18 @@ TABLE = {
     ),
     "a block in an exchange": ({**own("residual"), "spatial.exchange_every": "1"}, r"layer 1 \(Residual\) looks beyond a pixel and has no twin .* write it as layers"),
     "a module that is not flat in an exchange": ({**own("nested"), "spatial.exchange_every": "1"}, "only a flat nn.Sequential .* but this model is a Nested: flatten it"),
+    "numbers drawn by a layer": (
+        {**own("noisy"), "spatial.in_time": "recompute", "spatial.tiles_per_rank": "1x2"},
+        r"layer 1 \(Noise\) draws random numbers, other ones each time a tile is computed: use nn.Dropout",
+    ),
+    "a norm inside a layer": (
+        {**own("hiding"), "spatial.in_time": "spill", "spatial.tiles_per_rank": "1x2"},
+        r"layer 1 \(HiddenNorm\) hides a BatchNorm2d, .*make it a layer of the flat nn.Sequential",
+    ),
+    "gradients clipped to less than nothing": ({"optim.clip": "-1"}, "optim.clip is a norm of gradients above 0, got -1"),
+    "a warmup of more than all": ({"optim.warmup": "2"}, "optim.warmup is from 0 to 1, got 2"),
+    "more crops than all": ({"data.focus_share": "50"}, "data.focus_share is from 0 to 1, got 50"),
+    "no format": ({"predict.formats": "[]"}, "predict.formats is empty"),
     "no micro-batches": ({"train.accumulate": "0"}, "train.accumulate .*0"),
     "no images": ({"data.images": "0"}, "data.images .*0"),
     "one pixel a channel": ({"image": "4x4"}, "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth"),

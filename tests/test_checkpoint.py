@@ -105,7 +105,7 @@ def test_the_same_step_again_replaces(tmp_path):
     assert torch.equal(again[0].weight, model[0].weight)
 
 
-@pytest.mark.parametrize("broken", ["save_file", "_write_json", "_flush"])
+@pytest.mark.parametrize("broken", ["save_file", "_write_json", "to_disk"])
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch, broken):
     save(tmp_path, 1, 0.5)
     before = {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
@@ -234,3 +234,23 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
 def test_other_ranks_write_nothing(tmp_path):
     assert SilentCheckpoints().save(*trained(), {"step": 1}, None) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_at_two_places(tmp_path):
+    """One convolution twice: the format has no shared tensors, so each place has its own, of the same numbers."""
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    model = nn.Sequential(conv, nn.ReLU(), conv)
+    save(tmp_path, 1, model=(model, make_optimizer(OptimConfig(), list(model.parameters()))))
+    again = nn.Sequential(conv2 := nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), conv2)
+    load_weights(find(tmp_path), again)
+    assert torch.equal(conv2.weight, conv.weight)
+
+
+def test_old_checkpoints_go_to_the_first_free_name(tmp_path):
+    for _ in range(3):
+        save(tmp_path, 1)
+        checkpoint.Checkpoints(tmp_path, afresh=True)
+    (tmp_path / "checkpoints.1").rename(tmp_path / "elsewhere")
+    save(tmp_path, 1)
+    checkpoint.Checkpoints(tmp_path, afresh=True)
+    assert sorted(p.name for p in tmp_path.glob("checkpoints*")) == ["checkpoints.1", "checkpoints.2", "checkpoints.3"]

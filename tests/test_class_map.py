@@ -1,18 +1,22 @@
 """A class map on its way: taken up after an interruption, begun anew for another network, never whole before it is."""
 
 import json
+import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
-from distseg.data import class_map
-from distseg.data.class_map import PartialMap
-from distseg.geometry.tile import Box, tiles
+from distseg.data import class_files, class_map
+from distseg.data.class_files import Classes, are_there, paths_of
+from distseg.data.class_map import PartialMap, identity_of
+from distseg.geometry.tile import tiles
 
 SIZE = (300, 517)
 TILES = tiles(SIZE, (3, 4), (1, 1))
-CLASSES = ["sea", "land", "ice"]
+CLASSES = Classes(["sea", "land", "ice"], np.array([[0, 0, 255], [0, 255, 0], [255, 255, 255]], np.uint8))
 
 
 @pytest.fixture
@@ -20,8 +24,14 @@ def found() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 3, SIZE).astype(np.uint8)
 
 
-def started(folder, identity=None, likely=0) -> PartialMap:
-    return PartialMap(folder / "scene.1.partial", identity or {"network": "a"}, SIZE, TILES, likely)
+def started(folder, network="a", likely=0, cut=TILES) -> PartialMap:
+    return PartialMap(folder / "scene.1.partial", identity_of({"network": network}, SIZE, cut, likely), SIZE, cut, likely)
+
+
+def packed(partial: PartialMap, *formats: str) -> list[Path]:
+    paths = paths_of(partial.folder.parent, "scene.1", formats, SIZE, bool(partial.likely))
+    partial.pack(paths, CLASSES)
+    return paths
 
 
 def write(partial: PartialMap, numbers, found: np.ndarray) -> None:
@@ -33,9 +43,9 @@ def test_packed_when_all_is_there(tmp_path, found):
     partial = started(tmp_path)
     write(partial, range(12), found)
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"]
-    assert partial.pack(("hdf5",), CLASSES) == [tmp_path / "scene.1.h5"]
+    assert packed(partial, "hdf5") == [tmp_path / "scene.1.h5"]
     with h5py.File(tmp_path / "scene.1.h5") as f:
-        assert np.array_equal(f["classes"][:], found) and list(f.attrs["class_names"]) == CLASSES
+        assert np.array_equal(f["classes"][:], found) and list(f.attrs["class_names"]) == CLASSES.names
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.h5"]
 
 
@@ -49,16 +59,16 @@ def test_taken_up_where_it_was_flushed(tmp_path, found):
     again = started(tmp_path)
     assert again.taken_up and again.missing == [1, 2, 3, 4, 6, 8, 9, 10, 11]
     write(again, again.missing, found)
-    (path,) = again.pack(("hdf5",), CLASSES)
+    (path,) = packed(again, "hdf5")
     with h5py.File(path) as f:
         assert np.array_equal(f["classes"][:], found)
 
 
-@pytest.mark.parametrize("change", [dict(identity={"network": "b"}), dict(likely=2)])
-def test_of_another_network_it_is_begun_anew(tmp_path, found, change):
+@pytest.mark.parametrize("change", [dict(network="b"), dict(likely=2), dict(cut=tiles(SIZE, (4, 3), (1, 1)))])
+def test_of_another_network_or_as_many_other_tiles_it_is_begun_anew(tmp_path, found, change):
     partial = started(tmp_path)
     write(partial, range(11), found)
-    partial.flush()
+    partial.close()
     other = started(tmp_path, **change)
     assert not other.taken_up and len(other.missing) == 12
 
@@ -74,7 +84,7 @@ def test_probabilities(tmp_path, found):
     likely = np.random.default_rng(1).random((2, *SIZE)).astype(np.float16)
     for n, tile in enumerate(TILES):
         partial.write(n, found[tile.slices], likely[(slice(None), *tile.slices)])
-    (path,) = partial.pack(("hdf5",), CLASSES)
+    (path,) = packed(partial, "hdf5")
     with h5py.File(path) as f:
         assert np.array_equal(f["probabilities"][:], likely)
 
@@ -83,19 +93,59 @@ def test_tiled_tiff(tmp_path, found):
     tifffile = pytest.importorskip("tifffile")
     partial = started(tmp_path)
     write(partial, range(12), found)
-    assert [p.name for p in partial.pack(("hdf5", "tiff"), CLASSES)] == ["scene.1.h5", "scene.1.tif"]
+    assert [p.name for p in packed(partial, "hdf5", "tiff")] == ["scene.1.h5", "scene.1.tif"]
     with tifffile.TiffFile(tmp_path / "scene.1.tif") as file:
         page = file.pages[0]
-        assert page.is_tiled and page.tilewidth == 256 and json.loads(page.description)["class_names"] == CLASSES
+        assert page.is_tiled and page.tilewidth == 256 and json.loads(page.description)["class_names"] == CLASSES.names
         assert np.array_equal(page.asarray(), found)
 
 
-def test_volumes_are_no_tiff(tmp_path):
-    partial = PartialMap(tmp_path / "v.partial", {}, (4, 5, 6), [Box.whole((4, 5, 6))])
-    partial.write(0, np.zeros((4, 5, 6), np.uint8))
-    with pytest.raises(ValueError, match="hdf5 only"):
-        partial.pack(("tiff",), CLASSES)
-    assert [p.name for p in tmp_path.iterdir()] == ["v.partial"]  # nothing is lost
+def test_png(tmp_path, found):
+    partial = started(tmp_path)
+    write(partial, range(12), found)
+    (path,) = packed(partial, "png")
+    with Image.open(path) as picture:
+        assert np.array_equal(np.asarray(picture), found) and np.array_equal(np.asarray(picture.convert("RGB")), CLASSES.colours[found])
+
+
+@pytest.mark.parametrize("form", ["hdf5", "tiff", "png"])
+def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, found, form):
+    if form == "tiff":
+        pytest.importorskip("tifffile")
+    partial = started(tmp_path)
+    write(partial, range(12), found)
+    identity, (path,) = partial.identity, packed(partial, form)
+    both = [path, tmp_path / "more.h5"]
+    assert are_there([path], identity) and not are_there([path], "b") and not are_there(both, identity) and not are_there(both[1:], identity)
+    shutil.copy(path, both[1])
+    if form == "hdf5":
+        assert are_there(both, identity)
+        path.write_bytes(b"no such thing")
+    elif form == "png":
+        Image.fromarray(found).save(path)
+    else:
+        class_files._tifffile().imwrite(path, found)
+    with pytest.raises(FileExistsError, match=f"{path} is there and is no class map that distseg wrote: move it, or name another --output"):
+        are_there([path], identity)
+
+
+@pytest.mark.parametrize(
+    "formats, size, probabilities, words",
+    [
+        (["tiff"], (4, 5, 6), False, "class maps of 3 dims are written as hdf5 only"),
+        (["png"], (4, 5, 6), False, "4x5x6 pixels is too large, or of too many dims, for a PNG: add hdf5"),
+        (["png"], (16384, 16385), False, "16384x16385 pixels is too large"),
+        (["png", "tiff"], (4, 5), True, "probabilities go into HDF5, but predict.formats is png, tiff: add hdf5"),
+    ],
+)
+def test_formats_that_can_not_hold_a_result(tmp_path, formats, size, probabilities, words):
+    with pytest.raises(ValueError, match=words):
+        paths_of(tmp_path, "v", formats, size, probabilities)
+
+
+def test_a_png_of_what_is_too_large_is_left_out(tmp_path):
+    assert paths_of(tmp_path, "v", ["hdf5", "png"], (16384, 16384), False) == [tmp_path / "v.h5", tmp_path / "v.png"]
+    assert paths_of(tmp_path, "v", ["hdf5", "png"], (16384, 16385), False) == [tmp_path / "v.h5"]
 
 
 def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
@@ -106,10 +156,35 @@ def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(class_map._PACK, "hdf5", full)
+    monkeypatch.setitem(class_files._WRITE, ".h5", full)
     with pytest.raises(OSError, match="No space left"):
-        partial.pack(("hdf5",), CLASSES)
+        packed(partial, "hdf5")
+    partial.close()
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"] and not started(tmp_path).missing
+
+
+def test_one_that_is_killed_while_it_removes_the_folder_leaves_nothing_to_take_up(tmp_path, found, monkeypatch):
+    partial = started(tmp_path)
+    write(partial, range(12), found)
+
+    def killed(folder):
+        (folder / "done").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(class_map.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        packed(partial, "hdf5")
+    monkeypatch.undo()
+    partial.close()
+    again = started(tmp_path)
+    assert not again.taken_up and len(again.missing) == 12
+
+
+def test_a_folder_belongs_to_one_process(tmp_path):
+    partial = started(tmp_path)
+    with pytest.raises(BlockingIOError, match="another process is writing .*scene.1.partial: wait for it, or choose another output"):
+        started(tmp_path)
+    assert len(partial.missing) == 12
 
 
 def test_a_full_disk_is_told_first(tmp_path, monkeypatch):

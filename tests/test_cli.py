@@ -4,9 +4,11 @@ import json
 import re
 import struct
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from test_models import plain_unet
 
@@ -163,3 +165,30 @@ def test_as_a_program_on_two_ranks(mpirun):
     assert done.returncode == 0 and done.stdout.count("exact: ") == 1, str(done)
     done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x3", timeout=40)
     assert done.returncode == 2 and done.stderr.count("needs 3 ranks, but 2 are running") == 1, str(done)
+
+
+@pytest.mark.timeout(120)
+def test_own_data_as_the_readme_says(mpirun, capsys, tmp_path):
+    """Its commands with its config, on pictures and masks of a few pixels."""
+    random = np.random.default_rng(0)
+    for name in "abcdefgh":
+        pixels, labels = random.integers(0, 256, (40, 56, 3)).astype(np.uint8), random.integers(0, 3, (40, 56)).astype(np.uint8)
+        for folder, array in (("images", pixels), ("masks", labels)):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            Image.fromarray(array).save(tmp_path / folder / f"{name}.png")
+    store, mine = str(tmp_path / "store.h5"), str(tmp_path / "runs/mine")
+    code, _, err = run(
+        capsys, "prepare", str(tmp_path / "images"), store, "--masks", str(tmp_path / "masks"), "--classes", "background,road,building", "--split", "0.5,0.25,0.25"
+    )
+    assert code == 0, err
+    small = ["--model.base_channels", "4", "--model.depth", "2", "--train.epochs", "1"]
+    done = mpirun(4, "-m", "distseg", "train", "jobs/own.yaml", "--data.store", store, "--train.output", mine, *small, timeout=80)
+    assert done.returncode == 0 and "epoch 1: validation IoU background" in done.stdout, str(done)
+    code, out, err = run(capsys, "evaluate", mine)
+    assert code == 0 and all(name in out for name in ("background", "road", "building")), err
+    code, out, err = run(capsys, "predict", mine, "--images", str(tmp_path / "images/a.png"), "--output", str(tmp_path / "found"))
+    assert code == 0 and sorted(p.name for p in (tmp_path / "found").iterdir()) == ["a.h5", "a.png"], err
+    code, out, err = run(capsys, "predict", mine, "--images", str(tmp_path / "images/a.png"), "--output", str(tmp_path / "images"))
+    assert code == 2 and "images/a.png is there and is no class map that distseg wrote" in err
+    code, out, err = run(capsys, "plot", "curves", mine)
+    assert code == 0 and out == f"{mine}/curves.png\n", err

@@ -32,7 +32,7 @@ def small_pieces(monkeypatch):
 
 
 @pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("norm, loss", [("instance", "cross_entropy"), ("batch", "dice"), ("group", "cross_entropy"), ("none", "dice")])
+@pytest.mark.parametrize("norm, loss", [("instance", "cross_entropy"), ("batch", "dice"), ("group", "binary_cross_entropy"), ("none", "dice")])
 def test_spilled(comm, norm, loss):
     check(comm, "97x131", tiles={1: "1x1", 2: "1x2", 4: "2x2"}[comm.size], norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID)
 
@@ -49,10 +49,10 @@ def test_recomputed_with_frozen_batch_norm(comm):
 
 
 @pytest.mark.parallel(4)
-@pytest.mark.parametrize("norm, loss", [("batch", "cross_entropy + dice"), ("group", "focal")])
-def test_samples_times_tiles_times_tiles_in_time(comm, norm, loss):
+@pytest.mark.parametrize("norm, loss, up", [("batch", "cross_entropy + dice", "bilinear"), ("group", "focal", "transposed")])
+def test_samples_times_tiles_times_tiles_in_time(comm, norm, loss, up):
     """4 ranks train 2 x 2 images of 12 tiles each, two at a time, in two micro-batches."""
-    check(comm, "61x75", samples=2, tiles="1x2", norm=norm, loss=loss, images=2, accumulate=2, in_time="spill", tiles_per_rank=GRID, ignore_index=7)
+    check(comm, "61x75", samples=2, tiles="1x2", norm=norm, loss=loss, up=up, images=2, accumulate=2, in_time="spill", tiles_per_rank=GRID, ignore_index=7)
 
 
 @pytest.mark.parallel(2)
@@ -205,3 +205,17 @@ def test_refused(comm, settings, message):
 def test_stages_go_forward_first():
     with pytest.raises(ValueError, match="has all forward passes go first.* set pipeline.schedule to gpipe or auto"):
         check_in_time(config(in_time="spill", tiles_per_rank=GRID, stages=2, schedule="1f1b"))
+
+
+def one_name_twice(in_channels, out_channels, **_):
+    """Residual blocks whose skips have the same name, across norms."""
+    conv = lambda a, b: nn.Conv2d(a, b, 3, padding=1, bias=False)
+    block = lambda channels: (Stash("r"), conv(channels, 4), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), conv(4, 4), nn.BatchNorm2d(4), Pop("r"))
+    return nn.Sequential(conv(in_channels, 4), *block(4), *block(8), conv(12, out_channels))
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_name_of_a_skip_is_used_again(comm):
+    found = config(in_time="spill", tiles_per_rank=GRID, tiles=f"1x{comm.size}")
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:one_name_twice")), comm, Extents("26x34"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12

@@ -141,3 +141,10 @@ def test_no_second_openmp_runtime():
     script = "import torch, distseg.kernels.build as b; b.library(); print(sum('gomp' in l.split('/')[-1] and 'r-xp' in l for l in open('/proc/self/maps')))"
     found = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=True).stdout
     assert int(found) <= 1, found
+
+
+def test_cells_beyond_the_map_are_refused():
+    """Where they would be written to lies somebody else's memory."""
+    x, own = image(3, torch.float64, False, False), Box((0, 90), (2, 90))
+    with pytest.raises(ValueError, match="that are owned reach beyond a map"):
+        kernels.gradient(x, x, Affine(*torch.ones(3, 3, dtype=torch.float64)), torch.ones(3), torch.ones(3), own, torch.empty_like(x))

@@ -12,6 +12,7 @@ from distseg.models.unet import unet
 from distseg.models.zoo import ZOO
 from distseg.pipeline.balance import even_split, starts_of
 from distseg.pipeline.partition import skips_of
+from distseg.plan import report
 from distseg.plan.cost import measured, modelled
 from distseg.plan.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
 from distseg.extents import parse_bytes
@@ -250,3 +251,12 @@ def test_command_refuses(capsys, arguments, words):
 def test_bytes_and_windows_as_people_write_them():
     assert [parse_bytes(text) for text in (None, "16GB", "15.5 GiB", "1000")] == [None, 16e9, 15.5 * 2**30, 1000]
     assert (str(window_of((1434,))), str(window_of((5, 7)))) == ("1434x1434", "5x7")
+
+
+def test_without_torchgpipe_its_split_is_left_out(monkeypatch):
+    def missing(*_):
+        raise ImportError("no torchgpipe")
+
+    monkeypatch.setattr(report, "torchgpipe_split", missing)
+    costs = costs_of("summit-small", (64, 64), 1)
+    assert "torchgpipe" not in report.others("summit-small", costs, 2, Policy(2, "gpipe", "never"))

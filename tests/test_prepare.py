@@ -1,5 +1,6 @@
 """Reading image files box by box, and folders of them into a store: pairs, splits, and clear words for every bad file."""
 
+import importlib.util
 import struct
 import sys
 import zlib
@@ -387,3 +388,49 @@ def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
 def test_gigapixel_of_a_wrong_size(tmp_path, size, message):
     with pytest.raises(ValueError, match=message):
         prepare_gigapixel(tmp_path / "g.h5", Extents(size))
+
+
+def test_a_tiff_of_which_pillow_would_see_a_part_is_refused(tmp_path):
+    """Without imagecodecs Pillow decodes LZW, the first page of five."""
+    pytest.importorskip("tifffile")
+    pages = [Image.fromarray(np.full((20, 30), k, np.uint8)) for k in range(5)]
+    pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:], compression="tiff_lzw")
+    if importlib.util.find_spec("imagecodecs"):
+        assert open_image(tmp_path / "a.tif").bands == 5
+        return
+    with pytest.raises(ValueError, match="a.tif has 5 bands of uint8, of which Pillow reads 1 of uint8: pip install imagecodecs"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_a_palette_tiff_is_numbers_in_a_mask_and_refused_as_an_image(tmp_path):
+    pytest.importorskip("tifffile")
+    picture = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3)).convert("P")
+    picture.putpalette([9, 8, 7] * 256)
+    picture.save(tmp_path / "a.tif")
+    assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [[[0, 1, 2], [3, 4, 5]]]
+    with pytest.raises(ValueError, match="a.tif has a palette, its numbers stand for colours: convert it to RGB"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_what_a_sparse_tiff_leaves_out_is_its_nodata(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    tiles = [np.ones((16, 16), np.uint8), None, None, np.ones((16, 16), np.uint8)]
+    tifffile.imwrite(tmp_path / "a.tif", iter(tiles), shape=(32, 32), dtype=np.uint8, tile=(16, 16), compression="deflate", extratags=[(42113, 2, 0, "255", True)])
+    found = open_mask(tmp_path / "a.tif").read(Box.whole((32, 32)))[0]
+    assert found[:16, :16].min() == found[16:, 16:].max() == 1 and found[:16, 16:].min() == found[16:, :16].min() == 255
+
+
+def test_grey_of_4_bits_is_refused(tmp_path):
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 2, 2, 4, 0, 0, 0, 0)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0\x01\0\x12")) + chunk(b"IEND", b""))
+    with pytest.raises(ValueError, match="a.png has 4 bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits"):
+        open_mask(tmp_path / "a.png")
+
+
+def test_nothing_to_train_on_is_told_before_anything_is_read(tmp_path):
+    folder(tmp_path / "i/val", a=RGB)
+    with pytest.raises(ValueError, match="none of the 1 images of .* is in the split 'train'"):
+        prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"])

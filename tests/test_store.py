@@ -286,3 +286,59 @@ def test_overwriting_replaces_it_at_the_end_only(tmp_path):
     made_store(tmp_path / "s.h5", {"b": ("train", *random_image((40, 40)))}, overwrite=True)
     assert Store(tmp_path / "s.h5").split("train") == ["b"]
     assert [p.name for p in tmp_path.iterdir()] == ["s.h5"]
+
+
+@pytest.mark.parametrize("dtype, value", [("f4", -3.4028235e38), ("f8", -1.797e308)])
+def test_numbers_that_stand_for_no_data(tmp_path, dtype, value):
+    pixels = np.zeros((2, 60, 50), dtype)
+    pixels[0, 3, 4] = value
+    refused(tmp_path, r"band red is -.* at \(3, 4\): replace it by a number", pixels=pixels, dtype=dtype)
+
+
+def test_large_numbers_keep_their_digits(tmp_path):
+    pixels = (10**9 + np.arange(100).reshape(1, 10, 10)).astype(np.int32)
+    store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, None)}, bands=1)
+    found = store.read_normalised("a", Box.whole((10, 10)))
+    assert found.dtype == np.float32 and np.allclose(np.diff(found.ravel()), 1 / pixels.std(), rtol=1e-3)
+
+
+def test_constants_of_another_store(filled):
+    path = filled[0].path
+    other = Store(path, ([1.0, 2.0], [3.0, 4.0]))
+    box = Box((0, 0), (5, 5))
+    assert np.allclose(other.read_normalised("a", box), (other.read("a", box) - [[[1]], [[2]]]) / [[[3]], [[4]]])
+    assert np.array_equal(pickle.loads(pickle.dumps(other)).mean, [1, 2])
+    with pytest.raises(ValueError, match="has 2 bands, but the network was trained on 3"):
+        Store(path, ([1.0] * 3, [1.0] * 3))
+
+
+def test_a_store_has_one_writer(tmp_path):
+    pixels = np.ones((1, 60, 50), np.uint8)
+    with StoreWriter(tmp_path / "s.h5", ["x", "y"], 1) as writer:
+        image = writer.add_image("a", (60, 50), np.uint8, "train", labels=False)
+        image.write(Box((0, 0), (30, 50)), pixels[:, :30])
+        with pytest.raises(BlockingIOError, match="another process is writing .*s.h5: wait for it"):
+            with StoreWriter(tmp_path / "s.h5", ["x", "y"], 1):
+                pass
+        image.write(Box((30, 0), (60, 50)), pixels[:, 30:])
+    assert (Store(tmp_path / "s.h5").read("a", Box.whole((60, 50))) == 1).all()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    writer = StoreWriter(tmp_path / "s.h5", ["x", "y"], 1)
+    with pytest.raises(OSError, match="s.h5 could not be written .*No space left.* is there room on its disk"):
+        with writer:
+            close = writer.file.close
+
+            def failing():
+                close()
+                raise RuntimeError("Can't decrement id ref count (file write failed: No space left on device)")
+
+            monkeypatch.setattr(writer.file, "close", failing)
+            raise OSError("Can't write data (No space left on device)")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_the_stores_name(tmp_path):
+    with pytest.raises(FileExistsError, match="is a folder: choose another name"):
+        StoreWriter(tmp_path, ["x", "y"], 1, overwrite=True)

@@ -13,7 +13,8 @@ from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place, tiles, window
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
-from distseg.predict import Predictor, Scene
+from distseg.predict import Predictor
+from distseg.scene import Scene
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.stream import stream
 
@@ -152,3 +153,11 @@ def test_tiles_of_a_predictor():
     model = network("batch").float()
     predictor = Predictor(parallelize(model, receptive_field(model)), Alone(), CPU, nullcontext, Extents("3x21"))
     assert predictor.tiles_of((5, 45)) == [Box((0, 0), (4, 16)), Box((0, 16), (4, 32)), Box((0, 32), (4, 45)), Box((4, 0), (5, 16)), Box((4, 16), (5, 32)), Box((4, 32), (5, 45))]
+
+
+def test_a_skip_that_is_the_map_before_a_norm():
+    """A pre-activation block: both wait in one file, as two tensors."""
+    conv = lambda a, b: nn.Conv2d(a, b, 3, padding=1)
+    model = nn.Sequential(conv(2, 4), Stash("r"), nn.InstanceNorm2d(4), nn.ReLU(), conv(4, 4), Pop("r"), conv(8, 3)).double()
+    x = image()
+    torch.testing.assert_close(streamed(model, (2, 3), x), model(x), rtol=1e-10, atol=1e-12)

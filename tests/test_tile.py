@@ -118,6 +118,13 @@ def test_boxes():
     assert Place((9, 9), box, Box((1, 1), (9, 9)), (0,), (0,)).owned == Box((1, 3), (6, 8))
 
 
+def test_what_boxes_share_that_do_not_touch_lies_in_the_first():
+    """A kernel that is told where its cells are owned must not be sent beyond them."""
+    a, left, right = Box((0, 12), (31, 33)), Box((0, 0), (31, 5)), Box((4, 36), (20, 75))
+    assert a.intersection(right) == Box((4, 33), (20, 33)) and a.intersection(left) == Box((0, 12), (31, 12))
+    assert a.intersection(Box((4, 20), (99, 75))) == Box((4, 20), (31, 33))
+
+
 def test_boxes_of_a_size():
     found = picture((5, 11), boxes_of(Box((1, 0), (5, 10)), (3, 4)))
     assert found == "\n".join(

@@ -4,20 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, SpatialConfig, TrainConfig
-from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.launch import JointFailure
-from distseg.models.zoo import build_model
-from distseg.train.checkpoint import find, load_weights
+from distseg.train.checkpoint import find
 from distseg.train.loop import train
 
 
@@ -94,10 +91,11 @@ def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, 
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("norm", ["instance", "none"])
-def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm):
-    """With augmentation, crops and validation; read part by part."""
+@pytest.mark.parametrize("norm, crop", [("instance", "32x32"), ("none", "32x32"), ("batch", None)])
+def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm, crop):
+    """With augmentation, crops and validation; read part by part. Whole images of 53 and 37 columns have no halves on the stride of 4."""
     plan = config(folder, tiles=f"1x{comm.size}", norm=norm, output=str(folder / "memory"))
+    plan = replace(plan, data=replace(plan.data, crop=crop and Extents(crop), epoch_samples=crop and 8))
     train(plan, comm)
     spatial = replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("2x2"), scratch=str(folder))
     train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
@@ -167,6 +165,26 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(comm, folder, norm, p
         assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.parallel([1, 2])
+def test_a_run_that_has_all_its_epochs_is_left_as_it_is(comm, folder, capsys):
+    plan = config(folder, samples=comm.size, norm="batch", epochs=1)
+    result = train(plan, comm)
+    before = comm.bcast((folder / "run/log.jsonl").read_bytes())
+    capsys.readouterr()
+    assert train(replace(plan, train=replace(plan.train, resume=True)), comm) == result
+    assert comm.rank or "run has its 1 epochs already, and train.epochs is 1: raise it to go on" in capsys.readouterr().out
+    assert (folder / "run/log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parallel(1)
+def test_the_schedule_goes_on_where_epochs_have_other_numbers_of_steps(comm, folder):
+    plan = config(folder, norm="none", epochs=4, max_minutes=0.0)
+    train(plan, comm)
+    train(replace(plan, train=replace(plan.train, resume=True, accumulate=2, max_minutes=None)), comm)
+    rates = [line["lr"] for line in read_log(folder / "run") if line["kind"] == "step"]
+    assert len(rates) == 8 + 3 * 4 and rates[1:] == sorted(rates[1:], reverse=True) and rates[8] > 1e-3 > 2e-4 > rates[-1]
+
+
 def read_log(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
@@ -183,88 +201,6 @@ def test_it_learns_and_its_log_tells(comm, folder):
         assert len(validations) == 2 and validations[-1]["iou"]["disc"] > 0.7
         index = json.loads((folder / "run/checkpoints/last.json").read_text())
         assert index["last"] == f"step-{len(losses):08d}"
-
-
-@pytest.mark.parallel([2, 3, 4])
-@pytest.mark.parametrize("norm", ["batch", "instance", "none"])
-@pytest.mark.parametrize("placement", ["line", "v"])
-def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
-    mesh = {2: dict(stages=2), 3: dict(stages=3), 4: dict(stages=2, samples=2)}[comm.size]
-    check_prediction(config(folder, norm=norm, epochs=1, placement=placement, accumulate=2, **mesh), comm, folder)
-
-
-@pytest.mark.parallel([1, 3])
-@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
-def test_prediction_has_no_seams(comm, folder, norm):
-    check_prediction(config(folder, tiles=f"{comm.size}x1", norm=norm, epochs=1), comm, folder)
-
-
-@pytest.mark.parallel([2, 3, 4])
-@pytest.mark.parametrize("norm", ["batch", "instance", "none"])
-def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, norm):
-    mesh = {2: dict(samples=2), 3: dict(tiles="3x1"), 4: dict(tiles="2x1", stages=2)}[comm.size]
-    check_prediction(config(folder, norm=norm, epochs=1, exchange_every=1, **mesh), comm, folder)
-
-
-@pytest.mark.parallel([1, 2])
-def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch):
-    """Until all tiles are there no result has its name; tiles that are there are not computed again; the result is the whole image's."""
-    from distseg.commands import run_predict
-    from distseg.predict import Predictor
-
-    plan = config(folder, norm="batch", epochs=1, tiles=f"{comm.size}x1")
-    train(plan, comm)
-    computed, failing = [], 2
-    call = Predictor.__call__
-
-    def counted(self, scene, numbers=None):
-        for found in call(self, scene, numbers):
-            if len(computed) == failing:
-                raise KeyboardInterrupt
-            computed.append(found[0])
-            yield found
-
-    monkeypatch.setattr(Predictor, "__call__", counted)
-    with pytest.raises(KeyboardInterrupt):
-        run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
-    comm.Barrier()
-    if comm.rank == 0:
-        assert not list((folder / "found").glob("*.h5")) and (folder / "found/image3.partial").is_dir()
-    first, failing = list(computed), None
-    computed.clear()
-    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
-    everything = comm.allgather((first, computed))
-    comm.Barrier()
-    if comm.rank == 0:
-        before, after = ([tile for part in parts for tile in part] for parts in zip(*everything))
-        assert len(before) == 2 * comm.size and not set(before) & set(after)
-        with h5py.File(folder / "found/image3.h5") as f:
-            taken_up = f["classes"][:]
-        assert sorted(p.name for p in (folder / "found").iterdir()) == ["image3.h5", "image3.png"]
-    monkeypatch.undo()
-    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "again"))
-    comm.Barrier()
-    if comm.rank == 0:
-        with h5py.File(folder / "again/image3.h5") as f:
-            assert np.array_equal(f["classes"][:], taken_up)
-
-
-def check_prediction(plan, comm, folder):
-    train(plan, comm)
-    from distseg.commands import run_predict
-
-    run_predict(str(folder / "run"), replace(plan, predict=replace(plan.predict, probabilities=True)), comm, None, "test", str(folder / "found"))
-    comm.Barrier()
-    if comm.rank == 0:
-        store = Store(folder / "store.h5")
-        model = build_model(plan.model, 2, 2).double()
-        load_weights(find(folder / "run"), model)
-        whole = torch.from_numpy(store.read_normalised("image3", Box.whole(store.size("image3")))).double()
-        with torch.no_grad():
-            logits = model.eval()(whole[None])[0]
-        with h5py.File(folder / "found/image3.h5") as f:
-            assert np.array_equal(f["classes"][:], logits.argmax(0).numpy())
-            assert np.abs(f["probabilities"][:] - logits.softmax(0).numpy()).max() < 1e-3
 
 
 @pytest.mark.parallel(2)

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from made_store import random_store
 
 from distseg import verify as module
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages, passed, relative_errors, summary, verify
@@ -121,3 +122,16 @@ def test_numbers_are_dealt_group_by_group():
 def test_no_images_is_said(comm):
     with pytest.raises(ValueError, match="there are no images: give --image 97x131 for random ones, or --data.store PATH"):
         verify(CONFIG, comm)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("loss, out_channels", [("cross_entropy + dice", 3), ("focal", 3), ("binary_cross_entropy", 3)])
+def test_images_of_a_store(comm, shared_path, loss, out_channels):
+    """Their labels are bytes; the dump has them as whole numbers."""
+    if comm.rank == 0:
+        random_store(shared_path / "store.h5", train=[(29, 43), (29, 43)])
+    comm.Barrier()
+    data = replace(CONFIG.data, store=str(shared_path / "store.h5"))
+    found = replace(CONFIG, mesh=MeshConfig(tiles=Extents("1x2")), loss=LossConfig(loss), data=data, model=replace(CONFIG.model, in_channels=2, out_channels=out_channels))
+    report = verify(found, comm, dump=str(shared_path / "dump.safetensors"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12

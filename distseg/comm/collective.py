@@ -54,6 +54,11 @@ def set_timeout(seconds: float) -> None:
     _timeout = seconds
 
 
+def timeout() -> float:
+    """Seconds that a rank waits for another; 0: for ever."""
+    return _timeout
+
+
 def watch_waits(span: Callable[[str, str], ContextManager]) -> None:
     """From now on, waits with a kind, and the work that fills waits, are spans (:class:`distseg.pipeline.trace.Trace`)."""
     global _span

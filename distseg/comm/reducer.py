@@ -14,11 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from distseg.comm.collective import wait
+from distseg.comm.collective import timeout, wait
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
-# A rank that is missing ends the job instead of holding it until its time limit.
-_STALL = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300"}
+_STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work once a step, and on
 # a CPU every round takes the cores from the computation: at 0.1 ms a step of the demo takes twice as long (docs/performance.md).
 _CYCLE = {"cpu": "20", "cuda": "1"}
@@ -179,7 +178,9 @@ def _process_set(mesh, device: str):
 
     import horovod.torch as hvd
 
-    for name, value in {**_STALL, "HOROVOD_CYCLE_TIME": _CYCLE[device], "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}.items():
+    # A rank that is missing is named, and ends the job as in our own waits, instead of holding it until its time limit.
+    stall = dict(zip(_STALL, ("60", str(int(timeout())))))
+    for name, value in {**stall, "HOROVOD_CYCLE_TIME": _CYCLE[device], "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}.items():
         os.environ.setdefault(name, value)
     if not hvd.is_initialized():
         before = _threads()

@@ -11,6 +11,9 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
 
+_LARGEST = 1e30  # beyond lie the numbers that stand for no data, which would drown all others in means and deviations
+
+
 class ImageWriter:
     """Writes blocks of an image and its labels into its group of the file.
 
@@ -80,9 +83,14 @@ class ImageWriter:
     def _check_pixels(self, box: Box, pixels: np.ndarray) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):
             raise ValueError(f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with")
-        if self.dtype.kind != "f" or np.isfinite(pixels).all():
+        if self.dtype.kind != "f":
             return
-        band, *inside = np.argwhere(~np.isfinite(pixels))[0]
+        fine = np.isfinite(pixels)
+        if self.dtype.itemsize > 2:
+            fine &= np.abs(pixels) < _LARGEST
+        if fine.all():
+            return
+        band, *inside = np.argwhere(~fine)[0]
         raise ValueError(
             f"image {self.name!r}: band {self.bands[band]} is {pixels[(band, *inside)]} at {_position(box, inside)}: "
             "replace it by a number, and label the pixel as ignored"
@@ -98,7 +106,7 @@ class ImageWriter:
             value = labels[tuple(inside)]
             raise ValueError(
                 f"image {self.name!r}: label {value} at {_position(box, inside)} is no class: there are {names}, and "
-                f"{self.ignore} is ignored; map other values to these (--values {value}=1)"
+                f"{self.ignore} is ignored; map other values to these (--values={value}={self.ignore})"
             )
 
 

@@ -26,8 +26,8 @@ def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates,
     return [_read(store, those, place, pixels, labels) for those, place in _places(samples, grid, per_rank, coordinates, reach)]
 
 
-def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, note_bytes: Callable[[int], None]) -> list[Block]:
-    """The same of a rank with a single tile, read part by part while the step goes on; ``note_bytes`` is told what was read."""
+def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, note_bytes: Callable[[int], None]) -> list[Block]:
+    """The same of a rank with a single tile, cut on the model's ``stride``, read part by part while the step goes on; ``note_bytes`` is told what was read."""
 
     def block(those: list[Sample], place: Place) -> Block:
         def pixels(box: Box) -> torch.Tensor:
@@ -40,7 +40,7 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, note_byte
 
         return Block(place, pixels, labels)
 
-    ones, no_halo = Extents((1,) * len(grid)), Reach((0,) * len(grid), (1,) * len(grid))
+    ones, no_halo = Extents((1,) * len(grid)), Reach((0,) * len(grid), stride)
     return [block(*found) for found in _places(samples, grid, ones, coordinates, no_halo)]
 
 
@@ -144,7 +144,7 @@ class StepLoader:
     def _pieces(self, samples: list[Sample]) -> tuple[list[Piece] | list[Block], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""
         if self.in_time:
-            return blocks(self.store, samples, self.grid, self.coordinates, self._note_bytes), 0
+            return blocks(self.store, samples, self.grid, self.coordinates, self.reach.stride, self._note_bytes), 0
         found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach, self.pixels, self.labels)
         return found, sum(
             _bytes(self.store, [samples[i] for i in p.place.images], self.pixels * p.place.window.pixels, self.labels * p.place.tile.pixels) for p in found

@@ -42,6 +42,8 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
         together = _paired(images, masks)
         split_of = assign_splits([image.stem for image, _ in together], shares, seed)
         files = [(split_of[image.stem], image, mask) for image, mask in together]
+    if not any(split == "train" for split, _, _ in files):
+        raise ValueError(f"none of the {len(files)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
     pairs = [_opened(split, image, mask, dims) for split, image, mask in files]
     _check_alike(pairs)
     return pairs

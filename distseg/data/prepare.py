@@ -17,7 +17,7 @@ from distseg.geometry.tile import Box, strips
 from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
 
-_STRIP_BYTES = 64 << 20
+_STRIP_BYTES, _STRIP_PIXELS = 64 << 20, 4 << 20  # what counting classes takes is about 40 bytes a pixel
 
 
 def prepare_folder(
@@ -67,8 +67,8 @@ def summary(store: Store) -> str:
 
 
 def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
-    """Boxes across the whole image along its first dim, of about 64 MB and whole chunks."""
-    return strips(Box.whole(size), _STRIP_BYTES / pixel_bytes, chunk_edge(len(size)))
+    """Boxes across the whole image along its first dim, of whole chunks, of about 64 MB and 4 million pixels at most."""
+    return strips(Box.whole(size), min(_STRIP_PIXELS, _STRIP_BYTES / pixel_bytes), chunk_edge(len(size)))
 
 
 def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:

@@ -24,6 +24,7 @@ class Reader:
     size: tuple[int, ...]
     bands: int
     dtype: np.dtype
+    coded = False  # its numbers stand for colours
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -47,7 +48,13 @@ def open_image(path: str | Path, dims: int | None = None) -> Reader:
         FileNotFoundError: nothing there.
         ValueError: not an image, a damaged one, or one whose values the reader would have to change.
     """
-    path = Path(path)
+    reader = _opened(Path(path), dims)
+    if reader.coded:
+        raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
+    return reader
+
+
+def _opened(path: Path, dims: int | None) -> Reader:
     if not path.is_file():
         raise FileNotFoundError(f"there is no image file {path}")
     suffix = path.suffix.lower()
@@ -64,7 +71,7 @@ def open_image(path: str | Path, dims: int | None = None) -> Reader:
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
     """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
     path = Path(path)
-    reader = open_image(path, dims)
+    reader = _opened(path, dims)
     if isinstance(reader, PillowReader):
         reader = PillowReader(path, palette=True)
     if reader.bands != 1 or reader.dtype.kind not in "iu":
@@ -122,7 +129,7 @@ class PillowReader(Reader):
     def __init__(self, path: Path, palette: bool = False):
         super().__init__(path)
         self._palette, self._array = palette, None
-        with _pillow(path) as image:
+        with pillow(path) as image:
             _refuse_lost_bits(path, image)
             self.size = image.size[::-1]
             sample = self._decoded(_tiny(image))
@@ -130,7 +137,7 @@ class PillowReader(Reader):
 
     def _read(self, box: Box) -> np.ndarray:
         if self._array is None:
-            with _pillow(self.path) as image:
+            with pillow(self.path) as image:
                 self._array = self._decoded(image)
         return np.array(self._array[(slice(None), *box.slices)])
 
@@ -152,7 +159,7 @@ def _tiny(image):
 
 
 @contextmanager
-def _pillow(path: Path):
+def pillow(path: Path):
     """Open with Pillow. Its limit on the number of pixels is lifted: huge images are what distseg is for."""
     from PIL import Image
 
@@ -165,5 +172,8 @@ def _pillow(path: Path):
 
 
 def _refuse_lost_bits(path: Path, image) -> None:
-    if image.mode in ("RGB", "RGBA", "LA") and image.tile and ";16" in str(image.tile[0][3]):
+    form = str(image.tile[0][3]) if image.tile else ""
+    if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy")
+    if form in ("L;2", "L;4"):
+        raise ValueError(f"{path} has {form[2:]} bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits")

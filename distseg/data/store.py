@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Sequence
 
 import h5py
 import numpy as np
@@ -24,13 +25,17 @@ _CACHE_BYTES = 32 << 20
 class Store:
     """Windows of images and labels, channels first. Safe for several threads; a forked process opens its own handle.
 
+    Args:
+        constants: mean and standard deviation of each band by which pixels are normalised, such as those that a network was trained with;
+            by default the store's own.
+
     Raises:
         FileNotFoundError: nothing at ``path``.
-        ValueError: no store, a damaged or unfinished one, or one of a newer version.
+        ValueError: no store, a damaged or unfinished one, one of a newer version, or one of other bands than ``constants``.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = str(path)
+    def __init__(self, path: str | Path, constants: tuple[Sequence[float], Sequence[float]] | None = None):
+        self.path, self._constants = str(path), constants
         self._handle, self._process = _open(self.path), os.getpid()
         a = self._handle.attrs
         self.classes: list[str] = [str(c) for c in a["classes"]]
@@ -38,6 +43,10 @@ class Store:
         self.ignore, self.block = int(a["ignore"]), int(a["block"])
         self.mean: np.ndarray = a["mean"][:]  # (bands,) float64, over all pixels of the split 'train'
         self.std: np.ndarray = a["std"][:]
+        if constants is not None:
+            if len(constants[0]) != self.bands:
+                raise ValueError(f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on")
+            self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
         self.provenance: dict = json.loads(self._handle["provenance"][()])
         self._images = {entry["name"]: entry for entry in json.loads(self._handle["index"][()])}
         self.splits: dict[str, list[str]] = {}  # the names of the images of each, in the order they were written
@@ -45,7 +54,7 @@ class Store:
             self.splits.setdefault(entry["split"], []).append(name)
 
     def __reduce__(self):
-        return Store, (self.path,)
+        return Store, (self.path, self._constants)
 
     @property
     def bands(self) -> int:
@@ -73,11 +82,7 @@ class Store:
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
         """(pixels - mean) / std in float32, (bands, *box.size)."""
-        pixels = self.read(name, box).astype(np.float32)
-        shape = (-1, *(1 for _ in box.size))
-        pixels -= self.mean.astype(np.float32).reshape(shape)
-        pixels /= self.std.astype(np.float32).reshape(shape)
-        return pixels
+        return normalised(self.read(name, box), self.mean, self.std)
 
     def labels(self, name: str, box: Box) -> np.ndarray:
         """Class numbers or ``ignore``, (*box.size) uint8."""
@@ -115,6 +120,15 @@ class Store:
     def _check_labelled(self, name: str) -> None:
         if not self.has_labels(name):
             raise ValueError(f"image {name!r} of {self.path} has no labels: prepare the store with masks to train or evaluate on it")
+
+
+def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """(pixels - mean) / std in float32, computed in float64 where pixels have more digits than float32; pixels (bands, *size)."""
+    pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))
+    shape = (-1, *(1 for _ in pixels.shape[1:]))
+    pixels -= mean.astype(pixels.dtype).reshape(shape)
+    pixels /= std.astype(pixels.dtype).reshape(shape)
+    return pixels.astype(np.float32, copy=False)
 
 
 def _open(path: str) -> h5py.File:

@@ -16,6 +16,7 @@ from distseg.geometry.tile import Box
 
 _BANDS = "SCQI"  # samples, channels, and pages that say nothing about what they are
 _UNNAMED = "QI"
+_PALETTE = 3  # photometric interpretation
 
 
 def open_tiff(path: Path, dims: int | None = None) -> Reader:
@@ -34,17 +35,21 @@ def open_tiff(path: Path, dims: int | None = None) -> Reader:
     except ValueError as e:
         if "imagecodecs" not in str(e):
             raise
-        return _with_pillow(path, "pip install imagecodecs, which decodes this compression")
+        return _with_pillow(path, "pip install imagecodecs, which decodes this compression", reader)
     return reader
 
 
-def _with_pillow(path: Path, hint: str) -> Reader:
+def _with_pillow(path: Path, hint: str, told: Reader | None = None) -> Reader:
+    """``told``: what tifffile says is in the file, of which Pillow may see a part only."""
     try:
         reader = PillowReader(path)
         reader.read(Box.whole(reader.size))
-        return reader
     except Exception as e:
         raise ValueError(f"{path} is beyond Pillow ({e}): {hint}") from e
+    kind = lambda r: (r.bands, r.size, r.dtype)
+    if told is not None and kind(reader) != kind(told):
+        raise ValueError(f"{path} has {told.bands} bands of {told.dtype}, of which Pillow reads {reader.bands} of {reader.dtype}: {hint}")
+    return reader
 
 
 class TiffReader(Reader):
@@ -58,6 +63,7 @@ class TiffReader(Reader):
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = int(np.prod([n for a, n in zip(self._axes, shape) if a in _BANDS]))
         self.dtype = plain(self._series.dtype)
+        self.coded = self._series.keyframe.photometric == _PALETTE
         self._map = None
         if self._series.dataoffset is not None:
             stored = np.dtype(self._series.dtype).newbyteorder(file.byteorder)
@@ -94,7 +100,7 @@ class TiffReader(Reader):
         """(bands, depth, height, width) of a page: the overlap of each strip or tile with the wanted slices."""
         layout = self._series.keyframe
         planes, *_, samples = layout.shaped  # (separate bands, depth, height, width, interleaved bands)
-        out = np.zeros((planes, *(s.stop - s.start for s in wanted), samples), self.dtype)
+        out = np.full((planes, *(s.stop - s.start for s in wanted), samples), layout.nodata, self.dtype)  # what a sparse file leaves out
         for index, (offset, count) in enumerate(zip(page.dataoffsets, page.databytecounts)):
             _, at, shape = layout.decode(None, index)
             if count and all(a < s.stop and s.start < a + n for a, n, s in zip(at[1:4], shape, wanted)):

@@ -16,6 +16,7 @@ import numpy as np
 from distseg.data import layout
 from distseg.data.image_writer import ImageWriter
 from distseg.data.statistics import Moments
+from distseg.disk import locked, to_disk
 
 
 class StoreWriter:
@@ -48,6 +49,8 @@ class StoreWriter:
         self._images: dict[str, tuple[str, ImageWriter]] = {}  # name: (split, image)
         self.moments = Moments(len(self.bands))
         self._check()
+        if self.path.is_dir():
+            raise FileExistsError(f"{self.path} is a folder: choose another name for the store")
         if self.path.exists() and not overwrite:
             raise FileExistsError(f"{self.path} is already there: choose another name, or overwrite it (--overwrite)")
 
@@ -64,7 +67,8 @@ class StoreWriter:
 
     def __enter__(self) -> "StoreWriter":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = h5py.File(self.partial, "w")
+        self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
+        self.file = h5py.File(self.partial, "w", locking=False)
         self.file.attrs.update(format=layout.FORMAT, version=layout.VERSION, complete=False)
         return self
 
@@ -72,9 +76,18 @@ class StoreWriter:
         try:
             if kind is None:
                 self._finish()
+        except RuntimeError as e:  # HDF5's word for a file that it could not complete
+            raise OSError(f"{self.path} could not be written ({e}): is there room on its disk?") from e
         finally:
-            self.file.close()
-            self.partial.unlink(missing_ok=True)  # after an error; the finished file has its own name by now
+            try:
+                self.file.close()
+            except RuntimeError as e:
+                if kind is None:
+                    raise
+                raise OSError(f"{self.path} could not be written ({error}; {e}): is there room on its disk?") from error
+            finally:
+                self.partial.unlink(missing_ok=True)  # after an error; the finished file has its own name by now
+                self._lock.close()
 
     def add_image(self, name: str, size: Sequence[int], dtype, split: str, labels: bool) -> ImageWriter:
         """A new image of ``size`` pixels, to be written in blocks that cover it."""
@@ -98,9 +111,9 @@ class StoreWriter:
             raise ValueError("no image is in the split 'train', from which the store takes mean and deviation of each band: put one there")
         self._describe(index)
         self.file.close()
-        _to_disk(self.partial)
+        to_disk(self.partial)
         os.replace(self.partial, self.path)
-        _to_disk(self.path.parent)
+        to_disk(self.path.parent)
 
     def _describe(self, index: list[dict]) -> None:
         attributes = self.file.attrs
@@ -109,11 +122,3 @@ class StoreWriter:
         self.file["index"] = json.dumps(index)
         self.file["provenance"] = json.dumps(self.provenance)
         attributes["complete"] = True
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

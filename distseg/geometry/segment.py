@@ -50,8 +50,12 @@ class Segment:
 
 def segments_of(links: Sequence[Link], cuts: Sequence[int], stages: Sequence[range] = ()) -> list[Segment]:
     """The segments of a flat model that is cut before the layers ``cuts``, between ``stages``, and wherever else skips ask for it."""
-    stashes = {link.stash: position for position, link in enumerate(links) if link.stash is not None}
-    pops = {position: stashes[link.pop] for position, link in enumerate(links) if link.pop is not None}
+    stashes, pops = {}, {}  # a name may be used again once it was popped
+    for position, link in enumerate(links):
+        if link.stash is not None:
+            stashes[link.stash] = position
+        if link.pop is not None:
+            pops[position] = stashes[link.pop]
     stage_of = {position: number for number, layers in enumerate(stages) for position in layers}
     between = {stash for pop, stash in pops.items() if stage_of.get(pop) != stage_of.get(stash)}
     starts = {0, *cuts, *(layers.start for layers in stages), *between}

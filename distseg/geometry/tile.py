@@ -51,8 +51,8 @@ class Box:
         return Box(tuple(a + o for a, o in zip(self.start, offset)), tuple(b + o for b, o in zip(self.stop, offset)))
 
     def intersection(self, other: "Box") -> "Box":
-        """What both have; of no pixels where they do not touch."""
-        start = tuple(map(max, self.start, other.start))
+        """What both have, a box in this one; of no pixels where they do not touch."""
+        start = tuple(min(max(a, c), b) for a, b, c in zip(self.start, self.stop, other.start))
         return Box(start, tuple(max(a, min(b, d)) for a, b, d in zip(start, self.stop, other.stop)))
 
     def contains(self, other: "Box") -> bool:

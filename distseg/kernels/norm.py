@@ -74,6 +74,8 @@ def _call(
     """Images of one shape and type, computed with channels ``last`` or first; parameters in the type that the kernel computes in."""
     images = [_in_runs(image, last) for image in images]
     x = images[0]
+    if own is not None and not Box.whole(x.shape[2:]).contains(own):
+        raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(x.shape[2:])}")  # the kernel would write there
     wide = torch.promote_types(x.dtype, torch.float32)
     kept = [p.to(wide).contiguous() if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
     pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in (*images, *kept, *outputs)]

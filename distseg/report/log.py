@@ -15,9 +15,11 @@ import math
 import os
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any, Iterator
 
+from distseg.disk import whole
 from distseg.extents import Extents
 
 KINDS = ("start", "step", "validation", "end")
@@ -116,21 +118,15 @@ def _truncate(path: Path, step: int) -> None:
     """Keep the whole lines up to ``step``. The new file replaces the old at once: a kill leaves one or the other."""
     entries = ((line, _parse(line)) for line in path.read_bytes().splitlines())
     kept = [line for line, entry in entries if entry is not None and entry.get("step", 0) <= step]
-    new = path.with_suffix(".new")
-    with open(new, "wb") as file:
-        file.writelines(line + b"\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    with whole(path) as growing:
+        growing.write_bytes(b"".join(line + b"\n" for line in kept))
 
 
 def _set_aside(folder: Path) -> None:
     """Rename an earlier run's log and event files with the first number that is free."""
     if not (folder / FILE).exists():
         return
-    number = 1
-    while (folder / f"log.{number}.jsonl").exists():
-        number += 1
+    number = next(n for n in count(1) if not (folder / f"log.{n}.jsonl").exists() and not (folder / f"{EVENTS}.{n}").exists())
     os.replace(folder / FILE, folder / f"log.{number}.jsonl")
     if (folder / EVENTS).exists():
         os.replace(folder / EVENTS, folder / f"{EVENTS}.{number}")

@@ -60,11 +60,10 @@ def new_figure(output: str | Path, size: tuple[float, float], dpi: int = 150, **
 
 def class_colors(classes: Sequence[str], colors: Sequence | None = None) -> np.ndarray:
     """One colour a class, uint8 (K, 3): the given ones (``#rrggbb``, names or three ints 0..255), else nature's or the palette's."""
-    need_matplotlib()
-    from matplotlib.colors import to_rgb
+    from PIL.ImageColor import getrgb
 
     if colors is not None and len(colors) != len(classes):
         raise ValueError(f"{len(colors)} colours do not fit {len(classes)} classes ({', '.join(classes)}): give one a class, or none")
     free = iter(PALETTE * (len(classes) // len(PALETTE) + 1))
     chosen = colors if colors is not None else [NATURAL.get(name.lower()) or next(free) for name in classes]
-    return np.array([np.round(np.multiply(to_rgb(c), 255)) if isinstance(c, str) else c for c in chosen], dtype=np.uint8)
+    return np.array([getrgb(c)[:3] if isinstance(c, str) else c for c in chosen], dtype=np.uint8)

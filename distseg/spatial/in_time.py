@@ -374,7 +374,7 @@ class Walk:
 
     def _at(self, position: int, i: int, box: Box) -> Box:
         """Make block ``i`` the one at hand; what it owns of ``box``, in cells of ``box``."""
-        owned = self._owned(position, i).intersection(box)
+        owned = box.intersection(self._owned(position, i))
         self.context.places = [self.blocks[i].place]
         self.context.regions = [Region(tuple(self.layouts[i].sizes[position]), owned, box)]
         return owned.relative_to(box)

@@ -7,6 +7,7 @@ where both sides of a dim are alike, which costs no copy.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Callable, Sequence
 
@@ -19,8 +20,8 @@ from distseg.geometry.layout import Link, Part
 from distseg.geometry.receptive import POINTWISE, receptive_field
 from distseg.geometry.tile import Box
 from distseg.models.layers import Pop, Stash
-from distseg.spatial.dropout import KeyedDropout
-from distseg.spatial.norm import DistributedNorm
+from distseg.spatial.dropout import DROPOUTS, KeyedDropout
+from distseg.spatial.norm import NORMS, DistributedNorm
 
 _CONV = (F.conv1d, F.conv2d, F.conv3d)
 _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -55,7 +56,16 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
                 return Link(name, footprints(layer, dims))
             except _Unsupported as e:
                 raise ValueError(f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}") from None
-    if isinstance(layer, _ALIKE) or _is_pointwise(layer, dims, channels()):
+    hidden = next((part for part in layer.modules() if isinstance(part, (*NORMS, *DROPOUTS))), None)
+    if hidden not in (None, layer):
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
+        )
+    if isinstance(layer, _ALIKE):
+        return Link(name)
+    if _is_pointwise(layer, dims, channels()):
+        if _draws(layer, dims, channels()):
+            raise ValueError(f"layer {name} ({type(layer).__name__}) draws random numbers, other ones each time a tile is computed: use nn.Dropout, whose masks belong to pixels")
         return Link(name)
     raise ValueError(
         f"layer {name} ({type(layer).__name__}) looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
@@ -73,6 +83,16 @@ def _is_pointwise(layer: nn.Module, dims: int, channels: int) -> bool:
     except (ValueError, RuntimeError, TypeError):
         return False
     return not any(reach.halo) and set(reach.stride) == {1}
+
+
+def _draws(layer: nn.Module, dims: int, channels: int) -> bool:
+    """Whether a layer of an unknown kind gives two results of one input in training."""
+    if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
+        return False
+    probe = copy.deepcopy(layer).cpu().float().train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        x = torch.randn(1, channels, *(16,) * dims)
+        return not torch.equal(probe(x.clone()), probe(x.clone()))
 
 
 def run(layer: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:

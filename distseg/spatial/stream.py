@@ -117,7 +117,7 @@ class Waiting:
 
     def put(self, i: int, x: Tensor, skips: Skips) -> None:
         self.layout[i] = x.device, lies_last(x)
-        tensors = {"x": x, **{f"skip/{name}": skip for name, skip in skips.items()}}
+        tensors = {"x": x, **{f"skip/{name}": skip.clone() if skip.data_ptr() == x.data_ptr() else skip for name, skip in skips.items()}}
         try:
             save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, self._file(i))
         except Exception as e:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Callable
 
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
+from distseg.disk import to_disk, whole
 
 VERSION = 1
 _INDEX = "last.json"
@@ -41,7 +43,7 @@ class Checkpoints:
     def __init__(self, run: str | Path, keep: int = 2, afresh: bool = False, stages=Alone()):
         self.folder, self.keep, self.stages = Path(run) / "checkpoints", keep, stages
         if afresh and stages.rank == 0 and self.folder.exists():
-            number = 1 + sum(1 for _ in self.folder.parent.glob("checkpoints.*"))
+            number = next(n for n in count(1) if not self.folder.with_name(f"checkpoints.{n}").exists())
             os.replace(self.folder, self.folder.with_name(f"checkpoints.{number}"))
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: dict, score: float | None) -> Path:
@@ -61,6 +63,7 @@ class Checkpoints:
             _write_json(partial / "manifest.json", {"format": "distseg checkpoint", "version": VERSION, "score": score, "parts": stages, **manifest})
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
+            to_disk(self.folder)
             self._note(name, score)
         return final
 
@@ -178,8 +181,12 @@ def _shape(tensors: dict[str, Tensor], name: str) -> str:
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-    _flush(path)
+    kept: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        kept.setdefault(tensor.data_ptr(), tensor)
+    alone = lambda t: t if kept[t.data_ptr()] is t else t.clone()  # a layer's second place: the format has no shared tensors
+    save_file({name: alone(t).detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    to_disk(path)
 
 
 def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
@@ -200,12 +207,5 @@ def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) ->
 
 
 def _write_json(path: Path, content: dict) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1, default=str))
-    _flush(partial)
-    os.replace(partial, path)
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as f:
-        os.fsync(f.fileno())
+    with whole(path) as growing:
+        growing.write_text(json.dumps(content, indent=1, default=str))

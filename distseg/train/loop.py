@@ -54,13 +54,20 @@ def train(config: Config, world) -> dict | None:
     with together(world):
         loader = step_loader(config, store, mesh, engine)
         resumed = _resume(config, engine, model)
+    if (done := resumed.get("epoch", 0)) >= config.train.epochs:
+        if first:
+            print(f"{config.train.output} has its {done} epochs already, and train.epochs is {config.train.epochs}: raise it to go on", flush=True)
+        return resumed["validation"] if first else None
     writes = mesh.replicas.rank == 0
     checkpoints = Checkpoints(config.train.output, config.train.keep, not resumed, mesh.pipeline) if writes else SilentCheckpoints()
     predictor = Predictor(
         engine.model, mesh.replicas, device, engine.autocast, config.predict.tile, config.predict.scratch, channels_last,
-        engine.pipeline if engine.partition else None,
+        engine.pipeline if engine.partition else None, exact=config.spatial.halo is None,
     )  # fmt: skip
     total = config.train.epochs * loader.steps_per_epoch
+    with together(world):
+        for name in store.splits.get("val", []) if config.train.validate_every else []:
+            predictor.check(store.size(name))
     step, start = resumed.get("step", 0), time.monotonic()
     result = resumed.get("validation")
 
@@ -72,8 +79,8 @@ def train(config: Config, world) -> dict | None:
             engine.context.epoch = epoch
             with progress(loader.steps_per_epoch, "step", f"epoch {epoch + 1}/{config.train.epochs}", enabled=first) as bar:
                 engine.watch_step(bar.partly)
-                for micro_batches in loader.epoch(epoch):
-                    rate = learning_rate(config.optim, step, total)
+                for position, micro_batches in enumerate(loader.epoch(epoch), epoch * loader.steps_per_epoch):  # not step: a resumed run may take other steps
+                    rate = learning_rate(config.optim, position, total)
                     loss = engine.backward(micro_batches)
                     norm = engine.update(rate)
                     step += 1

@@ -1,0 +1,151 @@
+"""Class maps that are whole: HDF5, tiled TIFF and PNG, each with the identity of what it was made from.
+
+By its identity a result is told to be there already; a file without one is somebody else's and is not overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator, Mapping, Sequence
+
+import h5py
+import numpy as np
+
+from distseg.data.readers import pillow
+from distseg.disk import whole
+from distseg.geometry.tile import Box, strips
+
+_EDGE = 256  # of chunks and TIFF tiles
+_LARGEST_PNG = 1 << 28  # pixels, which Pillow takes at once
+_KEY = "distseg_identity"
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Names and ``colours``, (K, 3) uint8."""
+
+    names: list[str]
+    colours: np.ndarray
+
+
+def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int], probabilities: bool) -> list[Path]:
+    """The files of an image's result. A PNG of a volume or a giant is left out.
+
+    Raises:
+        ValueError: a format that can't hold the result, or whose package is missing.
+    """
+    if probabilities and "hdf5" not in formats:
+        raise ValueError(f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: add hdf5, or leave probabilities out")
+    if "tiff" in formats:
+        if len(size) != 2:
+            raise ValueError(f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of predict.formats")
+        _tifffile()
+    drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
+    if not drawn and set(formats) == {"png"}:
+        raise ValueError(f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, for a PNG: add hdf5 to predict.formats")
+    return [folder / f"{name}{_SUFFIXES[form]}" for form in formats if form != "png" or drawn]
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance: Callable[[int], None]) -> None:
+    """``arrays``: classes (*size) uint8 and perhaps probabilities (C, *size) float16; ``advance`` is told the pixels that are written."""
+    with whole(path) as growing:
+        _WRITE[path.suffix](growing, arrays, classes, identity, advance)
+
+
+def are_there(paths: Sequence[Path], identity: str) -> bool:
+    """Whether each of these files is there and of this identity.
+
+    Raises:
+        FileExistsError: one is there that is no class map of ours.
+    """
+    found = [_identity_in(path) for path in paths if path.exists()]
+    return len(found) == len(paths) and all(other == identity for other in found)
+
+
+def _identity_in(path: Path) -> str:
+    try:
+        found = _READ[path.suffix](path)
+    except Exception:  # whatever a decoder throws: not ours
+        found = None
+    if not isinstance(found, str):
+        raise FileExistsError(f"{path} is there and is no class map that distseg wrote: move it, or name another --output")
+    return found
+
+
+def _chunk_rows(size: tuple[int, ...]) -> Iterator[slice]:
+    return (strip.slices[0] for strip in strips(Box.whole(size), 0, _EDGE))
+
+
+def _write_hdf5(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
+    with h5py.File(path, "w") as f:
+        found = arrays["classes"]
+        chunks = tuple(min(_EDGE, n) for n in found.shape)
+        f.attrs["class_names"] = classes.names
+        f.attrs[_KEY] = identity
+        f.create_dataset("classes", found.shape, "u1", chunks=chunks, compression="gzip", compression_opts=1)
+        if "probabilities" in arrays:
+            f.create_dataset("probabilities", arrays["probabilities"].shape, "f2", chunks=(1, *chunks), compression="lzf")
+        for rows in _chunk_rows(found.shape):
+            f["classes"][rows] = found[rows]
+            if "probabilities" in arrays:
+                f["probabilities"][:, rows] = arrays["probabilities"][:, rows]
+            advance(found[rows].size)
+
+
+def _read_hdf5(path: Path) -> str | None:
+    with h5py.File(path) as f:
+        return f.attrs.get(_KEY)
+
+
+def _write_tiff(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
+    found = arrays["classes"]
+
+    def tiles() -> Iterator[np.ndarray]:
+        for rows in _chunk_rows(found.shape):
+            for left in range(0, found.shape[1], _EDGE):
+                tile = np.zeros((_EDGE, _EDGE), np.uint8)
+                part = found[rows, left : left + _EDGE]
+                tile[: part.shape[0], : part.shape[1]] = part
+                yield tile
+            advance(found[rows].size)
+
+    about = json.dumps({"class_names": classes.names, _KEY: identity})
+    _tifffile().imwrite(path, tiles(), shape=found.shape, dtype=np.uint8, tile=(_EDGE, _EDGE), compression="deflate", bigtiff=found.size > 2**31, description=about)
+
+
+def _read_tiff(path: Path) -> str | None:
+    with _tifffile().TiffFile(path) as file:
+        return json.loads(file.pages[0].description).get(_KEY)
+
+
+def _tifffile():
+    try:
+        import tifffile
+    except ImportError:
+        raise ValueError("class maps as TIFF need the package tifffile: pip install tifffile, or take tiff out of predict.formats") from None
+    return tifffile
+
+
+def _write_png(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
+    """A pixel a pixel, in the classes' colours."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    found = np.ascontiguousarray(arrays["classes"])
+    picture, about = Image.frombuffer("P", found.shape[::-1], found, "raw", "P", 0, 1), PngInfo()
+    picture.putpalette(classes.colours.ravel().tolist())
+    about.add_text(_KEY, identity)
+    picture.save(path, format="png", pnginfo=about)
+    advance(found.size)
+
+
+def _read_png(path: Path) -> str | None:
+    with pillow(path) as picture:
+        return picture.info.get(_KEY)
+
+
+_SUFFIXES = {"hdf5": ".h5", "tiff": ".tif", "png": ".png"}
+_WRITE = {".h5": _write_hdf5, ".tif": _write_tiff, ".png": _write_png}
+_READ = {".h5": _read_hdf5, ".tif": _read_tiff, ".png": _read_png}

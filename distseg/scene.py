@@ -1,0 +1,67 @@
+"""Images to predict, from a store or from files, and what tells their results from others."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+
+from distseg.config import Config
+from distseg.data.readers import open_image
+from distseg.data.store import Store, normalised
+from distseg.geometry.tile import Box
+from distseg.train.checkpoint import find
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image: its size, normalised pixels (C, *box.size) float32 of any box, and the ``source``, which tells it from others of its name."""
+
+    name: str
+    size: tuple[int, ...]
+    read: Callable[[Box], np.ndarray]
+    source: str = ""
+
+
+def store_scene(store: Store, name: str) -> Scene:
+    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path))
+
+
+def file_scene(path: str, manifest: dict) -> Scene:
+    """An image file, normalised with the constants of the store that the network was trained on.
+
+    Raises:
+        ValueError: another number of bands; when it is read, pixels that are no numbers.
+    """
+    reader = open_image(path)
+    data = manifest["data"]
+    mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
+    if reader.bands != len(mean):
+        raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows")
+
+    def read(box: Box) -> np.ndarray:
+        pixels = reader.read(box)
+        if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
+            band, *inside = np.argwhere(~np.isfinite(pixels))[0]
+            at = ", ".join(str(a + i) for a, i in zip(box.start, inside))
+            raise ValueError(f"{path}: band {band} is {pixels[(band, *inside)]} at ({at}): replace what is no number, such as by the band's mean")
+        return normalised(pixels, mean, std)
+
+    return Scene(Path(path).stem, tuple(reader.size), read, _file_identity(path))
+
+
+def network_identity(run: str, config: Config, manifest: dict) -> str:
+    """Tells a network's results from those of other weights, also of a run that was trained anew in its folder, and of other settings."""
+    spatial = config.spatial
+    settings = [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
+    return json.dumps([_file_identity(find(run) / "manifest.json"), manifest["step"], manifest["config"]["model"], *settings])
+
+
+def _file_identity(path: str | Path) -> str:
+    """Path, size and time of a file: another one under its name is another."""
+    found = os.stat(path)
+    return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"

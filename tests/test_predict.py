@@ -1,0 +1,233 @@
+"""Predictions end to end on real ranks: no seams, taken up, never over another's files, from stores and from image files."""
+
+from dataclasses import replace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_train import config, write_store
+
+from distseg.cli import main
+from distseg.commands import run_evaluate, run_predict
+from distseg.data.store import Store
+from distseg.data.writer import StoreWriter
+from distseg.geometry.tile import Box
+from distseg.launch import JointFailure
+from distseg.models.zoo import build_model
+from distseg.predict import Predictor
+from distseg.scene import network_identity
+from distseg.train.checkpoint import find, load_weights, read_manifest
+from distseg.train.loop import train
+
+
+@pytest.fixture
+def folder(comm, shared_path):
+    if comm.rank == 0:
+        write_store(shared_path / "store.h5")
+    comm.Barrier()
+    return shared_path
+
+
+@pytest.mark.parallel([1, 3])
+@pytest.mark.parametrize("norm", ["batch", "instance", "group"])
+def test_prediction_has_no_seams(comm, folder, norm):
+    check_prediction(config(folder, tiles=f"{comm.size}x1", norm=norm, epochs=1), comm, folder)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("norm", ["batch", "instance", "none"])
+def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, norm):
+    mesh = {2: dict(samples=2), 3: dict(tiles="3x1"), 4: dict(tiles="2x1", stages=2)}[comm.size]
+    check_prediction(config(folder, norm=norm, epochs=1, exchange_every=1, **mesh), comm, folder)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("norm", ["batch", "instance", "none"])
+@pytest.mark.parametrize("placement", ["line", "v"])
+def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
+    mesh = {2: dict(stages=2), 3: dict(stages=3), 4: dict(stages=2, samples=2)}[comm.size]
+    check_prediction(config(folder, norm=norm, epochs=1, placement=placement, accumulate=2, **mesh), comm, folder)
+
+
+@pytest.mark.parallel([1, 2])
+def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch):
+    """Until all tiles are there no result has its name; tiles that are there are not computed again; the result is the whole image's."""
+    plan = config(folder, norm="batch", epochs=1, tiles=f"{comm.size}x1")
+    train(plan, comm)
+    computed, failing = [], 2
+    call = Predictor.__call__
+
+    def counted(self, scene, numbers=None):
+        for found in call(self, scene, numbers):
+            if len(computed) == failing:
+                raise KeyboardInterrupt
+            computed.append(found[0])
+            yield found
+
+    monkeypatch.setattr(Predictor, "__call__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
+    comm.Barrier()
+    if comm.rank == 0:
+        assert not list((folder / "found").glob("*.h5")) and (folder / "found/image3.partial").is_dir()
+    first, failing = list(computed), None
+    computed.clear()
+    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
+    everything = comm.allgather((first, computed))
+    comm.Barrier()
+    if comm.rank == 0:
+        before, after = ([tile for part in parts for tile in part] for parts in zip(*everything))
+        assert len(before) == 2 * comm.size and not set(before) & set(after)
+        with h5py.File(folder / "found/image3.h5") as f:
+            taken_up = f["classes"][:]
+        assert sorted(p.name for p in (folder / "found").iterdir()) == ["image3.h5", "image3.png"]
+    monkeypatch.undo()
+    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "again"))
+    comm.Barrier()
+    if comm.rank == 0:
+        with h5py.File(folder / "again/image3.h5") as f:
+            assert np.array_equal(f["classes"][:], taken_up)
+
+
+@pytest.mark.parallel(1)
+def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
+    """Weights of a run trained anew under the same name and step are others; where maps wait changes nothing."""
+    plan = config(folder, norm="batch", epochs=1)
+    train(plan, comm)
+    run, manifest = str(folder / "run"), read_manifest(find(folder / "run"))
+    found = network_identity(run, plan, manifest)
+    assert found == network_identity(run, replace(plan, predict=replace(plan.predict, scratch=str(folder))), manifest)
+    for spatial in (replace(plan.spatial, halo=2), replace(plan.spatial, norm_scope="window"), replace(plan.spatial, exchange_every="1")):
+        assert found != network_identity(run, replace(plan, spatial=spatial), manifest)
+    assert found != network_identity(run, replace(plan, train=replace(plan.train, precision="fp32")), manifest)
+    train(plan, comm)
+    assert read_manifest(find(folder / "run"))["step"] == manifest["step"] and found != network_identity(run, plan, manifest)
+
+
+def check_prediction(plan, comm, folder):
+    train(plan, comm)
+    run_predict(str(folder / "run"), replace(plan, predict=replace(plan.predict, probabilities=True)), comm, None, "test", str(folder / "found"))
+    comm.Barrier()
+    if comm.rank == 0:
+        store = Store(folder / "store.h5")
+        model = build_model(plan.model, 2, 2).double()
+        load_weights(find(folder / "run"), model)
+        whole = torch.from_numpy(store.read_normalised("image3", Box.whole(store.size("image3")))).double()
+        with torch.no_grad():
+            logits = model.eval()(whole[None])[0]
+        with h5py.File(folder / "found/image3.h5") as f:
+            assert np.array_equal(f["classes"][:], logits.argmax(0).numpy())
+            assert np.abs(f["probabilities"][:] - logits.softmax(0).numpy()).max() < 1e-3
+
+
+@pytest.mark.parallel([1, 2])
+def test_image_files_by_the_command_line(comm, folder, capsys):
+    """Named on the command line, normalised as the training images were; the second time they are there already."""
+    train(config(folder, norm="batch", epochs=1, samples=comm.size), comm)
+    whole = Box.whole((33, 47))
+    if comm.rank == 0:
+        np.save(folder / "scene.npy", Store(folder / "store.h5").read("image3", whole))
+    comm.Barrier()
+
+    def predicted(*flags: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["predict", str(folder / "run"), *flags])
+        comm.Barrier()
+        out, err = capsys.readouterr()
+        assert not end.value.code, err
+        return out
+
+    files = ["--images", str(folder / "scene.npy"), "--output", str(folder / "found")]
+    out = predicted(*files)
+    assert comm.rank or out.splitlines()[-1] == f"{folder}/found/scene.h5: scene, 33x47 pixels"
+    predicted("--output", str(folder / "stored"))
+    out = predicted(*files)
+    if comm.rank == 0:
+        assert out == f"{folder}/found/scene.h5: scene, 33x47 pixels, is there already\n"
+        with h5py.File(folder / "found/scene.h5") as a, h5py.File(folder / "stored/image3.h5") as b:
+            assert np.array_equal(a["classes"], b["classes"]) and set(np.unique(a["classes"])) == {0, 1}
+            with Image.open(folder / "found/scene.png") as picture:
+                assert picture.mode == "P" and np.array_equal(np.asarray(picture), a["classes"])
+
+
+@pytest.mark.parallel(1)
+def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(comm, folder, monkeypatch):
+    plan = config(folder, norm="batch", epochs=1)
+    train(plan, comm)
+    pixels = np.zeros((2, 33, 47), np.float32)
+    for name in ("a/scene.npy", "b/scene.npy", "bands.npy", "hole.npy"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        np.save(folder / name, pixels[:1] if name == "bands.npy" else pixels)
+    Image.fromarray(np.zeros((33, 47), np.uint8)).save(folder / "a/scene.png")
+
+    def refused(words: str, *images: str, output="found", **predict):
+        paths = [str(folder / name) for name in images]
+        with pytest.raises((JointFailure, ValueError), match=words):
+            run_predict(str(folder / "run"), replace(plan, predict=replace(plan.predict, **predict)), comm, paths, "test", str(folder / output))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Predictor, "__call__", lambda *_: pytest.fail("computed"))
+        refused("a/scene.png is there and is no class map that distseg wrote: move it", "a/scene.npy", output="a")
+        refused("a/scene.npy is not the only scene", "a/scene.npy", "b/scene.npy")
+        refused("bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy")
+        refused("probabilities go into HDF5, but predict.formats is tiff", "a/scene.npy", formats=["tiff"], probabilities=True)
+        assert not (folder / "found").exists()
+    pixels[1, 20, 30] = np.nan
+    np.save(folder / "hole.npy", pixels)
+    refused(r"hole.npy: band 1 is nan at \(20, 30\): replace what is no number", "hole.npy")
+    assert not list((folder / "found").glob("hole.*5"))
+
+
+@pytest.mark.parallel(1)
+def test_another_store_is_normalised_as_the_training_images_were(comm, folder):
+    """Of a store with other means and deviations a network sees the pixels that it would see in its own."""
+    plan = config(folder, norm="batch", epochs=1)
+    train(plan, comm)
+    own, whole = Store(folder / "store.h5"), Box.whole((33, 47))
+    with StoreWriter(folder / "other.h5", own.classes, 2) as writer:
+        for name, split, gain in (("dark", "train", 0.1), ("image3", "test", 1)):
+            pixels = gain * own.read("image3", whole)
+            writer.add_image(name, (33, 47), np.float32, split, labels=split == "test").write(whole, pixels.astype(np.float32), own.labels("image3", whole) if split == "test" else None)
+    for store in ("store", "other"):
+        other = replace(plan, data=replace(plan.data, store=str(folder / f"{store}.h5")))
+        run_predict(str(folder / "run"), other, comm, None, "test", str(folder / store))
+        run_evaluate(str(folder / "run"), other, comm, "test", str(folder / f"{store}.json"))
+    with h5py.File(folder / "store/image3.h5") as a, h5py.File(folder / "other/image3.h5") as b:
+        assert np.array_equal(a["classes"], b["classes"])
+    found, other = ((folder / f"{store}.json").read_text() for store in ("store", "other"))
+    assert "colour" in found and "colour" not in other  # its training images have no labels
+    assert other.partition('"network"')[2].strip(" :}\n") in found
+
+
+@pytest.mark.parallel(1)
+def test_a_halo_of_the_config_s_own(comm, folder):
+    """Approximate windows go through every layer whole, in training, validation and prediction; one that is large enough changes nothing."""
+    plan = config(folder, norm="batch", epochs=1)
+    train(plan, comm)
+    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "exact"))
+    maps = []
+    for halo in (2, 64):
+        own = replace(plan, spatial=replace(plan.spatial, halo=halo), train=replace(plan.train, output=str(folder / f"run{halo}")))
+        if halo == 2:
+            train(own, comm)
+        run_predict(str(folder / "run"), own, comm, None, "test", str(folder / f"halo{halo}"))
+        with h5py.File(folder / f"halo{halo}/image3.h5") as f, h5py.File(folder / "exact/image3.h5") as exact:
+            maps.append((f["classes"][:] == exact["classes"][:]).mean())
+    assert maps[0] < 1 and maps[1] == 1
+
+
+@pytest.mark.parallel(2)
+def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder):
+    """With layers dealt to stages by hand; one rank alone then holds them all."""
+    from mpi4py import MPI
+
+    plan = config(folder, norm="batch", epochs=1, stages=2, balance=[14, 15])
+    train(plan, comm)
+    run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "two"))
+    comm.Barrier()
+    if comm.rank == 0:
+        run_predict(str(folder / "run"), plan, MPI.COMM_SELF, None, "test", str(folder / "one"))
+        with h5py.File(folder / "one/image3.h5") as one, h5py.File(folder / "two/image3.h5") as two:
+            assert np.array_equal(one["classes"], two["classes"])

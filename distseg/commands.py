@@ -36,7 +36,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         if unlabelled:
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
     matrices = {"network": evaluate(predictor, store, split, world)}
-    colour = any(store.has_labels(name) for name in store.split("train"))
+    colour = all(store.has_labels(name) for name in store.split("train"))
     if colour:
         matrices["colour"] = baseline(store, split, world)
     if world.rank == 0:

@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Mapping
@@ -117,6 +117,9 @@ def set_up(comm, device: str = "auto", threads: int | None = None):
     cores = node.allgather(frozenset(os.sched_getaffinity(0)))
     torch.set_num_threads(threads or fair_threads(cores, node.rank))
     keep_freed_memory()
+    with suppress(OSError, ValueError):  # stored maps are a file each
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     local_rank, local_size = node.rank, node.size
     node.Free()
     gpus = torch.cuda.device_count() if device != "cpu" else 0

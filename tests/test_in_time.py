@@ -219,3 +219,19 @@ def test_a_name_of_a_skip_is_used_again(comm):
     found = config(in_time="spill", tiles_per_rank=GRID, tiles=f"1x{comm.size}")
     report = verify(replace(found, model=replace(found.model, name=f"{__name__}:one_name_twice")), comm, Extents("26x34"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
+class Root(nn.Module):
+    """Pointwise, of no number for some inputs, and with a dropout of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.drop(x.sqrt())
+
+
+def test_layers_that_draw_nothing_are_taken():
+    links = links_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Root(), nn.Conv2d(4, 2, 1)))
+    assert [bool(link.footprints) for link in links] == [True, False, True]

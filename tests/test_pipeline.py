@@ -1,6 +1,7 @@
 """Stages over ranks: the gradient of the serial program, whatever the cut, the schedule and what is recomputed."""
 
 import pytest
+from torch import nn
 
 from distseg.extents import Extents
 from distseg.models.zoo import build_model
@@ -90,3 +91,11 @@ def test_frozen_layers_return_no_gradient():
         layer.requires_grad_(False)
     edges = Partition.of(list(model), [10, 39]).edges
     assert [(e.name, e.gradient) for e in edges] == [("x", False), ("skip0", False)]
+
+
+def test_stages_that_would_share_a_weight_are_refused():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    layers = [nn.Conv2d(3, 4, 1), conv, nn.ReLU(), conv, nn.Conv2d(4, 2, 1)]
+    assert Partition.of(layers, [1, 4]).stages == 2
+    with pytest.raises(ValueError, match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would train its own: set pipeline.balance"):
+        Partition.of(layers, [2, 3])

@@ -174,9 +174,10 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(comm
         refused("bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy")
         refused("probabilities go into HDF5, but predict.formats is tiff", "a/scene.npy", formats=["tiff"], probabilities=True)
         assert not (folder / "found").exists()
-    pixels[1, 20, 30] = np.nan
-    np.save(folder / "hole.npy", pixels)
-    refused(r"hole.npy: band 1 is nan at \(20, 30\): replace what is no number", "hole.npy")
+    for value, text in ((np.nan, "nan"), (-3.4e38, r"-3\S*e\+38")):
+        pixels[1, 20, 30] = value
+        np.save(folder / "hole.npy", pixels)
+        refused(rf"hole.npy: band 1 is {text} at \(20, 30\): replace what is no number", "hole.npy")
     assert not list((folder / "found").glob("hole.*5"))
 
 

@@ -434,3 +434,14 @@ def test_nothing_to_train_on_is_told_before_anything_is_read(tmp_path):
     folder(tmp_path / "i/val", a=RGB)
     with pytest.raises(ValueError, match="none of the 1 images of .* is in the split 'train'"):
         prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"])
+
+
+def test_a_compressed_palette_mask_is_numbers_too(tmp_path):
+    """LZW, which Pillow decodes where imagecodecs is not there."""
+    pytest.importorskip("tifffile")
+    picture = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3)).convert("P")
+    picture.putpalette([9, 8, 7] * 256)
+    picture.save(tmp_path / "a.tif", compression="tiff_lzw")
+    assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [[[0, 1, 2], [3, 4, 5]]]
+    with pytest.raises(ValueError, match="a.tif has a palette"):
+        open_image(tmp_path / "a.tif")

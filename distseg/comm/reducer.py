@@ -8,6 +8,7 @@ the loss, which is divided by global counts already, so the reduction is a plain
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from itertools import groupby
 
@@ -179,7 +180,8 @@ def _process_set(mesh, device: str):
     import horovod.torch as hvd
 
     # A rank that is missing is named, and ends the job as in our own waits, instead of holding it until its time limit.
-    stall = dict(zip(_STALL, ("60", str(int(timeout())))))
+    limit = math.ceil(timeout())
+    stall = dict(zip(_STALL, (str(min(60, limit or 60)), str(limit))))  # it ends no job sooner than it checks
     for name, value in {**stall, "HOROVOD_CYCLE_TIME": _CYCLE[device], "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}.items():
         os.environ.setdefault(name, value)
     if not hvd.is_initialized():

@@ -90,16 +90,22 @@ class PartialMap:
         for path in paths:
             class_files.write(path, self._arrays, classes, self.identity, advance)
         (self.folder / "identity").unlink()  # first: what is left counts for nothing without it
-        self.close()  # network file systems keep files that are open
-        shutil.rmtree(self.folder)
+        self._unmap()  # network file systems keep files that are open
+        for name in ("done", "classes", "probabilities"):
+            (self.folder / name).unlink(missing_ok=True)
+        self._lock.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # unless another process has begun
 
     def close(self) -> None:
         """Leave what there is to whoever takes it up."""
         if self._arrays:
             self.flush()
+        self._unmap()
+        self._lock.close()
+
+    def _unmap(self) -> None:
         self._arrays.clear()
         self._record = None
-        self._lock.close()
 
     def _is_same(self) -> bool:
         try:

@@ -83,18 +83,12 @@ class ImageWriter:
     def _check_pixels(self, box: Box, pixels: np.ndarray) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):
             raise ValueError(f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with")
-        if self.dtype.kind != "f":
-            return
-        fine = np.isfinite(pixels)
-        if self.dtype.itemsize > 2:
-            fine &= np.abs(pixels) < _LARGEST
-        if fine.all():
-            return
-        band, *inside = np.argwhere(~fine)[0]
-        raise ValueError(
-            f"image {self.name!r}: band {self.bands[band]} is {pixels[(band, *inside)]} at {_position(box, inside)}: "
-            "replace it by a number, and label the pixel as ignored"
-        )
+        if (bad := first_bad(pixels)) is not None:
+            band, *inside = bad
+            raise ValueError(
+                f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {_position(box, inside)}: "
+                "replace it by a number, and label the pixel as ignored"
+            )
 
     def _check_labels(self, box: Box, labels: np.ndarray) -> None:
         if labels.dtype.kind not in "iu":
@@ -108,6 +102,16 @@ class ImageWriter:
                 f"image {self.name!r}: label {value} at {_position(box, inside)} is no class: there are {names}, and "
                 f"{self.ignore} is ignored; map other values to these (--values={value}={self.ignore})"
             )
+
+
+def first_bad(pixels: np.ndarray) -> tuple[int, ...] | None:
+    """The index of the first number that is none, or stands for no data; None where all are fine."""
+    if pixels.dtype.kind != "f":
+        return None
+    fine = np.isfinite(pixels)
+    if pixels.dtype.itemsize > 2:
+        fine &= np.abs(pixels) < _LARGEST
+    return None if fine.all() else tuple(int(i) for i in np.argwhere(~fine)[0])
 
 
 def _position(box: Box, inside) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
     path = Path(path)
     reader = _opened(path, dims)
-    if isinstance(reader, PillowReader):
+    if isinstance(reader, PillowReader) and not reader.coded:
         reader = PillowReader(path, palette=True)
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
@@ -172,7 +172,8 @@ def pillow(path: Path):
 
 
 def _refuse_lost_bits(path: Path, image) -> None:
-    form = str(image.tile[0][3]) if image.tile else ""
+    form = image.tile[0][3] if image.tile else ""
+    form = form if isinstance(form, str) else str(form[0])  # of TIFF the first of several
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy")
     if form in ("L;2", "L;4"):

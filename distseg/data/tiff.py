@@ -42,13 +42,14 @@ def open_tiff(path: Path, dims: int | None = None) -> Reader:
 def _with_pillow(path: Path, hint: str, told: Reader | None = None) -> Reader:
     """``told``: what tifffile says is in the file, of which Pillow may see a part only."""
     try:
-        reader = PillowReader(path)
+        reader = PillowReader(path, palette=told is not None and told.coded)
         reader.read(Box.whole(reader.size))
     except Exception as e:
         raise ValueError(f"{path} is beyond Pillow ({e}): {hint}") from e
     kind = lambda r: (r.bands, r.size, r.dtype)
     if told is not None and kind(reader) != kind(told):
         raise ValueError(f"{path} has {told.bands} bands of {told.dtype}, of which Pillow reads {reader.bands} of {reader.dtype}: {hint}")
+    reader.coded = told is not None and told.coded
     return reader
 
 

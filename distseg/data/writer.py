@@ -67,6 +67,7 @@ class StoreWriter:
 
     def __enter__(self) -> "StoreWriter":
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._finished = False
         self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
         self.file = h5py.File(self.partial, "w", locking=False)
         self.file.attrs.update(format=layout.FORMAT, version=layout.VERSION, complete=False)
@@ -86,7 +87,8 @@ class StoreWriter:
                     raise
                 raise OSError(f"{self.path} could not be written ({error}; {e}): is there room on its disk?") from error
             finally:
-                self.partial.unlink(missing_ok=True)  # after an error; the finished file has its own name by now
+                if not self._finished:
+                    self.partial.unlink(missing_ok=True)
                 self._lock.close()
 
     def add_image(self, name: str, size: Sequence[int], dtype, split: str, labels: bool) -> ImageWriter:
@@ -113,6 +115,7 @@ class StoreWriter:
         self.file.close()
         to_disk(self.partial)
         os.replace(self.partial, self.path)
+        self._finished = True
         to_disk(self.path.parent)
 
     def _describe(self, index: list[dict]) -> None:

@@ -104,8 +104,21 @@ class Partition:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], balance: Sequence[int], placement: Sequence[int] | None = None) -> "Partition":
-        """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s."""
+        """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s.
+
+        Raises:
+            ValueError: the balance does not fit the model, or stages would share a weight.
+        """
         ranges = stage_ranges(balance, len(layers))
+        owner: dict[nn.Parameter, tuple[int, int]] = {}  # stage and layer
+        for stage, position in ((stage, position) for stage, positions in enumerate(ranges) for position in positions):
+            for parameter in layers[position].parameters():
+                first, layer = owner.setdefault(parameter, (stage, position))
+                if first != stage:
+                    raise ValueError(
+                        f"layers {layer} and {position} share a weight, but lie in the stages {first} and {stage}, each of which would train its own: "
+                        "set pipeline.balance so that one stage has both, or give each a weight of its own"
+                    )
         trained = [position for position, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
         edges = edges_between(ranges, skips_of(layers), trained[0] if trained else len(layers))
         return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from typing import Callable, Sequence
 
 import torch
@@ -56,7 +57,7 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
                 return Link(name, footprints(layer, dims))
             except _Unsupported as e:
                 raise ValueError(f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}") from None
-    hidden = next((part for part in layer.modules() if isinstance(part, (*NORMS, *DROPOUTS))), None)
+    hidden = next((part for part in layer.modules() if isinstance(part, (*NORMS, *DROPOUTS)) and getattr(part, "p", 1) > 0), None)
     if hidden not in (None, layer):
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
@@ -90,9 +91,10 @@ def _draws(layer: nn.Module, dims: int, channels: int) -> bool:
     if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
         return False
     probe = copy.deepcopy(layer).cpu().float().train()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        x = torch.randn(1, channels, *(16,) * dims)
-        return not torch.equal(probe(x.clone()), probe(x.clone()))
+    x = torch.linspace(0.5, 1.5, channels * 16**dims).view(1, channels, *(16,) * dims)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(RuntimeError, TypeError, ValueError):
+        return not torch.allclose(probe(x.clone()), probe(x.clone()), rtol=0, atol=0, equal_nan=True)
+    return False
 
 
 def run(layer: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:

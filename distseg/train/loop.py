@@ -58,8 +58,6 @@ def train(config: Config, world) -> dict | None:
         if first:
             print(f"{config.train.output} has its {done} epochs already, and train.epochs is {config.train.epochs}: raise it to go on", flush=True)
         return resumed["validation"] if first else None
-    writes = mesh.replicas.rank == 0
-    checkpoints = Checkpoints(config.train.output, config.train.keep, not resumed, mesh.pipeline) if writes else SilentCheckpoints()
     predictor = Predictor(
         engine.model, mesh.replicas, device, engine.autocast, config.predict.tile, config.predict.scratch, channels_last,
         engine.pipeline if engine.partition else None, exact=config.spatial.halo is None,
@@ -68,6 +66,8 @@ def train(config: Config, world) -> dict | None:
     with together(world):
         for name in store.splits.get("val", []) if config.train.validate_every else []:
             predictor.check(store.size(name))
+    writes = mesh.replicas.rank == 0
+    checkpoints = Checkpoints(config.train.output, config.train.keep, not resumed, mesh.pipeline) if writes else SilentCheckpoints()
     step, start = resumed.get("step", 0), time.monotonic()
     result = resumed.get("validation")
 

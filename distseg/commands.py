@@ -67,8 +67,9 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             store = Store(config.data.store, _constants(manifest))
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
-            predictor.check(opened().size)
-            are_there(files(opened()), "")
+            scene = opened()
+            predictor.check(scene.size)
+            are_there(files(scene), "")
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)
@@ -163,7 +164,7 @@ def run_prepare(arguments) -> int:
         arguments.output,
         classes=arguments.classes.split(","),
         ignore=arguments.ignore,
-        values=_values(arguments["values"]),
+        values=_values(arguments["values"]),  # the attribute is a method of the parser's
         splits=_shares(arguments.split),
         seed=arguments.seed,
         overwrite=arguments.overwrite,

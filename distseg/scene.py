@@ -11,7 +11,7 @@ from typing import Callable
 import numpy as np
 
 from distseg.config import Config
-from distseg.data.image_writer import first_bad
+from distseg.data.image_writer import first_bad, position
 from distseg.data.readers import open_image
 from distseg.data.store import Store, normalised
 from distseg.geometry.tile import Box
@@ -47,8 +47,7 @@ def file_scene(path: str, manifest: dict) -> Scene:
     def read(box: Box) -> np.ndarray:
         pixels = reader.read(box)
         if (bad := first_bad(pixels)) is not None:
-            at = ", ".join(str(a + i) for a, i in zip(box.start, bad[1:]))
-            raise ValueError(f"{path}: band {bad[0]} is {pixels[bad]} at ({at}): replace what is no number, such as by the band's mean")
+            raise ValueError(f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, such as by the band's mean")
         return normalised(pixels, mean, std)
 
     return Scene(Path(path).stem, tuple(reader.size), read, _file_identity(path))

@@ -156,8 +156,8 @@ def test_tiles_of_a_predictor():
 
 
 def test_a_skip_that_is_the_map_before_a_norm():
-    """A pre-activation block: both wait in one file, as two tensors."""
+    """A pre-activation block: all wait in one file, as tensors of their own, also two skips of one map behind a convolution."""
     conv = lambda a, b: nn.Conv2d(a, b, 3, padding=1)
-    model = nn.Sequential(conv(2, 4), Stash("r"), nn.InstanceNorm2d(4), nn.ReLU(), conv(4, 4), Pop("r"), conv(8, 3)).double()
+    model = nn.Sequential(conv(2, 4), Stash("r"), Stash("s"), conv(4, 4), Stash("t"), nn.InstanceNorm2d(4), conv(4, 4), Pop("t"), Pop("s"), Pop("r"), conv(16, 3)).double()
     x = image()
     torch.testing.assert_close(streamed(model, (2, 3), x), model(x), rtol=1e-10, atol=1e-12)

@@ -89,10 +89,8 @@ class PartialMap:
         assert not self.missing
         for path in paths:
             class_files.write(path, self._arrays, classes, self.identity, advance)
-        (self.folder / "identity").unlink()  # first: what is left counts for nothing without it
+        self._clear()
         self._unmap()  # network file systems keep files that are open
-        for name in ("done", "classes", "probabilities"):
-            (self.folder / name).unlink(missing_ok=True)
         self._lock.close()
         shutil.rmtree(self.folder, ignore_errors=True)  # unless another process has begun
 
@@ -102,6 +100,11 @@ class PartialMap:
             self.flush()
         self._unmap()
         self._lock.close()
+
+    def _clear(self) -> None:
+        """First the identity: what is left counts for nothing without it."""
+        for name in ("identity", "done", "classes", "probabilities"):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _unmap(self) -> None:
         self._arrays.clear()
@@ -114,8 +117,7 @@ class PartialMap:
             return False
 
     def _begin(self) -> None:
-        for name in ("identity", "done", "classes", "probabilities"):
-            (self.folder / name).unlink(missing_ok=True)
+        self._clear()
         pixels = int(np.prod(self.size))
         try:
             for name, count in (("classes", pixels), ("probabilities", 2 * self.likely * pixels), ("done", len(self.tiles))):

@@ -86,7 +86,7 @@ class ImageWriter:
         if (bad := first_bad(pixels)) is not None:
             band, *inside = bad
             raise ValueError(
-                f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {_position(box, inside)}: "
+                f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {position(box, inside)}: "
                 "replace it by a number, and label the pixel as ignored"
             )
 
@@ -99,7 +99,7 @@ class ImageWriter:
             names = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes))
             value = labels[tuple(inside)]
             raise ValueError(
-                f"image {self.name!r}: label {value} at {_position(box, inside)} is no class: there are {names}, and "
+                f"image {self.name!r}: label {value} at {position(box, inside)} is no class: there are {names}, and "
                 f"{self.ignore} is ignored; map other values to these (--values={value}={self.ignore})"
             )
 
@@ -114,5 +114,5 @@ def first_bad(pixels: np.ndarray) -> tuple[int, ...] | None:
     return None if fine.all() else tuple(int(i) for i in np.argwhere(~fine)[0])
 
 
-def _position(box: Box, inside) -> tuple[int, ...]:
+def position(box: Box, inside) -> tuple[int, ...]:
     return tuple(int(a + p) for a, p in zip(box.start, inside))

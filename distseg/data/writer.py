@@ -75,21 +75,17 @@ class StoreWriter:
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            if kind is None:
-                self._finish()
-        except RuntimeError as e:  # HDF5's word for a file that it could not complete
-            raise OSError(f"{self.path} could not be written ({e}): is there room on its disk?") from e
-        finally:
             try:
-                self.file.close()
-            except RuntimeError as e:
                 if kind is None:
-                    raise
-                raise OSError(f"{self.path} could not be written ({error}; {e}): is there room on its disk?") from error
+                    self._finish()
             finally:
-                if not self._finished:
-                    self.partial.unlink(missing_ok=True)
-                self._lock.close()
+                self.file.close()
+        except RuntimeError as e:  # HDF5's word for a file that it could not complete
+            raise OSError(f"{self.path} could not be written ({'; '.join(str(cause) for cause in (error, e) if cause)}): is there room on its disk?") from e
+        finally:
+            if not self._finished:
+                self.partial.unlink(missing_ok=True)
+            self._lock.close()
 
     def add_image(self, name: str, size: Sequence[int], dtype, split: str, labels: bool) -> ImageWriter:
         """A new image of ``size`` pixels, to be written in blocks that cover it."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distseg.geometry.tile import Place
-from distseg.memory_format import channels_last, lies_last
+from distseg.memory_format import channels_last, lies_last, unshared
 from distseg.models.layers import skip_store
 from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
@@ -117,9 +117,9 @@ class Waiting:
 
     def put(self, i: int, x: Tensor, skips: Skips) -> None:
         self.layout[i] = x.device, lies_last(x)
-        tensors = {"x": x, **{f"skip/{name}": skip.clone() if skip.data_ptr() == x.data_ptr() else skip for name, skip in skips.items()}}
+        tensors = {"x": x, **{f"skip/{name}": skip for name, skip in skips.items()}}
         try:
-            save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, self._file(i))
+            save_file(unshared(tensors), self._file(i))
         except Exception as e:
             free = os.statvfs(self.folder)
             raise OSError(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
 from distseg.disk import to_disk, whole
+from distseg.memory_format import unshared
 
 VERSION = 1
 _INDEX = "last.json"
@@ -181,11 +182,7 @@ def _shape(tensors: dict[str, Tensor], name: str) -> str:
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    kept: dict[int, Tensor] = {}
-    for tensor in tensors.values():
-        kept.setdefault(tensor.data_ptr(), tensor)
-    alone = lambda t: t if kept[t.data_ptr()] is t else t.clone()  # a layer's second place: the format has no shared tensors
-    save_file({name: alone(t).detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    save_file(unshared({name: t.detach() for name, t in tensors.items()}), path)
     to_disk(path)
 
 

@@ -36,7 +36,7 @@ from distseg.models.zoo import outline_model
 from distseg.predict import Predictor
 from distseg.report.style import PALETTE, new_figure
 from distseg.train.engine import Engine
-from distseg.train.loop import step_loader
+from distseg.train.run import step_loader
 from distseg.train.metrics import scores
 from distseg.verify import verify
 

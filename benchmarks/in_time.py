@@ -33,7 +33,7 @@ from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.spatial.in_time import Walk
 from distseg.train.engine import Engine, autocast, place_model
-from distseg.train.loop import step_loader
+from distseg.train.run import step_loader
 from distseg.train.optim import make_optimizer
 
 QUESTION = "What memory and time does a step take on images far larger than memory?"

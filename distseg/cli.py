@@ -16,7 +16,9 @@ from jsonargparse.typing import register_type
 
 from distseg.config import Config
 from distseg.extents import Extents, parse_bytes
-from distseg.launch import JointFailure, end_as_one, world
+from distseg.job import job
+from distseg.launch import JointFailure, end_as_one
+from distseg.signals import listening
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields' documentation is the flags' help
 register_type(Extents, serializer=str, deserializer=Extents)
@@ -79,24 +81,36 @@ def _config(parsed: Namespace) -> Config:
         raise JointFailure(str(e)) from e
 
 
+def _settled(parsed: Namespace) -> tuple[Config, dict]:
+    """The config, and the command's own flags."""
+    sections = {section.name for section in fields(Config)} | {"config"}
+    return _config(parsed), {name: value for name, value in vars(parsed).items() if name not in sections}
+
+
+def _settled_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, dict]:
+    """The same of a command whose first argument is the folder of a run."""
+    run, parsed = _parse_run(parser, arguments)
+    config, flags = _settled(parsed)
+    return config, {"run": run, **flags}
+
+
 def _verify(arguments: list[str]) -> int:
     parser = _parser("verify")
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131.")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    parsed = _parse(parser, arguments)
-    from distseg import verify
-    from distseg.launch import set_up
+    with job(lambda: _settled(_parse(parser, arguments))) as (config, flags, comm):
+        from distseg import verify
+        from distseg.launch import set_up
 
-    comm = world()
-    set_up(comm, "cpu", parsed.run.threads)
-    report = verify.verify(_config(parsed), comm, parsed.image, parsed.dump)
-    if report is not None:
-        report.update(tolerance=parsed.tolerance, passed=verify.passed(report, parsed.tolerance))
-        print(json.dumps(report) if parsed.json else verify.summary(report, parsed.tolerance), flush=True)
-    good = comm.bcast(report is not None and report["passed"], root=0)
-    return 0 if good else 1
+        set_up(comm, "cpu", config.run.threads)
+        report = verify.verify(config, comm, flags["image"], flags["dump"])
+        if report is not None:
+            report.update(tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"]))
+            print(json.dumps(report) if flags["json"] else verify.summary(report, flags["tolerance"]), flush=True)
+        good = comm.bcast(report is not None and report["passed"], root=0)
+        return 0 if good else 1
 
 
 def _profile(arguments: list[str]) -> int:
@@ -104,12 +118,12 @@ def _profile(arguments: list[str]) -> int:
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
     parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
     parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
-    parsed = _parse(parser, arguments)
-    from distseg.profile import profile
+    with job(lambda: _settled(_parse(parser, arguments))) as (config, flags, comm):
+        from distseg.profile import profile
 
-    found = profile(_config(parsed), world(), parsed.image, parsed.steps, parsed.output)
-    if found is not None:
-        print(f"{found.text()}\n\n{parsed.output}/timeline.png, {parsed.output}/trace.json", flush=True)
+        found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
+        if found is not None:
+            print(f"{found.text()}\n\n{flags['output']}/timeline.png, {flags['output']}/trace.json", flush=True)
     return 0
 
 
@@ -154,10 +168,10 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    config = _config(_parse(_parser("train"), arguments))
-    from distseg.train.loop import train
+    with listening(), job(lambda: _settled(_parse(_parser("train"), arguments)), lambda config: config.train.output) as (config, _, comm):
+        from distseg.train.loop import train
 
-    train(config, world())
+        train(config, comm)
     return 0
 
 
@@ -165,10 +179,10 @@ def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
     parser.add_argument("--output", type=str | None, default=None, help="Write the scores to this JSON file.")
-    run, parsed = _parse_run(parser, arguments)
-    from distseg.commands import run_evaluate
+    with job(lambda: _settled_run(parser, arguments)) as (config, flags, comm):
+        from distseg.commands import run_evaluate
 
-    return run_evaluate(run, _config(parsed), world(), parsed.split, parsed.output)
+        return run_evaluate(flags["run"], config, comm, flags["split"], flags["output"])
 
 
 def _predict(arguments: list[str]) -> int:
@@ -176,10 +190,10 @@ def _predict(arguments: list[str]) -> int:
     parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
     parser.add_argument("--split", type=str, default="test", help="Which of the store's images.")
     parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
-    run, parsed = _parse_run(parser, arguments)
-    from distseg.commands import run_predict
+    with job(lambda: _settled_run(parser, arguments)) as (config, flags, comm):
+        from distseg.commands import run_predict
 
-    return run_predict(run, _config(parsed), world(), parsed.images, parsed.split, parsed.output)
+        return run_predict(flags["run"], config, comm, flags["images"], flags["split"], flags["output"])
 
 
 def _plot(arguments: list[str]) -> int:

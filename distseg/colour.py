@@ -15,6 +15,7 @@ import numpy as np
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
 from distseg.train.metrics import scores
+from distseg.watch import beat
 
 _BINS = 1 << 16
 _BANDS = 16  # of more, the first ones: two levels of each
@@ -36,6 +37,7 @@ def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
     total = np.zeros(levels ** min(store.bands, _BANDS) * classes)
     for position, (name, box) in enumerate(_blocks(store, split)):
         if position % world.size == world.rank:
+            beat(f"colours of image {name}")
             labels = store.labels(name, box)
             valid = labels != store.ignore
             colour = _quantised(store.read_normalised(name, box)[:_BANDS], levels)[valid]

@@ -215,6 +215,8 @@ class TrainConfig:
     epochs: int = 10
     max_minutes: Optional[float] = None
     """The schedule still spans all epochs; training stops after this many minutes at an epoch's end."""
+    job_minutes: Optional[float] = None
+    """Minutes that the job may run: a checkpoint is written, and training ends with exit code 75, in time before. By default Slurm's own limit."""
     accumulate: int = 1
     """Micro-batches of a group per optimizer step; with stages, those of the pipeline."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
@@ -229,18 +231,20 @@ class TrainConfig:
     """Epochs between validations; 0 never."""
     output: str = "runs/default"
     """Folder of logs and checkpoints."""
-    resume: bool = False
-    """Continue from the last checkpoint in ``output``."""
+    resume: Union[bool, str] = False
+    """Continue at the very sample from a checkpoint in ``output``: true (the last one, or from the beginning where there is none), best, or a name such as step-00000600."""
     keep: int = 2
     """Last checkpoints kept, beside the best."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
+    checkpoint_minutes: Optional[float] = 10.0
+    """Minutes between checkpoints inside epochs; they are written while training goes on. null: none."""
     tensorboard: bool = True
     """Also write TensorBoard's event files, where tensorboard is installed."""
 
     def __post_init__(self):
         _at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
-        _at_least(self, 0, "check_replicas", "validate_every", "max_minutes")
+        _at_least(self, 0, "check_replicas", "validate_every", "max_minutes", "job_minutes", "checkpoint_minutes")
 
 
 @dataclass(frozen=True)
@@ -266,7 +270,7 @@ class RunConfig:
     threads: Optional[int] = None
     """CPU threads a rank; by default the node's cores shared fairly among its ranks."""
     timeout: float = 1800.0
-    """Seconds that a rank waits for a message of another before it ends the job with an error; 0: for ever."""
+    """Seconds in which no rank of a job moves, or one is stopped, after which it is ended, with where each rank stood; 0: never."""
     memory: Optional[Union[int, str]] = None
     """What a rank may take in training, such as ``4GB`` or a number of bytes: tiles in time are cut so small that it suffices."""
 

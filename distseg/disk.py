@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from contextlib import contextmanager
@@ -46,3 +47,20 @@ def locked(path: Path, what: Path) -> IO:
     except OSError:
         pass
     return lock
+
+
+@contextmanager
+def naming(path: Path, needed: int) -> Iterator[None]:
+    """An error of the disk inside names the file, what it takes, and what is free."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(e.errno, f"{path} could not be written: {os.strerror(e.errno)}, it takes {needed / 1e6:.1f} MB, and {free(path) / 1e6:.1f} MB are free: make room") from e
+
+
+def free(path: Path) -> int:
+    """Bytes that may still be written to the file system of ``path``."""
+    found = os.statvfs(path if path.exists() else path.parent)
+    return found.f_bavail * found.f_frsize

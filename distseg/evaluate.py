@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Callable
+
 import numpy as np
 
 from distseg.data.store import Store
@@ -9,18 +11,26 @@ from distseg.predict import Predictor
 from distseg.report.progress import progress
 from distseg.scene import store_scene
 from distseg.train.metrics import confusion, most_likely, scores
+from distseg.watch import beat
 
 
-def evaluate(predictor: Predictor, store: Store, split: str, world) -> np.ndarray:
-    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``."""
+def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False) -> np.ndarray | None:
+    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``.
+
+    Args:
+        stop: asked after each image, on all ranks, for the same answer: whether to give up, which returns None.
+    """
     classes = len(store.classes)
     total = np.zeros((classes, classes))
     names = store.split(split)
     with progress(len(names), "image", f"evaluate {split}", enabled=world.rank == 0) as bar:
         for name in names:
+            beat(f"evaluation of image {name}")
             for tile, logits in predictor(store_scene(store, name)):
                 total += confusion(store.labels(name, tile), most_likely(logits), classes, store.ignore)
             bar.advance(pixels=int(np.prod(store.size(name))))
+            if stop():
+                return None
     return sum(world.allgather(total)).astype(np.int64)
 
 

@@ -26,6 +26,9 @@ _LAUNCHERS = (
 )
 
 
+BORN = time.monotonic()  # about when this process began
+
+
 @dataclass(frozen=True)
 class Process:
     """One process of a job. ``local_*`` count on its node; None where the launcher does not say."""
@@ -176,6 +179,13 @@ def memory_in_use(device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
+CONTINUED = 75  # the exit code of a run that ended before its time and goes on when it is resumed; sysexits.h calls it "try again"
+
+
+class ToBeContinued(Exception):
+    """A run that all ranks ended together before its time, with a checkpoint from which it goes on."""
+
+
 class JointFailure(ValueError):
     """An error that every rank knows of: all of them end by themselves, and rank 0 tells the user."""
 
@@ -207,13 +217,25 @@ def end_as_one(main: Callable[[], int | None]) -> None:
         if identify().rank == 0:
             print(f"distseg: error: {e}", file=sys.stderr, flush=True)
         code = 2
+    except ToBeContinued as e:
+        if identify().rank == 0:
+            print(f"distseg: {e}", file=sys.stderr, flush=True)
+        code = CONTINUED
+    except KeyboardInterrupt:
+        print("distseg: interrupted", file=sys.stderr, flush=True)
+        if identify().size > 1:
+            os._exit(130)  # whatever the others wait for
+        code = 130
     except BrokenPipeError:  # the reader of our output has had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except (KeyboardInterrupt, Exception) as e:
+    except Exception as e:
         _abort(e)
         code = 2
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from distseg.comm.collective import Alone, set_timeout
+from distseg.comm.replicas import broadcast
 from distseg.config import Config, ModelConfig
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
@@ -37,10 +38,11 @@ from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.stream import stream
-from distseg.train.checkpoint import find, load_weights, read_manifest
+from distseg.train.checkpoint import find, load_weights, read_run_manifest
 from distseg.train.engine import autocast, make_exchange, place_stages, read_around, used_reach
 from distseg.train.metrics import most_likely
 from distseg.train.precision import choose
+from distseg.watch import beat, phase
 
 
 class Predictor:
@@ -208,7 +210,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         check_config(config)
         devices = devices_of(config, device)
         checkpoint = find(run)
-        manifest = read_manifest(checkpoint)
+        manifest = read_run_manifest(checkpoint)
         model = outline_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
         reach = used_reach(receptive_field(model), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
@@ -219,8 +221,11 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         exchange = make_exchange(config, model, reach, mesh.tiles, devices[0], channels_last)
         tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, exchange=exchange)
     place_stages(tiled, partition, devices, precision, channels_last)
+    phase(f"loading {checkpoint}")
     with together(world):
-        load_weights(checkpoint, model, part=partition is not None)
+        if mesh.replicas.rank == 0:
+            load_weights(checkpoint, model, part=partition is not None)
+    broadcast(model, mesh.replicas)
     pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
     run_in = autocast(precision, device)
     outputs, exact = manifest["channels"][1], config.spatial.halo is None
@@ -261,7 +266,8 @@ def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: 
     rounds = -(-len(numbers) // min(ranks.size, len(numbers))) if numbers else 0
     try:
         with progress(rounds, "round", scene.name, enabled=first) as bar:
-            for _ in range(rounds):
+            for number in range(rounds):
+                beat(f"round {number + 1} of {rounds}")
                 done = next(mine, None)
                 parts = ranks.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
                 for tile, found, likelihood in filter(None, parts or []):

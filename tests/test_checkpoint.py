@@ -1,6 +1,7 @@
 """Checkpoints come back bit by bit, appear whole or not at all, and are refused when they are not ours."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from torch import nn
 
 from distseg.config import OptimConfig
-from distseg.train import checkpoint
-from distseg.train.checkpoint import Checkpoints, SilentCheckpoints, find, load_optimizer, load_weights, read_index, read_manifest
+from distseg.train import saving
+from distseg.train.checkpoint import digest_of, find, load_optimizer, load_weights, read_index, read_manifest
 from distseg.train.optim import make_optimizer
+from distseg.train.saving import Checkpoints, SilentCheckpoints, set_aside
 
 
 def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int = 0):
@@ -61,7 +63,9 @@ def test_a_round_trip_is_exact_and_training_goes_on_alike(tmp_path, optim, dtype
 def test_the_manifest_comes_back(tmp_path):
     folder = Checkpoints(tmp_path).save(*trained(), {"step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}, 0.5)
     assert folder.name == "step-00000007"
-    assert read_manifest(folder) == {"format": "distseg checkpoint", "version": 1, "score": 0.5, "parts": 1, "step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}
+    manifest = read_manifest(folder)
+    assert manifest.pop("digest") == digest_of(manifest) and set(manifest.pop("tensors")) == {"weights-1-of-1.safetensors", "optimizer-1-of-1.safetensors"}
+    assert manifest == {"format": "distseg checkpoint", "version": 2, "score": 0.5, "parts": 1, "step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}
 
 
 @pytest.mark.parametrize(
@@ -105,15 +109,15 @@ def test_the_same_step_again_replaces(tmp_path):
     assert torch.equal(again[0].weight, model[0].weight)
 
 
-@pytest.mark.parametrize("broken", ["save_file", "_write_json", "to_disk"])
+@pytest.mark.parametrize("broken", ["write_tensors", "write_json", "fsync"])
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch, broken):
     save(tmp_path, 1, 0.5)
     before = {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, broken, full)
+    monkeypatch.setattr(os if broken == "fsync" else saving, broken, full)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2, 0.9)
     monkeypatch.undo()
@@ -162,7 +166,8 @@ def remove(file):
 def edit(**fields):
     def act(folder):
         path = folder / "manifest.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+        manifest = {**json.loads(path.read_text()), **fields}
+        path.write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))
 
     return act
 
@@ -185,7 +190,7 @@ def load(folder):
         (remove("weights-1-of-1.safetensors"), FileNotFoundError, "weights-1-of-1.safetensors is missing: the checkpoint is not whole"),
         (remove("optimizer-1-of-1.safetensors"), FileNotFoundError, "optimizer-1-of-1.safetensors is missing"),
         (edit(format="other"), ValueError, "is not the manifest of a distseg checkpoint"),
-        (edit(version=2), ValueError, "has version 2, this distseg reads up to 1: update distseg"),
+        (edit(version=3), ValueError, "has version 3, this distseg reads up to 2: update distseg"),
     ],
 )
 def test_what_can_not_be_read_says_why(tmp_path, harm, error, message):
@@ -249,8 +254,8 @@ def test_a_layer_at_two_places(tmp_path):
 def test_old_checkpoints_go_to_the_first_free_name(tmp_path):
     for _ in range(3):
         save(tmp_path, 1)
-        checkpoint.Checkpoints(tmp_path, afresh=True)
+        set_aside(tmp_path)
     (tmp_path / "checkpoints.1").rename(tmp_path / "elsewhere")
     save(tmp_path, 1)
-    checkpoint.Checkpoints(tmp_path, afresh=True)
+    set_aside(tmp_path)
     assert sorted(p.name for p in tmp_path.glob("checkpoints*")) == ["checkpoints.1", "checkpoints.2", "checkpoints.3"]

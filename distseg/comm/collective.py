@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distseg.watch import waits, watched
+
 
 def gather(x: Tensor, comm) -> Tensor:
     """Every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64 on the device of ``x``.
@@ -30,7 +32,7 @@ def gather(x: Tensor, comm) -> Tensor:
         return x.detach().to(torch.float64).unsqueeze(0)
     send = _host(x)
     received = np.empty((comm.size, *send.shape))
-    wait(comm.Iallgather(send, received))
+    wait(comm.Iallgather(send, received), f"numbers of all {comm.size} ranks that share them")
     return torch.from_numpy(received).to(x.device)
 
 
@@ -40,7 +42,7 @@ def add(x: Tensor, comm) -> Tensor:
         return x.detach().to(torch.float64)
     send = _host(x)
     total = np.empty_like(send)
-    wait(comm.Iallreduce(send, total))
+    wait(comm.Iallreduce(send, total), f"a sum over {comm.size} ranks")
     return torch.from_numpy(total).to(x.device)
 
 
@@ -49,7 +51,7 @@ _span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
 
 
 def set_timeout(seconds: float) -> None:
-    """How long :func:`wait` waits in this process."""
+    """How long :func:`wait` waits in this process where no guardian watches it (:mod:`distseg.watch`)."""
     global _timeout
     _timeout = seconds
 
@@ -73,7 +75,7 @@ def wait(request, what: str = "a message", kind: str | None = None) -> None:
         kind: of the span, where somebody watches.
 
     Raises:
-        TimeoutError: naming what did not come, after the time of :func:`set_timeout`.
+        TimeoutError: naming what did not come, after the time of :func:`set_timeout`, where no guardian would end the job.
     """
     with _span(kind, what) if kind else nullcontext():
         _wait(request, what)
@@ -81,20 +83,25 @@ def wait(request, what: str = "a message", kind: str | None = None) -> None:
 
 def _wait(request, what: str) -> None:
     start = time.perf_counter()
-    patience, pause = start + 1e-4, 5e-5
+    patience, pause, told = start + 1e-4, 5e-5, False
     while not request.Test():
         _meanwhile()
         if _put_off:
             _do_next()
             continue
         now = time.perf_counter()
-        if _timeout and now > start + _timeout:
+        if _timeout and now > start + _timeout and not watched():
             raise TimeoutError(
                 f"{what} did not come within {_timeout:g} s: another rank hangs or is very late; if it only was busy, set run.timeout higher"
             )
         if now > patience:
+            if not told:
+                told = True
+                waits(what)
             time.sleep(pause)
             pause = min(2 * pause, 2e-4)
+    if told:
+        waits("")
 
 
 class When:

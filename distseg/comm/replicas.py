@@ -7,6 +7,8 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from distseg.watch import beat
+
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
@@ -17,11 +19,17 @@ def broadcast(model: nn.Module, comm) -> None:
     """Give every rank the weights and buffers of the communicator's first."""
     if comm.size == 1:
         return
+    beat("weights to all replicas")
     for _, tensor in _tensors(model):
-        host = _bytes(tensor)
-        comm.Bcast(host.numpy(), root=0)
-        if host.data_ptr() != tensor.data_ptr():
-            tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
+        broadcast_tensor(tensor, comm)
+
+
+def broadcast_tensor(tensor: Tensor, comm) -> None:
+    """Give every rank the first one's numbers, in place."""
+    host = _bytes(tensor)
+    comm.Bcast(host.numpy(), root=0)
+    if host.data_ptr() != tensor.data_ptr():
+        tensor.copy_(host.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()
@@ -34,6 +42,7 @@ def check_same(model: nn.Module, comm) -> None:
     if comm.size == 1:
         return
     tensors = _tensors(model)
+    beat("comparison of the replicas' weights")
     sums = comm.allgather([zlib.crc32(_bytes(t).numpy()) for _, t in tensors])
     for position, (name, _) in enumerate(tensors):
         others = [rank for rank in range(comm.size) if sums[rank][position] != sums[0][position]]

@@ -18,6 +18,7 @@ from distseg.pipeline.schedule import Action, Forward
 from distseg.pipeline.stage import Stage, Tensors
 from distseg.pipeline.trace import NoTrace
 from distseg.spatial.piece import Unit
+from distseg.watch import beat
 
 AHEAD = 2  # actions after this one whose receives are posted
 
@@ -66,6 +67,7 @@ class Pipeline:
         """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
         try:
             for position, action in enumerate(actions):
+                beat(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}")
                 self._post_ahead(actions[position : position + 1 + AHEAD], units)
                 if isinstance(action, Forward):
                     self._forward(action, units[action.micro_batch], next_is_own_backward(actions, position))

@@ -55,16 +55,17 @@ class RunLog(SilentLog):
         folder: made if it is not there.
         resumed_step: optimizer steps that the resumed checkpoint has behind it: later lines go. None for a new run,
             which keeps the log of an earlier one in the same folder as ``log.1.jsonl``, ``log.2.jsonl``, ...
+        revalidates: the checkpoint does not know yet of the validation after that step, which comes again.
     """
 
-    def __init__(self, folder: str | Path, tensorboard: bool = True, resumed_step: int | None = None):
+    def __init__(self, folder: str | Path, tensorboard: bool = True, resumed_step: int | None = None, revalidates: bool = False):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
         if resumed_step is None:
             _set_aside(folder)
         elif self.path.exists():
-            _truncate(self.path, resumed_step)
+            _truncate(self.path, resumed_step, revalidates)
         self._file = open(self.path, "a", buffering=1, encoding="utf-8")
         self._events = _event_writer(folder / EVENTS, resumed_step) if tensorboard else None
 
@@ -83,9 +84,9 @@ class RunLog(SilentLog):
             self._events.close()
 
 
-def open_log(folder: str | Path, tensorboard: bool, enabled: bool, resumed_step: int | None = None) -> SilentLog:
+def open_log(folder: str | Path, tensorboard: bool, enabled: bool, resumed_step: int | None = None, revalidates: bool = False) -> SilentLog:
     """A :class:`RunLog` on the one rank that is ``enabled``, a :class:`SilentLog` on the others."""
-    return RunLog(folder, tensorboard, resumed_step) if enabled else SilentLog()
+    return RunLog(folder, tensorboard, resumed_step, revalidates) if enabled else SilentLog()
 
 
 def read_log(path: str | Path) -> list[dict]:
@@ -114,10 +115,12 @@ def _parse(line: str | bytes) -> dict | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Keep the whole lines up to ``step``. The new file replaces the old at once: a kill leaves one or the other."""
+def _truncate(path: Path, step: int, revalidates: bool) -> None:
+    """Keep the whole lines up to ``step``, that of a validation which comes again left out. The new file replaces the old at once: a kill
+    leaves one or the other."""
     entries = ((line, _parse(line)) for line in path.read_bytes().splitlines())
-    kept = [line for line, entry in entries if entry is not None and entry.get("step", 0) <= step]
+    again = lambda entry: revalidates and entry.get("step") == step and entry.get("kind") == "validation"  # noqa: E731
+    kept = [line for line, entry in entries if entry is not None and entry.get("step", 0) <= step and not again(entry)]
     with whole(path) as growing:
         growing.write_bytes(b"".join(line + b"\n" for line in kept))
 

@@ -35,6 +35,7 @@ from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.spatial.scratch import Map, check_room
 from distseg.spatial.transfer import Receiving, Sending, Transfers
+from distseg.watch import beat
 
 
 _LABELS = 1 << 20  # labels read at once
@@ -322,6 +323,7 @@ class Walk:
         way = chain(self.executor.links, self.layouts[i].sizes, segment, box)
         self.context.places = [self.blocks[i].place]
         leaves, skips = [], {}
+        beat(f"tile {box} of {self._name(segment)}")
         try:
             with self.executor.autocast():
                 for pop, skip in segment.skips.items():

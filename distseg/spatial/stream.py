@@ -22,6 +22,7 @@ from distseg.models.layers import skip_store
 from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import on_tile
+from distseg.watch import beat
 
 
 Skips = dict[str, Tensor]
@@ -53,6 +54,7 @@ def stream_layers(
     if model.exchange is not None or not live or (len(places) == 1 and model.context.norm_comm.size == 1):
         assert not (model.exchange and model.exchange.exchanges) or len(places) == 1  # tiles that exchange borders run together
         for i, place in enumerate(places):
+            beat(f"tile {i + 1} of {len(places)}")
             x, skips = load(i)
             yield i, model([x], [place], part, [skips])[0], skips
         return
@@ -93,6 +95,7 @@ def _segments(layers: list) -> list[list]:
 def _run(model: TiledModel, layers: list, x: Tensor, skips: dict, index: int, norm: DistributedNorm | None, statistics):
     """The norm that ended the last segment, then the layers of this one."""
     model.context.current = index
+    beat(f"window {index}")
     if norm is not None:
         x = norm.normalise(x, index, statistics)
     with skip_store(skips):

@@ -1,131 +1,138 @@
-"""Checkpoints: weights, buffers and optimizer state as safetensors, all else as a JSON manifest; nothing is unpickled.
+"""Checkpoints as they lie on the disk: weights, buffers and optimizer state as safetensors, all else as a JSON manifest.
 
-A checkpoint is a folder that appears whole or not at all: it is written under another name, flushed to disk, renamed.
-Each stage of a pipeline writes its own layers. Tensors are keyed by the layer's name, so any mesh, of any number of
-stages, can load what any other wrote::
+Each stage of a pipeline has files of its own layers. Tensors are keyed by the layer's name, so any mesh, of any number of
+stages, can load what any other wrote. Nothing is unpickled. The manifest holds a checksum of every tensor, and one of
+itself, so that damage is told and not trained on::
 
     runs/demo/checkpoints/step-00000600/manifest.json
                                         weights-1-of-2.safetensors      enc0_conv0.weight, ...
                                         weights-2-of-2.safetensors      dec0_conv0.weight, ...
                                         optimizer-1-of-2.safetensors    enc0_conv0.weight/exp_avg, ...
     runs/demo/checkpoints/last.json     which one is the last, which one the best
+
+They are written by :mod:`distseg.train.saving`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import shutil
-from itertools import count
+import sys
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from distseg.comm.collective import Alone
-from distseg.disk import to_disk, whole
-from distseg.memory_format import unshared
+from distseg.comm.replicas import broadcast, broadcast_tensor
+from distseg.disk import whole
+from distseg.tensors import names_in, read_tensors
 
-VERSION = 1
-_INDEX = "last.json"
-
-
-class Checkpoints:
-    """The checkpoints of a run; written by the ranks of one pipeline (all others have :class:`SilentCheckpoints`).
-
-    Args:
-        afresh: a new run in an old folder; the old checkpoints are set aside as ``checkpoints.1`` and so on.
-        stages: the communicator of the pipeline, whose ranks all see the folder. The first one writes what is not a stage's own.
-    """
-
-    def __init__(self, run: str | Path, keep: int = 2, afresh: bool = False, stages=Alone()):
-        self.folder, self.keep, self.stages = Path(run) / "checkpoints", keep, stages
-        if afresh and stages.rank == 0 and self.folder.exists():
-            number = next(n for n in count(1) if not self.folder.with_name(f"checkpoints.{n}").exists())
-            os.replace(self.folder, self.folder.with_name(f"checkpoints.{number}"))
-
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: dict, score: float | None) -> Path:
-        """Write the state after ``manifest['step']`` steps; keep the last ``keep`` and the one with the best score."""
-        name = f"step-{manifest['step']:08d}"
-        partial, final = self.folder / f".{name}.partial", self.folder / name
-        first, stages = self.stages.rank == 0, self.stages.size
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.stages.Barrier()
-        part = f"-{self.stages.rank + 1}-of-{stages}"
-        _save_tensors(partial / f"weights{part}.safetensors", dict(model.state_dict()))
-        _save_tensors(partial / f"optimizer{part}.safetensors", optimizer_state(model, optimizer))
-        self.stages.Barrier()
-        if first:
-            _write_json(partial / "manifest.json", {"format": "distseg checkpoint", "version": VERSION, "score": score, "parts": stages, **manifest})
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-            to_disk(self.folder)
-            self._note(name, score)
-        return final
-
-    def _note(self, name: str, score: float | None) -> None:
-        index = read_index(self.folder) or {"best": None, "best_score": None}
-        index["last"] = name
-        # Without any score so far, the last one is as good as any.
-        if index["best_score"] is None or (score is not None and score >= index["best_score"]):
-            index.update(best=name, best_score=score)
-        _write_json(self.folder / _INDEX, index)
-        kept = {name, index["best"], *sorted(p.name for p in self.folder.glob("step-*"))[-max(1, self.keep) :]}
-        for old in self.folder.glob("step-*"):
-            if old.name not in kept:
-                shutil.rmtree(old)
-
-
-class SilentCheckpoints:
-    """Of the ranks that do not write."""
-
-    def save(self, *_, **__) -> None:
-        pass
+VERSION = 2  # 1 had no checksums
+FORMAT = "distseg checkpoint"
+MANIFEST, INDEX, FOLDER = "manifest.json", "last.json", "checkpoints"
+KINDS = ("weights", "optimizer")
+_KEYS = {"version": int, "parts": int, "step": int}  # what every manifest has
+_RUN_KEYS = {"epoch": int, "channels": list, "config": dict, "data": dict}  # and those of runs
 
 
 def find(path: str | Path, which: str = "best") -> Path:
-    """The folder of a checkpoint: ``path`` itself, or the best or last one of the run ``path``.
+    """The folder of a checkpoint: ``path`` itself, or one of the run ``path``.
+
+    Args:
+        which: best, last, or a name such as step-00000600.
 
     Raises:
         FileNotFoundError: there is none.
     """
     path = Path(path)
-    if (path / "manifest.json").exists():
+    if (path / MANIFEST).exists():
         return path
-    index = read_index(path / "checkpoints")
-    if index is None:
+    there = names_of(path)
+    if not there:
         raise FileNotFoundError(f"no checkpoint in {path}: train first, or name the folder of a run or of one of its checkpoints")
-    return path / "checkpoints" / index[which]
+    if which not in ("best", "last"):
+        if which not in there:
+            raise FileNotFoundError(f"{path} has no checkpoint {which}: it has {', '.join(there)}")
+        return path / FOLDER / which
+    name = (read_index(path / FOLDER) or {}).get(which)
+    return path / FOLDER / (name if name in there else there[-1])
+
+
+def names_of(run: str | Path) -> list[str]:
+    """The checkpoints of a run, oldest first."""
+    return sorted(p.parent.name for p in (Path(run) / FOLDER).glob(f"step-*/{MANIFEST}"))
 
 
 def read_index(folder: Path) -> dict | None:
+    """Which checkpoint is the last and which the best; None where that is not told, or can not be read, which is said."""
     try:
-        return json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text())
+        if not isinstance(index, dict):
+            raise ValueError("no object")
     except FileNotFoundError:
         return None
+    except (ValueError, OSError) as e:
+        print(f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the last and the best", file=sys.stderr)
+        return None
+    return index
 
 
 def read_manifest(checkpoint: Path) -> dict:
     """The manifest of a checkpoint.
 
     Raises:
-        ValueError: not a checkpoint of ours, or of a newer version.
+        ValueError: not a checkpoint of ours, a damaged one, or of a newer version.
     """
-    file = checkpoint / "manifest.json"
+    file = checkpoint / MANIFEST
     try:
         manifest = json.loads(file.read_text())
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{file} is damaged ({e}): use another checkpoint of the run") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != "distseg checkpoint":
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{file} is damaged ({e}){_other(checkpoint)}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{file} is not the manifest of a distseg checkpoint")
+    _check_keys(file, manifest, _KEYS)
     if manifest["version"] > VERSION:
         raise ValueError(f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: update distseg")
+    if manifest["version"] > 1 and manifest.get("digest") != digest_of(manifest):
+        raise ValueError(f"{file} is damaged (its checksum is not that of its content){_other(checkpoint)}")
     return manifest
+
+
+def read_run_manifest(checkpoint: Path) -> dict:
+    """The manifest of a checkpoint that training wrote, with all that evaluation, prediction and resuming need."""
+    manifest = read_manifest(checkpoint)
+    _check_keys(checkpoint / MANIFEST, manifest, _RUN_KEYS)
+    _check_keys(checkpoint / MANIFEST, manifest["data"], {"classes": list, "mean": list, "std": list})
+    return manifest
+
+
+def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
+    for key, kind in wanted.items():
+        if type(found.get(key)) is not kind:
+            raise ValueError(f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is damaged or was changed by hand; use another checkpoint")
+
+
+def digest_of(manifest: dict) -> str:
+    """Of all that a manifest says, and through its checksums of the whole checkpoint."""
+    return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    manifest = json.loads(json.dumps(manifest, default=str))
+    write_json(folder / MANIFEST, {**manifest, "digest": digest_of(manifest)})
+
+
+def write_json(path: Path, content: dict) -> None:
+    with whole(path) as growing:
+        growing.write_text(json.dumps(content, indent=1, default=str))
+
+
+# tensors
+
+
+def file_of(kind: str, part: int, parts: int) -> str:
+    return f"{kind}-{part}-of-{parts}.safetensors"
 
 
 @torch.no_grad()
@@ -136,7 +143,7 @@ def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None
         part: ``model`` holds some of the layers only; the checkpoint has more.
 
     Raises:
-        ValueError: names or shapes differ; says which, both shapes, and that the model is another.
+        ValueError: names or shapes differ; says which, both shapes, and that the model is another. Or damage, with the tensor's name.
     """
     own = model.state_dict()
     tensors, names = _load_tensors(checkpoint, "weights", lambda name: not part or name in own)
@@ -164,11 +171,14 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
             "resume with the optim section of its manifest.json"
         )
     for p in optimizer.param_groups[0]["params"]:
-        state = {key.rpartition("/")[2]: value for key, value in saved.items() if key.rpartition("/")[0] == names[p]}
+        state = {key.rpartition("/")[2]: value for key, value in saved.items() if key.rpartition("/")[0] == names.get(p)}
         for key, value in state.items():
-            # Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA.
-            like = torch.empty_like(p) if value.shape == p.shape else torch.empty_like(value, device=p.device)
-            optimizer.state[p][key] = like.copy_(value)
+            optimizer.state[p][key] = _state_like(p, value.shape, value.dtype).copy_(value)
+
+
+def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
+    """Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA."""
+    return torch.empty_like(p, dtype=dtype) if tuple(shape) == tuple(p.shape) else torch.empty(shape, dtype=dtype, device=p.device)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -177,32 +187,83 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
 
 
+@torch.no_grad()
+def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
+    """Give every rank the weights, buffers and optimizer state of the communicator's first. Collective."""
+    if comm.size == 1:
+        return
+    broadcast(model, comm)
+    parameters = optimizer.param_groups[0]["params"]
+    forms = [(i, key, tuple(v.shape), v.dtype) for i, p in enumerate(parameters) for key, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)]
+    for i, key, shape, dtype in comm.bcast(forms, root=0):
+        state = optimizer.state[parameters[i]]
+        if comm.rank != 0:
+            state[key] = _state_like(parameters[i], shape, dtype)
+        broadcast_tensor(state[key], comm)
+
+
 def _shape(tensors: dict[str, Tensor], name: str) -> str:
     return "x".join(map(str, tensors[name].shape)) or "a number" if name in tensors else "missing"
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(unshared({name: t.detach() for name, t in tensors.items()}), path)
-    to_disk(path)
 
 
 def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
     """The wanted tensors of all parts, and the names of all."""
     tensors, names = {}, []
-    parts = read_manifest(checkpoint)["parts"]
-    for part in range(1, parts + 1):
-        path = checkpoint / f"{kind}-{part}-of-{parts}.safetensors"
+    manifest = read_manifest(checkpoint)
+    for path, sums in _files(checkpoint, manifest, kind):
         try:
-            with safe_open(path, "pt") as file:
-                names += file.keys()
-                tensors.update({name: file.get_tensor(name) for name in file.keys() if wanted(name)})
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} is missing: the checkpoint is not whole; use another one of the run") from None
-        except SafetensorError as e:
-            raise ValueError(f"{path} is damaged or cut off ({e}): use another checkpoint of the run") from None
+            names += sorted(sums) if sums is not None else names_in(path)
+            for name, tensor, found in read_tensors(path, wanted):
+                if sums is not None and found != sums.get(name):
+                    raise ValueError(f"{path} is damaged: {name} has the checksum {found}, not {sums.get(name)}")
+                tensors[name] = tensor
+            if lost := [name for name in sums or () if wanted(name) and name not in tensors]:
+                raise ValueError(f"{path} is damaged: {lost[0]} is not in it")
+        except FileNotFoundError as e:
+            raise FileNotFoundError(f"{e}: the checkpoint is not whole{_other(checkpoint)}") from None
+        except ValueError as e:
+            raise ValueError(f"{e}{_other(checkpoint)}") from None
     return tensors, names
 
 
-def _write_json(path: Path, content: dict) -> None:
-    with whole(path) as growing:
-        growing.write_text(json.dumps(content, indent=1, default=str))
+def _files(checkpoint: Path, manifest: dict, kind: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
+    """A kind's files with the checksums of their tensors; None for a version that had none."""
+    for part in range(1, manifest["parts"] + 1):
+        name = file_of(kind, part, manifest["parts"])
+        yield checkpoint / name, None if manifest["version"] == 1 else manifest["tensors"][name]
+
+
+def _other(checkpoint: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
+    there = f" ({', '.join(others[-3:])}; --train.resume NAME)" if others else ""
+    return f": use another checkpoint of the run{there}"
+
+
+def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:
+    """What is damaged in a run's checkpoints, or in a single one, each in a sentence; every tensor is read.
+
+    Args:
+        note: told what is read next.
+    """
+    run = Path(run)
+    checkpoints = [run] if (run / MANIFEST).exists() else [run / FOLDER / name for name in names_of(run)]
+    if not checkpoints:
+        raise FileNotFoundError(f"no checkpoint in {run}: name the folder of a run or of one of its checkpoints")
+    findings = []
+    for checkpoint in checkpoints:
+        note(str(checkpoint))
+        findings += _check_checkpoint(checkpoint)
+    return findings
+
+
+def _check_checkpoint(checkpoint: Path) -> list[str]:
+    findings = []
+    for kind in KINDS:
+        try:
+            if kind == KINDS[0] and read_manifest(checkpoint)["version"] == 1:
+                findings.append(f"{checkpoint} is of version 1, which has no checksums: only whole files can be told from cut ones")
+            _load_tensors(checkpoint, kind, lambda name: True)
+        except (ValueError, OSError) as e:
+            findings.append(str(e))
+    return list(dict.fromkeys(findings))

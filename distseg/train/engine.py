@@ -36,6 +36,7 @@ from distseg.spatial.piece import Piece
 from distseg.train.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate, state_copies
 from distseg.train.step import DevicesStep, GradientStep, InTimeStep, LossHead, Rows
+from distseg.watch import beat
 
 
 class Engine:
@@ -77,6 +78,7 @@ class Engine:
         broadcast(model, mesh.replicas)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(self.parameters)
+        beat("start of what sums gradients")
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, self.parameters)
         with together(mesh.world):
@@ -163,6 +165,7 @@ class Engine:
         prepared = self.to_blocks if isinstance(self.gradient_step, InTimeStep) else self.to_device
         with putting_off():
             loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
+        beat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)
 

@@ -1,0 +1,73 @@
+"""Where a run goes on, and what has changed since: compared with the checkpoint, and told before work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Mapping
+
+from distseg.agree import settings
+from distseg.config import OptimConfig
+from distseg.train.checkpoint import find, names_of
+from distseg.train.optim import learning_rate
+
+_FREE = ("train.resume", "train.output", "train.keep", "train.job_minutes", "train.max_minutes", "train.checkpoint_minutes", "train.tensorboard", "run.", "mesh.")
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: optimizer steps, whole epochs with their validation, and samples of the epoch under way."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    validation: dict | None = None
+
+
+def chosen(output: str, resume: bool | str) -> Path | None:
+    """The checkpoint to go on from; None: from the beginning, as a job's first run does that always says resume.
+
+    Raises:
+        FileNotFoundError: one is named that is not there.
+    """
+    if resume is False or resume is True and not names_of(output):
+        return None
+    return find(output, "last" if resume is True else resume)
+
+
+def position_of(manifest: dict) -> Position:
+    return Position(manifest["step"], manifest["epoch"], manifest.get("samples", 0), manifest.get("validation"))
+
+
+def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
+    """The step of an epoch at which to go on after so many samples of it, and a word if it is not the very next sample."""
+    step = min(samples // batch, steps)
+    twice = samples - step * batch
+    return step, f"{twice} of the epoch's samples are seen twice: the checkpoint was written after {samples}, and a step now takes {batch}" if twice else None
+
+
+def changes(before: Mapping, now: Mapping) -> list[str]:
+    """A sentence for each setting that a run now has otherwise, but for those that may be anything."""
+    old, new = settings(before), settings(now)
+    names = [name for name in new if not name.startswith(_FREE) and old.get(name, new[name]) != new[name]]
+    return [f"{name} was {old[name]}, is {new[name]}" for name in names]
+
+
+def mesh_change(before: Mapping, now: Mapping) -> list[str]:
+    shape = lambda mesh: f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"  # noqa: E731
+    there = "mesh" in before and shape(before["mesh"]) != shape(now["mesh"])
+    return [f"the mesh was {shape(before['mesh'])}, is {shape(now['mesh'])}: the gradient is the same"] if there else []
+
+
+def schedule_change(before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]) -> list[str]:
+    """What becomes of the learning rate.
+
+    Args:
+        at: the position of the next step in all steps of the run, and their number; ``at_before``: by the settings before.
+    """
+    rate = learning_rate(now, *at)
+    would = learning_rate(before, *at_before) if at_before[0] < at_before[1] else None
+    if (at, now) == (at_before, before) or rate == would:
+        return []
+    was = "it had come to its end" if would is None else f"it would have been {would:.3g}"
+    return [f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a rate of {rate:.3g}; with the settings before {was}"]

@@ -24,7 +24,7 @@ def agree(comm, facts: Mapping[str, object], repair: str) -> None:
     Raises:
         JointFailure: on all ranks, naming what differs, both values and both ranks, then the ``repair``.
     """
-    told = {name: str(value) for name, value in facts.items()}
+    told = {name: "x".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in facts.items()}  # sizes as users write them
     if len(set(comm.allgather(_digest(json.dumps(told, sort_keys=True))))) == 1:
         return
     found = differences(comm.allgather(told))

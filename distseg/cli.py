@@ -34,6 +34,7 @@ models    the models by name: parameters, layers, stride, halo
 plan      pipeline stages of a model: layers, time and memory of each, other splits beside
 verify    one step on the mesh and serially, in float64, compared
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
+runs      the runs of a folder: how far each is, its best checkpoint, mesh and versions
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -209,6 +210,19 @@ def _plot(arguments: list[str]) -> int:
     return run_plot(parsed.what, parsed.paths, parsed.store, parsed.box, parsed.output)
 
 
+def _runs(arguments: list[str]) -> int:
+    parser = ArgumentParser(prog="distseg runs", exit_on_error=False)
+    parser.add_argument("folder", help="A run, or a folder with runs in it.")
+    parser.add_argument("--json", action="store_true", help="Print a list of objects.")
+    parsed = _parse_plain(parser, arguments)
+    from distseg.report.tables import table
+    from distseg.train.runs import describe, runs_in
+
+    rows = [describe(run) for run in runs_in(parsed.folder)]
+    print(json.dumps(rows, indent=1) if parsed.json else table(rows))
+    return 0
+
+
 def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
     parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), or the folder of images.")
@@ -269,4 +283,5 @@ _COMMANDS = {
     "plan": _plan,
     "verify": _verify,
     "profile": _profile,
+    "runs": _runs,
 }

@@ -2,15 +2,20 @@
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from distseg.config import OptimConfig
 from distseg.train import saving
-from distseg.train.checkpoint import digest_of, find, load_optimizer, load_weights, read_index, read_manifest
+from distseg.train.checkpoint import (
+    check_run, digest_of, find, load_optimizer, load_weights, optimizer_state, read_index, read_manifest, read_run_manifest, share,
+)  # fmt: skip
 from distseg.train.optim import make_optimizer
 from distseg.train.saving import Checkpoints, SilentCheckpoints, set_aside
 
@@ -259,3 +264,165 @@ def test_old_checkpoints_go_to_the_first_free_name(tmp_path):
     save(tmp_path, 1)
     set_aside(tmp_path)
     assert sorted(p.name for p in tmp_path.glob("checkpoints*")) == ["checkpoints.1", "checkpoints.2", "checkpoints.3"]
+
+
+# damage, and what a run needs
+
+
+def test_every_flipped_bit_is_told_or_harmless(tmp_path):
+    """In any file of a checkpoint: either an error that names the file, or exactly what was saved."""
+    folder = save(tmp_path, 1)
+    whole, optimizer = trained(0)
+    load_weights(folder, whole)
+    load_optimizer(folder, whole, optimizer)
+    random = np.random.default_rng(0)
+    told = 0
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for place in random.integers(0, len(content), 25):
+            path.write_bytes(content[:place] + bytes([content[place] ^ (1 << random.integers(8))]) + content[place + 1 :])
+            again, fresh = trained(0, seed=3)
+            try:
+                read_manifest(folder)
+                load_weights(folder, again)
+                load_optimizer(folder, again, fresh)
+            except (ValueError, FileNotFoundError) as e:
+                assert str(folder) in str(e), e
+                assert "Traceback" not in str(e)
+                told += 1
+                assert check_run(folder)
+            else:
+                assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values()))
+                assert all(torch.equal(a[k], b[k]) for a, b in zip(state(optimizer), state(fresh), strict=True) for k in a)
+        path.write_bytes(content)
+    assert told > 60 and check_run(folder) == [] and check_run(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["weights-1-of-1.safetensors", "optimizer-1-of-1.safetensors"])
+def test_damage_is_told_with_the_tensor_and_another_checkpoint(tmp_path, name):
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged: \S+ has the checksum \w+, not \w+: use another checkpoint of the run \(step-00000001; --train.resume NAME\)"):
+        load(folder)
+    assert len(check_run(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"last": "step-00000099", "best": "../../etc"}', b"\xff\xfe"])
+def test_an_index_that_tells_nothing_is_no_obstacle(tmp_path, content, capsys):
+    save(tmp_path, 1, 0.9)
+    save(tmp_path, 2, 0.1)
+    (tmp_path / "checkpoints/last.json").write_bytes(content)
+    assert find(tmp_path, "last").name == find(tmp_path, "best").name == "step-00000002"
+    save(tmp_path, 3, 0.2)
+    assert find(tmp_path, "last").name == "step-00000003"
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"parts": "2"}, "has no 'parts' that is a int, got '2'"),
+        ({"step": None}, "has no 'step' that is a int, got None"),
+        ({"epoch": 1.5}, "has no 'epoch' that is a int, got 1.5"),
+        ({"data": {"classes": "ab"}}, "has no 'classes' that is a list, got 'ab'"),
+    ],
+)
+def test_a_manifest_without_its_keys_is_told(tmp_path, fields, message):
+    folder = Checkpoints(tmp_path).save(*trained(), {"step": 7, "epoch": 2, "channels": [3, 2], "config": {}, "data": {"classes": [], "mean": [], "std": []}})
+    read_run_manifest(folder)
+    edit(**fields)(folder)
+    with pytest.raises(ValueError, match=message):
+        read_run_manifest(folder)
+
+
+def test_checkpoints_without_checksums_are_still_read(tmp_path):
+    folder = save(tmp_path, 1)
+    path = folder / "manifest.json"
+    old = json.loads(path.read_text())
+    path.write_text(json.dumps({**{k: v for k, v in old.items() if k not in ("tensors", "digest")}, "version": 1}))
+    load(folder)
+    assert "version 1, which has no checksums" in check_run(folder)[0]
+
+
+def test_what_is_written_aside_is_the_state_at_that_moment(tmp_path):
+    model, optimizer = trained(3)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    checkpoints = Checkpoints(tmp_path, aside=True)
+    folder = checkpoints.save(model, optimizer, {"step": 3})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoints.flush()
+    again, _ = trained(0)
+    load_weights(folder, again)
+    assert all(torch.equal(t, before[name]) for name, t in again.state_dict().items())
+    checkpoints.update(0.7, epoch=4)
+    assert (read_manifest(folder)["score"], read_manifest(folder)["epoch"], read_index(tmp_path / "checkpoints")["best_score"]) == (0.7, 4, 0.7)
+    load(folder)
+
+
+def test_what_the_writer_meets_with_is_told_at_the_next_step(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "weights-1-of-1.safetensors could not be written: No space left on device")
+
+    monkeypatch.setattr(saving, "write_tensors", full)
+    checkpoints = Checkpoints(tmp_path, aside=True)
+    checkpoints.save(*trained(), {"step": 3})
+    with pytest.raises(OSError, match="weights-1-of-1.safetensors could not be written: No space left"):
+        for _ in range(1000):
+            checkpoints.check()
+            time.sleep(0.01)
+    checkpoints.check()
+
+
+def test_a_full_disk_names_the_file_what_it_takes_and_what_is_free(tmp_path):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"weights-1-of-1.safetensors could not be written: File too large, it takes 0.0 MB, and [\d.]+ MB are free"):
+            save(tmp_path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    with pytest.raises(OSError, match=r"a checkpoint in .* takes 1000000000000.0 MB, but [\d.]+ MB are free there: make room, or set train.output"):
+        saving.check_room(tmp_path / "new", 10**18)
+
+
+def test_later_checkpoints_are_set_aside(tmp_path):
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.6)):
+        save(tmp_path, step, score, keep=3)
+    assert set_aside(tmp_path, after=3) is None
+    assert set_aside(tmp_path, after=1).name == "checkpoints.1"
+    assert names(tmp_path) == [1] and find(tmp_path, "last") == find(tmp_path, "best") == tmp_path / "checkpoints/step-00000001"
+    assert sorted(p.name for p in (tmp_path / "checkpoints.1").iterdir()) == ["step-00000002", "step-00000003"]
+    with pytest.raises(FileNotFoundError, match="has no checkpoint step-00000002: it has step-00000001"):
+        find(tmp_path, "step-00000002")
+
+
+def test_files_have_the_modes_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        folder = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {p.name: oct(p.stat().st_mode & 0o777) for p in folder.iterdir()} == {p.name: "0o640" for p in folder.iterdir()}
+
+
+@pytest.mark.parallel([2, 3])
+def test_what_one_rank_read_all_hold(comm, shared_path):
+    if comm.rank == 0:
+        save(shared_path, 1)
+    comm.Barrier()
+    model, optimizer = trained(0, seed=comm.rank)
+    if comm.rank == 0:
+        load_weights(find(shared_path), model)
+        load_optimizer(find(shared_path), model, optimizer)
+    share(model, optimizer, comm)
+    every = comm.allgather([(name, t.tolist()) for name, t in {**model.state_dict(), **optimizer_state(model, optimizer)}.items()])
+    assert all(one == every[0] for one in every) and len(every[0]) > 12

@@ -68,8 +68,8 @@ def read_index(folder: Path) -> dict | None:
     """Which checkpoint is the last and which the best; None where that is not told, or can not be read, which is said."""
     try:
         index = json.loads((folder / INDEX).read_text())
-        if not isinstance(index, dict):
-            raise ValueError("no object")
+        if not (isinstance(index, dict) and isinstance(index.get("last"), str) and isinstance(index.get("best_score"), (float, int, type(None)))):
+            raise ValueError("it does not tell the last checkpoint and the best one's score")
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:

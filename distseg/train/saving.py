@@ -153,7 +153,7 @@ class Checkpoints(SilentCheckpoints):
         self._written += written
 
     def _note(self, name: str, score: float | None) -> None:
-        index = read_index(self.folder) or {"best": None, "best_score": None}
+        index = {"best": None, "best_score": None, **(read_index(self.folder) or {})}
         index["last"] = name
         # Without any score so far, the last one is as good as any.
         if index["best_score"] is None or (score is not None and score >= index["best_score"]):

@@ -1,0 +1,145 @@
+"""A job that hangs is ended, wherever it hangs, and says where each of its ranks stood."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import distseg
+from distseg.guardian import GONE_AFTER, Member, report, verdict
+
+ROOT = Path(distseg.__file__).parents[1]
+
+
+def members(*told, **fields):
+    """``(still, state)`` of each rank."""
+    found = []
+    for rank, (still, state) in enumerate(told):
+        member = Member(rank, "node1")
+        member.hear({"still": still, "where": f"step {rank}", "state": state})
+        found.append(member)
+    for name, (rank, value) in fields.items():
+        setattr(found[rank], name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, found",
+    [
+        (members((0, "R"), (0, "R")), None),
+        (members((31, "S"), (0, "R")), None),  # one waits while the other works
+        (members((31, "S"), (29, "R")), None),
+        (members((31, "S"), (32, "R")), "nothing has moved for 30 s"),
+        (members((31, "S"), (32, "R"), said_bye=(1, True)), "nothing has moved for 30 s"),  # the other has ended
+        (members((0, "S"), (31, "T")), "rank 1 is stopped for 30 s"),
+        (members((0, "S"), (29, "T")), None),
+        (members((0, "S"), (0, "R"), unheard=(1, 31.0)), "rank 1 has not been heard of for 30 s"),
+        (members((0, "S"), (0, "R"), lost=(1, True)), None),  # its launcher may still notice
+        ([*members((0, "S"), (0, "R"), lost=(1, True), unheard=(1, GONE_AFTER + 1))], None),
+        (members((0, "S"), (0, "R"), said_bye=(1, True), unheard=(1, 100.0)), None),
+        ([Member(0, "node1"), Member(1, "node1")], None),  # not there yet
+    ],
+)
+def test_when_a_job_has_to_be_ended(ranks, found):
+    if any(m.lost and m.unheard for m in ranks):
+        found = "rank 1 ended without a word"
+    said = verdict(ranks, 30.0)
+    assert said is None if found is None else said.startswith(found)
+
+
+def test_ranks_that_stand_at_one_place_share_a_line():
+    text = report("nothing has moved", [*members((40, "S"), (40, "S"), (41, "T")), Member(3, "node2")], "runs/mine/hang")
+    assert "rank 0 on node1: step 0, still for 40 s" in text and "rank 2 on node1: step 2, is stopped (SIGSTOP), still for 41 s" in text
+    assert "node2" not in text and "runs/mine/hang" in text
+    same = members((40, "S"), (40, "S"))
+    for m in same:
+        m.where = "validation"
+    assert "ranks 0, 1 on node1: validation, still for 40 s" in report("nothing has moved", same, None)
+
+
+PROGRAM = """
+import os, signal, sys, time
+from distseg import watch
+from distseg.launch import end_as_one, identify, world
+
+def stop(rank, how):
+    if identify().rank == rank:
+        {{"stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP), "sleeps": lambda: time.sleep(1000), "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+          "spins": lambda: [None for _ in iter(int, 1)]}}[how]()
+
+def main():
+    with watch.guarded(identify().rank, {limit}):
+        watch.phase("before MPI")
+        {before}
+        comm = world()
+        watch.join(comm, {folder!r})
+        watch.phase("at work")
+        {body}
+        watch.phase("at the end")
+        comm.Barrier()
+    print("through")
+
+end_as_one(main)
+"""
+
+
+def program(path, limit, body="pass", before="pass", folder=None):
+    path.write_text(textwrap.dedent(PROGRAM).format(limit=limit, body=body, before=before, folder=folder))
+    return path
+
+
+@pytest.mark.parametrize("how, said", [("sleeps", "nothing has moved for 2 s"), ("spins", "nothing has moved for 2 s"), ("stopped", "nothing has moved for 2 s")])
+def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
+    script = program(tmp_path / "program.py", 2, f"watch.beat('the last operation'); stop(0, {how!r})", folder=str(tmp_path / "run"))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=50)
+    assert done.returncode == -signal.SIGKILL and said in done.stderr and "at work, the last operation" in done.stderr, done.stderr
+    (stack,) = (tmp_path / "run").glob("hang-*/rank-0000.txt")
+    assert "in stop" in stack.read_text() and "in main" in stack.read_text()
+
+
+@pytest.mark.parametrize(
+    "where, how, said",
+    [
+        ("before", "stopped", "rank 0: nothing|rank 0 on|nothing has moved"),
+        ("before", "sleeps", "nothing has moved"),
+        ("body", "stopped", "rank 1 is stopped for 2 s|nothing has moved for 2 s"),
+        ("body", "sleeps", "nothing has moved for 2 s"),
+        ("body", "killed", ""),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, said):
+    script = program(tmp_path / "program.py", 2, **{where: f"stop(1, {how!r})"}, folder=str(tmp_path / "run"))
+    done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0 and "through" not in done.stdout, str(done)
+    assert any(one in done.stderr for one in said.split("|")), str(done)
+    assert done.stderr.count("distseg: error") <= 3
+    if where == "body" and how != "killed":
+        assert "rank 1 on" in done.stderr and "at work" in done.stderr and "ranks 0, 2 on" in done.stderr and "at the end" in done.stderr, str(done)
+        assert len(list((tmp_path / "run").glob("hang-*/rank-*.txt"))) == 3
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
+    busy = "[(time.sleep(0.3), watch.beat(str(k))) for k in range(16)] if comm.rank == 1 else None"
+    done = mpirun(3, program(tmp_path / "program.py", 2, busy), env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and done.stdout.count("through") == 3, str(done)
+
+
+def test_no_guardian_is_left_behind():
+    from distseg import watch
+
+    with watch.guarded(0, 100.0):
+        assert watch.watched()
+        guardian = watch._guardian
+        watch.phase("a" * 5000)
+        watch.beat("naïve")
+        watch.waits("")
+    assert guardian is not None and guardian.poll() == 0 and not watch.watched()
+    with watch.guarded(0, 0):  # 0: for ever
+        pass

@@ -64,8 +64,13 @@ def room(path: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def room_told(path: Path, written: Path | None = None) -> Iterator[None]:
-    """Whatever a library throws inside because a disk is full becomes :class:`NoRoom` for ``path``; ``written``: what has grown so far."""
+def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Iterator[None]:
+    """Whatever a library throws inside because a disk is full becomes :class:`NoRoom` for ``path``.
+
+    Args:
+        written: what has grown so far.
+        needed: bytes that all of it takes, where that is known.
+    """
     try:
         yield
     except NoRoom:
@@ -74,13 +79,10 @@ def room_told(path: Path, written: Path | None = None) -> Iterator[None]:
         if (code := _full(e)) is None:
             raise
         grown = written.stat().st_size if written is not None and written.exists() else 0
-        raise told_full(path, code, grown) from e
-
-
-def told_full(path: Path, code: int, grown: int = 0) -> NoRoom:
-    """The error for ``path``, of which ``grown`` bytes could be written before the disk said ``code``."""
-    after = f" after {si(grown, 'B')} of it" if grown else ""
-    return _no_room(code, f"{path} could not be written, {_FULL[code]}{after}: {si(free_bytes(path), 'B')} are free; make room, or choose another output")
+        after = f" after {si(grown, 'B')} of it" if grown else ""
+        takes = f"it takes {si(needed, 'B')}, " if needed else ""
+        words = f"{path} could not be written, {_FULL[code]}{after}: {takes}{si(free_bytes(path), 'B')} are free; make room, or choose another output"
+        raise _no_room(code, words) from e
 
 
 @contextmanager

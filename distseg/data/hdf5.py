@@ -2,7 +2,7 @@
 
 HDF5 follows links into other files, reads raw data from any path that a file names, loads filters as plugins, and waits for ever on a pipe.
 None of it happens here: a file is opened if it is a plain file, and what it holds is looked at before it is read. Writing, HDF5 crashes
-where its disk is full, so it writes into a :class:`Growing` file, in which nothing seems to fail, and whose error is asked for.
+where its disk is full, so it writes into a :class:`Growing` file, in which nothing seems to fail, and which is asked for the error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-
-from distseg.disk import _FULL, told_full
 
 _FILTERS = {h5py.h5z.FILTER_DEFLATE: "gzip", h5py.h5z.FILTER_FLETCHER32: "fletcher32"}  # those that distseg writes and reads
 _LINKS = {h5py.SoftLink: "a soft link", h5py.ExternalLink: "a link into another file"}
@@ -93,26 +91,22 @@ class Growing:
     """A new HDF5 file: ``with Growing(path, handle) as growing: growing.file[...] = ...; growing.check()``.
 
     Args:
-        path: its name, for the message.
+        path: its name.
         handle: descriptor of the file, open for reading and writing, which is emptied; it stays open.
 
     Raises:
-        NoRoom: by :meth:`check`, which the end of the block calls: the disk is full.
-        OSError: other errors of the system, in the same way.
+        OSError: by :meth:`check`, which the end of the block calls: the disk is full, or another error of the system.
     """
 
     def __init__(self, path: Path, handle: int):
-        self.path, self._sink = path, _Sink(handle)
+        self._sink = _Sink(handle)
         os.ftruncate(handle, 0)
         self.file = h5py.File(str(path), "w", driver="fileobj", fileobj=self._sink, libver=_VERSION)
 
     def check(self) -> None:
         """Raise the first error that was met in writing."""
-        error = self._sink.error
-        if error is not None and error.errno in _FULL:
-            raise told_full(self.path, error.errno, self._sink.written) from error
-        if error is not None:
-            raise OSError(f"{self.path} could not be written ({error.strerror})") from error
+        if self._sink.error is not None:
+            raise self._sink.error
 
     def close(self) -> None:
         """Hand all to the system."""
@@ -135,7 +129,6 @@ class _Sink:
     def __init__(self, handle: int):
         self._handle, self._at, self._end = handle, 0, 0
         self.error: OSError | None = None
-        self.written = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
@@ -171,7 +164,6 @@ class _Sink:
         done = 0
         while done < len(data):
             done += os.pwrite(self._handle, data[done:], self._at + done)
-        self.written += len(data)
 
     def _try(self, call, *arguments):
         if self.error is not None:

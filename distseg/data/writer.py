@@ -90,7 +90,7 @@ class StoreWriter:
         Args:
             nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
         """
-        self._growing.check()
+        self._check_disk()
         if name in self._images:
             raise ValueError(f"two images have the name {name!r}: rename one")
         layout.check_name(name, str(self.path))
@@ -101,7 +101,7 @@ class StoreWriter:
         group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
-        self._images[name] = ImageWriter(group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._growing.check)
+        self._images[name] = ImageWriter(group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk)
         return self._images[name]
 
     def _finish(self) -> None:
@@ -112,9 +112,13 @@ class StoreWriter:
             if not pixels:
                 raise ValueError(f"band {band} has no data in any pixel of the split 'train': leave the band out, or say which number stands for no data (--nodata)")
         header.write(self.file, self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance, index)
-        self._growing.close()
         with room_told(self.path, self.partial):
+            self._growing.close()
             to_disk(self.partial)
             os.replace(self.partial, self.path)
             self._finished = True
             to_disk(self.path.parent)
+
+    def _check_disk(self) -> None:
+        with room_told(self.path, self.partial):
+            self._growing.check()

@@ -69,7 +69,7 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
 
     Args:
         written: what has grown so far.
-        needed: bytes that all of it takes, where that is known.
+        needed: bytes that all of it may take, where that is known.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
             raise
         grown = written.stat().st_size if written is not None and written.exists() else 0
         after = f" after {si(grown, 'B')} of it" if grown else ""
-        takes = f"it takes {si(needed, 'B')}, " if needed else ""
+        takes = f"it takes up to {si(needed, 'B')}, " if needed else ""
         words = f"{path} could not be written, {_FULL[code]}{after}: {takes}{si(free_bytes(path), 'B')} are free; make room, or choose another output"
         raise _no_room(code, words) from e
 

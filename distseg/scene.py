@@ -56,8 +56,8 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> 
         pixels = reader.read(box)
         if (bad := first_bad(pixels, absent(pixels, missing))) is not None:
             raise ValueError(
-                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: say that it stands for no data (--nodata={pixels[bad]}), "
-                "or replace it by a number, such as the band's mean"
+                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, such as by the band's mean, "
+                f"or say that it stands for no data: --nodata={pixels[bad]}"
             )
         return normalised(pixels, mean, std, missing)
 

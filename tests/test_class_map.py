@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(class_map.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"scene.1.partial could not be written, no space is left on its disk: it takes 155 kB, .*B are free; make room, or choose another output"):
+    with pytest.raises(OSError, match=r"scene.1.partial could not be written, no space is left on its disk: it takes up to 155 kB, .*B are free; make room, or choose another output"):
         started(tmp_path)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()

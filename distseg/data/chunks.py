@@ -134,10 +134,10 @@ class ChunkReader:
     def _unpacked(self, index: tuple[int, ...], data: memoryview) -> bytes:
         stream = zlib.decompressobj()
         try:
-            found = stream.decompress(data, self._bytes)
+            found = stream.decompress(data, self._bytes + 1)
         except zlib.error as e:
             raise self.damage(index, f"can not be unpacked ({e})") from None
-        if len(found) != self._bytes or not stream.eof and stream.decompress(stream.unconsumed_tail, 1):
+        if len(found) != self._bytes or not stream.eof:
             raise self.damage(index, "can not be unpacked (they are more or fewer than they should be)")
         return found
 

@@ -100,7 +100,7 @@ def _write_hdf5(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, 
 
 
 def _read_hdf5(path: Path) -> str | None:
-    with hdf5.opened(path, "") as f:
+    with hdf5.opened(path, "class map", "") as f:
         found = f.attrs.get(_KEY)
         return found if isinstance(found, str) else None
 

@@ -19,11 +19,11 @@ _LINKS = {h5py.SoftLink: "a soft link", h5py.ExternalLink: "a link into another 
 _VERSION = ("v110", "v110")  # of the format: the first one whose structures all have checksums
 
 
-def opened(path: str | Path, made_by: str) -> h5py.File:
+def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
     """A file to read, without locks.
 
     Args:
-        made_by: who writes such files, for the message.
+        what, made_by: such as ``store``, and who writes them, for the messages.
 
     Raises:
         FileNotFoundError: nothing there.
@@ -32,7 +32,7 @@ def opened(path: str | Path, made_by: str) -> h5py.File:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {path}: {made_by}") from None
+        raise FileNotFoundError(f"there is no {what} {path}: {made_by}") from None
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is no file but {_kind(mode)}: {made_by}")
     with open(path, "rb"):  # the system's own words where it may not be read

@@ -119,7 +119,7 @@ class ImageWriter:
             band, *inside = bad
             raise ValueError(
                 f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {position(box, inside)}: "
-                f"say that it stands for no data (--nodata={pixels[bad]}), or replace it by a number, and label the pixel as ignored"
+                f"replace it by a number, and label the pixel as ignored, or say that it stands for no data: --nodata={pixels[bad]}"
             )
 
     def _check_labels(self, box: Box, labels: np.ndarray) -> None:

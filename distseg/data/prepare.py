@@ -13,7 +13,7 @@ from distseg.data.pairs import SPLITS, Pair, find_pairs
 from distseg.data.readers import open_image, open_mask
 from distseg.data.store import Store
 from distseg.data.survey import Survey
-from distseg.data.writer import StoreWriter
+from distseg.data.writer import StoreWriter, bytes_of
 from distseg.disk import room
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, strips
@@ -64,8 +64,9 @@ def prepare_folder(
     provenance = {
         "images": str(images_dir), "masks": None if masks_dir is None else str(masks_dir), "seed": seed, "values": dict(values or {}), "nodata": to_json(nodata),
     }  # fmt: skip
-    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite)
-    room(Path(output), sum(Extents(pair.size).volume * pair.bands * pair.dtype.itemsize for pair in pairs), "the pixels of the store")
+    pixels, most = (sum(bytes_of(pair.size, pair.bands, pair.dtype, labels) for pair in pairs) for labels in (False, masks_dir is not None))
+    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, most)
+    room(Path(output), pixels, "the pixels of the store")
     _check_masks(pairs, classes, ignore, values or {}, absent)
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:

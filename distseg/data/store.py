@@ -135,7 +135,7 @@ class Store:
         return self._readers[name, what]
 
     def _open(self) -> None:
-        self._handle, self._process = hdf5.opened(self.path, _MADE_BY), os.getpid()
+        self._handle, self._process = hdf5.opened(self.path, "store", _MADE_BY), os.getpid()
         self._descriptor = os.dup(self._handle.id.get_vfd_handle())
         self._readers: dict[tuple[str, str], ChunkReader] = {}
         weakref.finalize(self, os.close, self._descriptor)

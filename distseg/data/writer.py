@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Sequence
+from typing import ContextManager, Sequence
 
 import numpy as np
 
@@ -16,6 +16,12 @@ from distseg.data.image_writer import ImageWriter
 from distseg.data.nodata import fitting
 from distseg.data.statistics import Moments
 from distseg.disk import locked, room_told, to_disk
+from distseg.extents import Extents
+
+
+def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, labels: bool) -> int:
+    """What an image takes in a store: its pixels, and at most that many labels."""
+    return Extents(size).volume * (bands * dtype.itemsize + labels)
 
 
 class StoreWriter:
@@ -27,6 +33,7 @@ class StoreWriter:
         ignore: label of pixels that count nowhere; no class has it.
         provenance: where the data come from; anything JSON can hold.
         overwrite: replace a store that is there.
+        expected: bytes that it may take, for the message of a full disk; by default those of the images added so far.
 
     Raises:
         FileExistsError: ``path`` is there and ``overwrite`` is not set.
@@ -42,7 +49,9 @@ class StoreWriter:
         ignore: int = 255,
         provenance: dict | None = None,
         overwrite: bool = False,
+        expected: int = 0,
     ):
+        self.expected, self._added = expected, 0
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         self.classes, self.ignore, self.provenance = list(classes), ignore, provenance or {}
         self.bands = [f"band{b}" for b in range(bands)] if isinstance(bands, int) else list(bands)
@@ -101,6 +110,7 @@ class StoreWriter:
         group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
+        self._added += bytes_of(size, len(self.bands), dtype, labels)
         self._images[name] = ImageWriter(group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk)
         return self._images[name]
 
@@ -112,7 +122,7 @@ class StoreWriter:
             if not pixels:
                 raise ValueError(f"band {band} has no data in any pixel of the split 'train': leave the band out, or say which number stands for no data (--nodata)")
         header.write(self.file, self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance, index)
-        with room_told(self.path, self.partial):
+        with self._room_told():
             self._growing.close()
             to_disk(self.partial)
             os.replace(self.partial, self.path)
@@ -120,5 +130,8 @@ class StoreWriter:
             to_disk(self.path.parent)
 
     def _check_disk(self) -> None:
-        with room_told(self.path, self.partial):
+        with self._room_told():
             self._growing.check()
+
+    def _room_told(self) -> ContextManager[None]:
+        return room_told(self.path, self.partial, max(self.expected, self._added))

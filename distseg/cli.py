@@ -26,6 +26,7 @@ register_type(Extents, serializer=str, deserializer=Extents)
 _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
 
 prepare   folders of images and masks, or blue-marble, into an HDF5 store
+check     read all of a store or of a run's checkpoints: is it what was written?
 train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
 evaluate  IoU, Dice and accuracy of a run on whole images, beside the colour baseline
 predict   class maps of whole images, in bounded memory
@@ -191,10 +192,20 @@ def _predict(arguments: list[str]) -> int:
     parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
     parser.add_argument("--split", type=str, default="test", help="Which of the store's images.")
     parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
+    parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in --images, such as -9999 or nan; by default what a TIFF file says of itself.")
     with job(lambda: _settled_run(parser, arguments)) as (config, flags, comm):
         from distseg.commands import run_predict
 
-        return run_predict(flags["run"], config, comm, flags["images"], flags["split"], flags["output"])
+        return run_predict(flags["run"], config, comm, flags["images"], flags["split"], flags["output"], flags["nodata"])
+
+
+def _check(arguments: list[str]) -> int:
+    parser = ArgumentParser(prog="distseg check", exit_on_error=False)
+    parser.add_argument("path", help="A store, a run's folder, or one of its checkpoints.")
+    parsed = _parse_plain(parser, arguments)
+    from distseg.commands import run_check
+
+    return run_check(parsed.path)
 
 
 def _plot(arguments: list[str]) -> int:
@@ -232,6 +243,8 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--classes", type=str | None, default=None, help="Names in the order of their labels: background,road,building.")
     parser.add_argument("--values", type=str | None, default=None, help="Mask values that stand for other labels: 255=1,128=2.")
     parser.add_argument("--ignore", type=int, default=255, help="Label of pixels that count nowhere.")
+    parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in images, such as -9999 or nan; by default what a TIFF file says of itself.")
+    parser.add_argument("--absent", type=str | None, default=None, help="Classes that may have no pixel in the masks: road,tree.")
     parser.add_argument("--split", type=str, default="0.8,0.1,0.1", help="Shares of train, val, test, where there are no folders of these names.")
     parser.add_argument("--seed", type=int, default=0, help="Of the split.")
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
@@ -275,6 +288,7 @@ def _in_a_line(error: Exception) -> str:
 
 _COMMANDS = {
     "prepare": _prepare,
+    "check": _check,
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,

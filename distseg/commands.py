@@ -6,12 +6,14 @@ import json
 from functools import partial
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from distseg.colour import baseline
 from distseg.config import Config
+from distseg.data import hdf5
+from distseg.data.check import check_store
 from distseg.data.class_files import Classes, are_there, paths_of
+from distseg.data.nodata import parse
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.evaluate import evaluate, score_rows
@@ -50,7 +52,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
     return 0
 
 
-def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str) -> int:
+def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str, nodata: str | None = None) -> int:
     """Write class maps of image files or of a split of the store."""
     predictor, manifest = load_predictor(run, config, world)
     settings, names = config.predict, manifest["data"]["classes"]
@@ -58,8 +60,11 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
     with together(world):
         network = network_identity(run, config, manifest)
+        if nodata is not None and not images:
+            raise ValueError(f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out")
         if images:
-            scenes = {Path(path).stem: partial(file_scene, path, manifest) for path in images}
+            missing = None if nodata is None else parse(nodata)
+            scenes = {Path(path).stem: partial(file_scene, path, manifest, missing) for path in images}
             if len(scenes) < len(images):
                 twice = next(path for path in images if sum(Path(other).stem == Path(path).stem for other in images) > 1)
                 raise ValueError(f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output")
@@ -98,9 +103,13 @@ def run_plot(what: str, paths: list[str], store: str | None, box: str | None, ou
 
 def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     name = Path(path).stem
-    with h5py.File(path) as f:
-        part = _box(box, f["classes"].shape)
-        found = f["classes"][part.slices]
+    with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
+        classes = hdf5.dataset(f, "classes")
+        if classes.shape != store.size(name) or classes.dtype != np.uint8:
+            sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))
+            raise ValueError("{} has {} pixels of {}, but the image {} of the store {}: give the store that was predicted".format(path, next(sizes), classes.dtype, name, next(sizes)))
+        part = _box(box, classes.shape)
+        found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
     plot_overlay(_rgb(store.read(name, part)), truth, found, store.classes, None, output, store.ignore, title=name)
 
@@ -168,8 +177,24 @@ def run_prepare(arguments) -> int:
         splits=_shares(arguments.split),
         seed=arguments.seed,
         overwrite=arguments.overwrite,
+        nodata=None if arguments.nodata is None else parse(arguments.nodata),
+        absent=arguments.absent.split(",") if arguments.absent else (),
     )
     return 0
+
+
+def run_check(path: str) -> int:
+    """Read all of a store, or of a run's checkpoints, and print what is damaged; 0 if nothing is, else 2."""
+    if Path(path).is_dir():
+        from distseg.train.checkpoint import check_run
+
+        findings = check_run(path)
+    else:
+        findings = check_store(path)
+    for line in findings:
+        print(line)
+    print(f"{path}: {f'{len(findings)} damaged' if findings else 'whole'}")
+    return 2 if findings else 0
 
 
 def _values(text: str | None) -> dict[int, int] | None:

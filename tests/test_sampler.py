@@ -110,6 +110,22 @@ def test_as_many_crops_as_cover_the_pixels_once(store):
     assert len(epoch_samples(store, "train", DataConfig(crop=Extents("32x48"), epoch_samples=10), 0, 0, 4)) == 3
 
 
+def test_images_smaller_than_the_crop_are_not_skipped(tmp_path):
+    """Nine images of 20x20 and one of 100x100, crop 50x50: 9 crops and 4 cover them; by the nominal crop it was 6, of which the small ones got 2."""
+    images = {f"s{k}": ("train", *random_image((20, 20), seed=k)) for k in range(9)}
+    store = made_store(tmp_path / "s.h5", images | {"big": ("train", *random_image((100, 100)))})
+    data = DataConfig(crop=Extents("50x50"))
+    assert len(epoch_samples(store, "train", data, 0, 0, 1)) == 9 + 4
+    drawn = Counter(s.image for epoch in range(300) for s in every(epoch_samples(store, "train", data, 0, epoch, 1)))
+    assert abs(drawn.pop("big") / 300 - 4) < 0.3 and len(drawn) == 9 and all(abs(count / 300 - 1) < 0.25 for count in drawn.values())
+
+
+@pytest.mark.parametrize("size, crop, count", [((40, 40), "50x50", 1), ((40, 100), "50x50", 2), ((40, 101), "50x50", 3), ((100, 40), "50x200", 2), ((7, 9), "7x9", 1)])
+def test_a_crop_counts_as_far_as_the_image_goes(tmp_path, size, crop, count):
+    store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image(size))})
+    assert len(epoch_samples(store, "train", DataConfig(crop=Extents(crop)), 0, 0, 1)) == count
+
+
 def test_images_are_drawn_by_their_pixels_and_crops_evenly(store):
     samples = every(epoch_samples(store, "train", DataConfig(crop=Extents("32x40"), epoch_samples=4000), 0, 0, 1))
     drawn = Counter(s.image for s in samples)

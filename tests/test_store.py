@@ -1,8 +1,13 @@
 """The HDF5 store: what goes in comes out, statistics by definition, and clear words for every bad file."""
 
+import errno
 import os
 import pickle
+import resource
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -11,6 +16,7 @@ from made_store import CLASSES, made_store, random_image, random_store, write_im
 
 from distseg.data.statistics import Moments
 from distseg.data.store import Store, StoreWriter
+from distseg.disk import NoRoom
 from distseg.geometry.tile import Box
 
 ODD = Box((13, 60), (77, 131))
@@ -139,6 +145,80 @@ def test_a_forked_process_and_a_pickled_store_open_it_anew(filled):
     assert np.array_equal(pickle.loads(pickle.dumps(store)).read("a", ODD), store.read("a", ODD))
 
 
+# no data
+
+
+def test_values_without_data_are_left_out_and_read_as_the_mean(tmp_path):
+    pixels = np.random.default_rng(0).normal(50, 7, (2, 40, 30)).astype("f4")
+    labels = np.zeros((40, 30), np.uint8)
+    pixels[:, :10] = pixels[1, 20, 5] = -9999
+    with StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
+        image = writer.add_image("a", (40, 30), "f4", "train", labels=True, nodata=-9999)
+        for rows in (slice(0, 17), slice(17, 40)):
+            image.write(Box((rows.start, 0), (rows.stop, 30)), pixels[:, rows], labels[rows])
+    store, whole = Store(tmp_path / "s.h5"), Box.whole((40, 30))
+    there = pixels != -9999
+    assert np.allclose(store.mean, [p[t].mean(dtype="f8") for p, t in zip(pixels, there)], rtol=1e-9)
+    assert np.allclose(store.std, [p[t].std(dtype="f8") for p, t in zip(pixels, there)], rtol=1e-9)
+    assert np.array_equal(store.read("a", whole), pixels) and (store.nodata("a"), store.missing("a")) == (-9999, 300)
+    normalised = store.read_normalised("a", whole)
+    assert (normalised[~there] == 0).all() and abs(normalised[there]).max() < 6
+    assert (store.labels("a", whole)[:10] == 255).all() and not store.labels("a", whole)[10:].any()
+    assert store.class_counts("a") == [900, 0, 0] and store.block_counts("a").sum() == 900
+
+
+@pytest.mark.parametrize("dtype, value", [("f4", np.nan), ("f4", -3.4028234663852886e38), ("f8", -1.797e308), ("f4", np.inf), ("u1", 0), (">i2", -32768), ("i8", 2**62)])
+def test_any_number_may_stand_for_no_data(tmp_path, dtype, value):
+    pixels = np.arange(1, 201).reshape(1, 10, 20).astype(dtype)
+    pixels[0, 3] = value
+    with StoreWriter(tmp_path / "s.h5", CLASSES, 1) as writer:
+        writer.add_image("a", (10, 20), dtype, "train", labels=False, nodata=value).write(Box.whole((10, 20)), pixels)
+    store = Store(tmp_path / "s.h5")
+    there = np.arange(10) != 3
+    assert np.allclose(store.mean, pixels[:, there].astype("f8").mean()) and store.missing("a") == 20
+    found = store.read_normalised("a", Box.whole((10, 20)))
+    assert (found[:, 3] == 0).all() and np.isfinite(found).all() and np.allclose(found[:, there].std(), 1)
+    assert np.array_equal(pickle.loads(pickle.dumps(store)).nodata("a"), store.nodata("a"), equal_nan=dtype == "f4")
+
+
+def test_a_number_that_no_pixel_can_have_is_nothing(tmp_path):
+    with StoreWriter(tmp_path / "s.h5", CLASSES, 1) as writer:
+        image = writer.add_image("a", (10, 20), "u1", "train", labels=False, nodata=-9999)
+        image.write(Box.whole((10, 20)), np.zeros((1, 10, 20), np.uint8))
+    assert Store(tmp_path / "s.h5").nodata("a") is None
+
+
+def test_a_band_without_any_data(tmp_path):
+    with pytest.raises(ValueError, match="band red has no data in any pixel of the split 'train'"), StoreWriter(tmp_path / "s.h5", CLASSES, ["red"]) as writer:
+        writer.add_image("a", (10, 20), "f4", "train", labels=False, nodata=np.nan).write(Box.whole((10, 20)), np.full((1, 10, 20), np.nan, "f4"))
+
+
+# blocks in any order
+
+
+def test_chunks_are_whole_however_they_were_written(tmp_path):
+    """Blocks that cut through chunks, in any order, make the same file as one block."""
+    pixels, labels = random_image((300, 530))
+    cuts = [Box((a, b), (c, d)) for a, c in ((0, 100), (100, 257), (257, 300)) for b, d in ((0, 13), (13, 400), (400, 530))]
+    with StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
+        image = writer.add_image("a", (300, 530), "u1", "train", True)
+        for k in np.random.default_rng(0).permutation(len(cuts)):
+            image.write(cuts[k], pixels[(slice(None), *cuts[k].slices)], labels[cuts[k].slices])
+    once = made_store(tmp_path / "t.h5", {"a": ("train", pixels, labels)})
+    store, whole = Store(tmp_path / "s.h5"), Box.whole((300, 530))
+    assert np.array_equal(store.read("a", whole), pixels) and np.array_equal(store.labels("a", whole), labels)
+    assert store._images["a"].digests == once._images["a"].digests
+
+
+def test_the_digest_tells_stores_apart(tmp_path):
+    pixels, labels = random_image((60, 50))
+    stores = {"same": (pixels, labels), "again": (pixels, labels), "pixel": (pixels.copy(), labels), "label": (pixels, labels.copy())}
+    stores["pixel"][0][0, 30, 30] ^= 1
+    stores["label"][1][30, 30] = 2
+    digests = {name: made_store(tmp_path / f"{name}.h5", {"a": ("val", *both), "b": ("train", pixels, labels)}).digest for name, both in stores.items()}
+    assert digests["same"] == digests["again"] and len(set(digests.values())) == 3
+
+
 # bad files
 
 
@@ -182,7 +262,7 @@ def test_a_newer_version(tmp_path):
     random_store(tmp_path / "s.h5", train=[(30, 30)])
     with h5py.File(tmp_path / "s.h5", "r+") as f:
         f.attrs["version"] = 99
-    with pytest.raises(ValueError, match="version 99, this distseg reads up to 1: update"):
+    with pytest.raises(ValueError, match="version 99, this distseg reads up to 2: update"):
         Store(tmp_path / "s.h5")
 
 
@@ -324,19 +404,47 @@ def test_a_store_has_one_writer(tmp_path):
     assert (Store(tmp_path / "s.h5").read("a", Box.whole((60, 50))) == 1).all()
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    writer = StoreWriter(tmp_path / "s.h5", ["x", "y"], 1)
-    with pytest.raises(OSError, match="s.h5 could not be written .*No space left.* is there room on its disk"):
-        with writer:
-            close = writer.file.close
+@pytest.mark.parametrize("share", [0, 0.003, 0.1, 0.5, 0.8, 0.9, 0.95, 0.99, 0.9999])
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, share):
+    """HDF5 crashes where it meets one itself, at the latest when Python ends: so it is not told."""
+    random_store(tmp_path / "s.h5", train=[(97, 131)])
+    room, written = share * (tmp_path / "s.h5").stat().st_size, os.pwrite
+    (tmp_path / "s.h5").unlink()
 
-            def failing():
-                close()
-                raise RuntimeError("Can't decrement id ref count (file write failed: No space left on device)")
+    def full(handle, data, offset):
+        if offset + len(data) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(handle, data, offset)
 
-            monkeypatch.setattr(writer.file, "close", failing)
-            raise OSError("Can't write data (No space left on device)")
+    monkeypatch.setattr(os, "pwrite", full)
+    words = "s.h5 could not be written, no space is left on its disk.*: it takes up to .*B, .*B are free; make room, or choose another output"
+    with pytest.raises(NoRoom, match=words):
+        random_store(tmp_path / "s.h5", train=[(97, 131)])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_in_a_process_of_its_own(tmp_path):
+    """With the system's own errors; the process must end by itself."""
+    code = "import sys; sys.path.insert(0, sys.argv[2]); from made_store import random_store; random_store(sys.argv[1], train=[(97, 131)] * 3)"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    found = subprocess.run([sys.executable, "-c", code, tmp_path / "s.h5", Path(__file__).parent], preexec_fn=limit, capture_output=True, text=True)
+    assert found.returncode == 1 and "NoRoom: " in found.stderr and "s.h5 could not be written, files may not grow so large here" in found.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_writer_left_is_taken_over(tmp_path):
+    (tmp_path / "s.h5.partial").write_bytes(b"half a store" * 10_000)
+    assert random_store(tmp_path / "s.h5", train=[(30, 30)]).size("train0") == (30, 30)
+    assert [p.name for p in tmp_path.iterdir()] == ["s.h5"]
+
+
+@pytest.mark.parametrize("plant", [lambda path, other: path.symlink_to(other), lambda path, _: os.mkfifo(path), lambda path, _: path.mkdir()])
+def test_a_planted_name_leads_nowhere(tmp_path, plant):
+    (tmp_path / "precious").write_text("mine")
+    plant(tmp_path / "s.h5.partial", tmp_path / "precious")
+    with pytest.raises(FileExistsError, match="s.h5.partial is a link, a folder or a device"):
+        random_store(tmp_path / "s.h5", train=[(30, 30)])
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_folder_of_the_stores_name(tmp_path):

@@ -6,13 +6,16 @@ By its identity a result is told to be there already; a file without one is some
 from __future__ import annotations
 
 import json
+import os
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator, Mapping, Sequence
 
-import h5py
 import numpy as np
 
+from distseg.data import hdf5
+from distseg.data.layout import check_name
 from distseg.data.readers import pillow
 from distseg.disk import whole
 from distseg.geometry.tile import Box, strips
@@ -34,8 +37,9 @@ def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int
     """The files of an image's result. A PNG of a volume or a giant is left out.
 
     Raises:
-        ValueError: a format that can't hold the result, or whose package is missing.
+        ValueError: a format that can't hold the result, or whose package is missing; a name that would lead out of the folder.
     """
+    check_name(name, "a class map is named after its image")
     if probabilities and "hdf5" not in formats:
         raise ValueError(f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: add hdf5, or leave probabilities out")
     if "tiff" in formats:
@@ -60,13 +64,13 @@ def are_there(paths: Sequence[Path], identity: str) -> bool:
     Raises:
         FileExistsError: one is there that is no class map of ours.
     """
-    found = [_identity_in(path) for path in paths if path.exists()]
+    found = [_identity_in(path) for path in paths if os.path.lexists(path)]
     return len(found) == len(paths) and all(other == identity for other in found)
 
 
 def _identity_in(path: Path) -> str:
     try:
-        found = _READ[path.suffix](path)
+        found = _READ[path.suffix](path) if path.is_file() else None
     except Exception:  # whatever a decoder throws: not ours
         found = None
     if not isinstance(found, str):
@@ -79,24 +83,26 @@ def _chunk_rows(size: tuple[int, ...]) -> Iterator[slice]:
 
 
 def _write_hdf5(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
-    with h5py.File(path, "w") as f:
-        found = arrays["classes"]
+    with open(path, "r+b") as file, hdf5.Growing(path, file.fileno()) as growing:
+        f, found = growing.file, arrays["classes"]
         chunks = tuple(min(_EDGE, n) for n in found.shape)
         f.attrs["class_names"] = classes.names
         f.attrs[_KEY] = identity
-        f.create_dataset("classes", found.shape, "u1", chunks=chunks, compression="gzip", compression_opts=1)
+        f.create_dataset("classes", found.shape, "u1", chunks=chunks, compression="gzip", compression_opts=1, fletcher32=True)
         if "probabilities" in arrays:
-            f.create_dataset("probabilities", arrays["probabilities"].shape, "f2", chunks=(1, *chunks), compression="lzf")
+            f.create_dataset("probabilities", arrays["probabilities"].shape, "f2", chunks=(1, *chunks), compression="lzf", fletcher32=True)
         for rows in _chunk_rows(found.shape):
             f["classes"][rows] = found[rows]
             if "probabilities" in arrays:
                 f["probabilities"][:, rows] = arrays["probabilities"][:, rows]
+            growing.check()
             advance(found[rows].size)
 
 
 def _read_hdf5(path: Path) -> str | None:
-    with h5py.File(path) as f:
-        return f.attrs.get(_KEY)
+    with hdf5.opened(path, "class map", "") as f:
+        found = f.attrs.get(_KEY)
+        return found if isinstance(found, str) else None
 
 
 def _write_tiff(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:

@@ -1,8 +1,8 @@
 """A class map on its way to disk, tile by tile: what is there survives an interruption, and half of it never looks like the whole.
 
-While it grows it is a folder ``NAME.partial`` of plain arrays and a record of the tiles that are done. A tile is recorded once its
-pixels are on the disk, so whoever takes the folder up again need not doubt what the record says. When all tiles are there the
-result is packed into files (:mod:`distseg.data.class_files`), each of which takes its name in one step.
+While it grows it is a folder ``NAME.partial`` of plain arrays and a record of the tiles that are done, with a checksum of each. A tile is
+recorded once its pixels are on the disk; whoever takes the folder up again computes those anew that are not what the record says. When all
+tiles are there the result is packed into files (:mod:`distseg.data.class_files`), each of which takes its name in one step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import mmap
 import os
 import shutil
 import time
+import zlib
 from pathlib import Path
 from typing import Callable, Sequence
 
 import numpy as np
 
 from distseg.data import class_files
-from distseg.disk import locked
+from distseg.disk import NoRoom, locked, opened_plain, room, room_told
 from distseg.geometry.tile import Box
 
 _FLUSH = 2.0  # seconds after which what was written goes to the disk and into the record
+_DONE = 1 << 32  # in the record, beside a tile's checksum
 
 
 def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: int) -> str:
@@ -41,22 +43,30 @@ class PartialMap:
 
     Raises:
         BlockingIOError: another process is at work on it.
-        OSError: the disk has no room for the arrays, before anything is computed.
+        FileExistsError: a link, or another thing than our own, has the name of the folder or of a file in it.
+        NoRoom: the disk has no room for the arrays, before anything is computed.
     """
 
     def __init__(self, folder: Path, identity: str, size: tuple[int, ...], tiles: list[Box], likely: int = 0):
         self.folder, self.identity, self.size, self.tiles, self.likely = folder, identity, size, tiles, likely
-        folder.mkdir(parents=True, exist_ok=True)
+        pixels = int(np.prod(size))
+        self._bytes = {"classes": pixels, "probabilities": 2 * likely * pixels, "done": 8 * len(tiles)}
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.is_symlink() or folder.exists() and not folder.is_dir():
+            raise FileExistsError(f"{folder} is a link or no folder, where distseg keeps a result on its way: remove it, or name another --output")
+        folder.mkdir(exist_ok=True)
         self._lock = locked(folder / "lock", folder)
         self.taken_up = self._is_same()
         if not self.taken_up:
             self._begin()
-        self._record = np.memmap(folder / "done", np.uint8, "r+", shape=(len(tiles),))
-        self._arrays = {"classes": np.memmap(folder / "classes", np.uint8, "r+", shape=size)}
+        self._record = self._map("done", np.uint64, (len(tiles),))
+        self._arrays = {"classes": self._map("classes", np.uint8, size)}
         if likely:
-            self._arrays["probabilities"] = np.memmap(folder / "probabilities", np.float16, "r+", shape=(likely, *size))
-        self._waiting: list[int] = []
+            self._arrays["probabilities"] = self._map("probabilities", np.float16, (likely, *size))
+        self._waiting: dict[int, int] = {}  # tiles that are written, and their checksums
         self._flushed = time.monotonic()
+        if self.taken_up:
+            self._forget_damaged()
 
     @property
     def missing(self) -> list[int]:
@@ -69,7 +79,7 @@ class PartialMap:
         self._arrays["classes"][at] = classes
         if self.likely:
             self._arrays["probabilities"][(slice(None), *at)] = probabilities
-        self._waiting.append(number)
+        self._waiting[number] = self._sum(number)
         if time.monotonic() - self._flushed > _FLUSH:
             self.flush()
 
@@ -77,8 +87,8 @@ class PartialMap:
         """First the pixels to the disk, then their tiles into the record."""
         for array in self._arrays.values():
             array.flush()
-            array._mmap.madvise(mmap.MADV_DONTNEED)  # what is on the disk need not stay in this process's memory
-        self._record[self._waiting] = 1
+        self._leave_memory()
+        self._record[list(self._waiting)] = list(self._waiting.values())
         self._record.flush()
         self._waiting.clear()
         self._flushed = time.monotonic()
@@ -110,24 +120,55 @@ class PartialMap:
         self._arrays.clear()
         self._record = None
 
+    def _map(self, name: str, dtype, shape: tuple[int, ...]) -> np.memmap:
+        with os.fdopen(opened_plain(self.folder / name), "r+b") as file:
+            return np.memmap(file, dtype, "r+", shape=shape)
+
+    def _sum(self, number: int) -> int:
+        """Of a tile as it is in the arrays; never 0, which says that it is not done."""
+        at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
+        for array in self._arrays.values():
+            found = zlib.crc32(np.ascontiguousarray(array[(..., *at)]), found)
+        return _DONE | found
+
+    def _forget_damaged(self) -> None:
+        """Tiles that are not what the record says count as missing: they are computed anew."""
+        for number in np.flatnonzero(self._record):
+            if int(self._record[number]) != self._sum(int(number)):
+                self._record[number] = 0
+        self._leave_memory()
+
+    def _leave_memory(self) -> None:
+        """What is on the disk need not stay in this process's memory."""
+        for array in self._arrays.values():
+            array._mmap.madvise(mmap.MADV_DONTNEED)
+
     def _is_same(self) -> bool:
         try:
-            return (self.folder / "identity").read_text() == self.identity
+            with os.fdopen(opened_plain(self.folder / "identity", os.O_RDONLY), "rb") as file:
+                same = file.read(2 * len(self.identity)) == self.identity.encode()
+            return same and all((self.folder / name).stat().st_size == count for name, count in self._bytes.items() if count)
+        except FileExistsError:
+            raise
         except OSError:
             return False
 
     def _begin(self) -> None:
         self._clear()
-        pixels = int(np.prod(self.size))
+        needed = sum(self._bytes.values())
         try:
-            for name, count in (("classes", pixels), ("probabilities", 2 * self.likely * pixels), ("done", len(self.tiles))):
-                with open(self.folder / name, "wb") as file:
-                    if count:
-                        os.posix_fallocate(file.fileno(), 0, count)
-        except OSError as e:
+            room(self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way")
+            with room_told(self.folder, needed=needed):
+                for name, count in self._bytes.items():
+                    self._make(name, count)
+                self._make("identity", 0, self.identity.encode())  # last: without it the folder counts for nothing
+        except NoRoom:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise OSError(
-                f"the class map of {pixels} pixels does not fit {self.folder.parent} ({e.strerror}; it takes {(1 + 2 * self.likely) * pixels / 1e9:.2f} GB while it "
-                "grows): make room, or name another --output"
-            ) from None
-        (self.folder / "identity").write_text(self.identity)  # last: without it the folder counts for nothing
+            raise
+
+    def _make(self, name: str, count: int, content: bytes = b"") -> None:
+        """A file of ``count`` bytes that the disk has room for, or with a content."""
+        with os.fdopen(opened_plain(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "wb") as file:
+            if count:
+                os.posix_fallocate(file.fileno(), 0, count)
+            file.write(content)

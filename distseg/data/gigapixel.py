@@ -13,6 +13,7 @@ import numpy as np
 
 from distseg.data.blue_marble import MASK_SIZE, land_mask, source_folder
 from distseg.data.prepare import chunk_strips, summary
+from distseg.data.readers import pillow
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
@@ -52,10 +53,8 @@ class Earth:
     """The Earth at a size of (height, width) pixels, row by row."""
 
     def __init__(self, size: tuple[int, int]):
-        from PIL import Image
-
         folder, self.size = source_folder(), size
-        with Image.open(folder / "bmng.jpg") as image:
+        with pillow(folder / "bmng.jpg") as image:
             self.grey = np.asarray(image.convert("L"))
         self.land = land_mask(folder / "lsmask_1.25min_f.bin", MASK_SIZE) == 1
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Callable
+
 import h5py
 import numpy as np
 
 from distseg.data import layout
+from distseg.data.chunks import ChunkWriter
+from distseg.data.header import Entry
+from distseg.data.nodata import absent
 from distseg.data.statistics import ClassCounts, Moments
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -19,54 +24,81 @@ class ImageWriter:
 
     Args:
         bands, classes: names.
+        nodata: the number that stands for no data in its pixels; None for none.
         moments: takes the pixels of a training image, None for others.
+        check: raises what the disk has said.
     """
 
     def __init__(
         self,
         group: h5py.Group,
         name: str,
+        split: str,
         size: tuple[int, ...],
         dtype: np.dtype,
         labels: bool,
         bands: list[str],
         classes: list[str],
         ignore: int,
+        nodata: int | float | None,
         moments: Moments | None,
+        check: Callable[[], None],
     ):
-        self.name, self.size, self.dtype, self.bands, self.classes, self.ignore = name, size, dtype, bands, classes, ignore
-        self.group, self.moments, self.missing = group, moments, Box.whole(size).pixels
+        self._check_disk = check
+        self.name, self.split, self.size, self.dtype, self.bands, self.classes, self.ignore = name, split, size, dtype, bands, classes, ignore
+        self.group, self.nodata, self.moments, self.missing = group, nodata, moments, Box.whole(size).pixels
         self.counts = ClassCounts(len(classes), size) if labels else None
+        self.without_data = 0  # pixels
         shape = (len(bands), *size)
-        group.create_dataset("pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize))
+        pixels = group.create_dataset("pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize))
+        self._chunks = {"pixels": ChunkWriter(pixels)}
         if labels:
-            group.create_dataset("labels", size, "u1", chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
+            chunk = layout.label_chunk(size)
+            self._chunks["labels"] = ChunkWriter(group.create_dataset("labels", size, "u1", chunks=chunk, compression="gzip", compression_opts=1))
+        self._digests: dict[str, str] = {}
 
     def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None) -> None:
-        """Pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type."""
+        """Pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type.
+
+        A pixel without data in any band is ignored, whatever its label.
+        """
         self._check_shapes(box, pixels, labels)
-        self._check_pixels(box, pixels)
-        self.group["pixels"][(slice(None), *box.slices)] = pixels
+        missing = absent(pixels, self.nodata)
+        self._check_pixels(box, pixels, missing)
+        nothing = None if missing is None else missing.all(0)
+        self._chunks["pixels"].write(Box((0, *box.start), (len(self.bands), *box.stop)), pixels)
         if labels is not None:
             self._check_labels(box, labels)
-            self.group["labels"][box.slices] = labels
+            labels = labels.astype(np.uint8)
+            if nothing is not None:
+                labels[nothing] = self.ignore
+            self._chunks["labels"].write(box, labels)
             self.counts.add(box, labels)
         if self.moments:
-            self.moments.add(pixels)
+            self.moments.add(pixels, missing)
+        self.without_data += 0 if nothing is None else int(nothing.sum())
         self.missing -= box.pixels
-        if not self.missing and self.counts:
-            self._write_counts()
+        if not self.missing:
+            self._finish()
+        self._check_disk()
 
-    def entry(self) -> dict:
-        """The image's line in the index, but for its split; ValueError unless all of it is written."""
+    def entry(self) -> Entry:
+        """The image's line in the index; ValueError unless all of it is written."""
         if self.missing:
             raise ValueError(f"image {self.name!r}: {self.missing} of its {Extents(self.size)} pixels were never written")
         totals = self.counts.totals if self.counts else None
-        return dict(name=self.name, size=self.size, dtype=self.dtype.str, labels=self.counts is not None, counts=totals)
+        return Entry(self.name, self.split, self.size, self.dtype, self.counts is not None, totals, self.nodata, self.without_data, self._digests)
 
-    def _write_counts(self) -> None:
-        self.group.create_dataset("counts", data=self.counts.table, dtype="u4", compression="gzip", compression_opts=1)
-        self.counts.forget()
+    def _finish(self) -> None:
+        for what, chunks in self._chunks.items():
+            self.group.create_dataset(f"sums/{what}", data=chunks.sums)
+            self._digests[what] = layout.digest(chunks.sums)
+        self._chunks.clear()
+        if self.counts:
+            table = self.counts.table.astype("<u4")
+            self.group.create_dataset("counts", data=table, compression="gzip", compression_opts=1)
+            self._digests["counts"] = layout.digest(table)
+            self.counts.forget()
 
     def _check_shapes(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None) -> None:
         if len(box.start) != len(self.size) or not Box.whole(self.size).contains(box) or min(box.size) < 1:
@@ -80,14 +112,14 @@ class ImageWriter:
         if labels is not None and labels.shape != box.size:
             raise ValueError(f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got {labels.shape}")
 
-    def _check_pixels(self, box: Box, pixels: np.ndarray) -> None:
+    def _check_pixels(self, box: Box, pixels: np.ndarray, missing: np.ndarray | None) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):
             raise ValueError(f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with")
-        if (bad := first_bad(pixels)) is not None:
+        if (bad := first_bad(pixels, missing)) is not None:
             band, *inside = bad
             raise ValueError(
                 f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {position(box, inside)}: "
-                "replace it by a number, and label the pixel as ignored"
+                f"replace it by a number, and label the pixel as ignored, or say that it stands for no data: --nodata={pixels[bad]}"
             )
 
     def _check_labels(self, box: Box, labels: np.ndarray) -> None:
@@ -104,13 +136,16 @@ class ImageWriter:
             )
 
 
-def first_bad(pixels: np.ndarray) -> tuple[int, ...] | None:
-    """The index of the first number that is none, or stands for no data; None where all are fine."""
+def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
+    """The index of the first number that is none, or must stand for no data, but is not known to (``missing``); None where all are fine."""
     if pixels.dtype.kind != "f":
         return None
     fine = np.isfinite(pixels)
     if pixels.dtype.itemsize > 2:
-        fine &= np.abs(pixels) < _LARGEST
+        with np.errstate(invalid="ignore"):
+            fine &= np.abs(pixels) < _LARGEST
+    if missing is not None:
+        fine |= missing
     return None if fine.all() else tuple(int(i) for i in np.argwhere(~fine)[0])
 
 

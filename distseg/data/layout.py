@@ -2,19 +2,30 @@
 
 ::
 
-    attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std
-    index                 JSON: a list of images, each with name, split, size, dtype, labels, counts (pixels of each class)
+    attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std, digest
+    index                 JSON: a list of images, each with name, split, size, dtype, labels, counts (pixels of each class), nodata
+                          (the number that stands for no data, null for none), missing (pixels without data), digests
     provenance            JSON: where the data come from
     images/NAME/pixels    (C, *size), any integer or float type, in chunks for reading windows, not compressed:
                           measured on the Blue Marble, lzf halves the file and makes reading a window five times slower
     images/NAME/labels    (*size) uint8, gzip 1: a fortieth of the size, as quick as raw
     images/NAME/counts    (classes, *blocks) uint32, pixels of each class in blocks of ``block`` pixels a side
+    images/NAME/sums      of ``pixels`` and of ``labels``: XXH3, 64 bits, of each chunk as it is stored
+
+Everything is under a checksum: a chunk under its own in ``sums``, so that a chunk in another's place is found too; the sums, and the
+counts, under those in the image's entry of the index (``digests``); index, provenance and attributes under ``digest``, which so tells stores
+of different content apart. Digests are XXH3 of 128 bits: they find damage, they are no signature. HDF5's own structures have checksums too.
+
+Version 1 had no checksums, and neither ``nodata`` nor ``missing``.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import xxhash
+
 FORMAT = "distseg store"
-VERSION = 1
+VERSION = 2
 BLOCK = 64
 LAYOUT = "channels first: images/NAME/pixels (bands, *size), images/NAME/labels (*size), size slowest first (depth, height, width)"
 _CHUNK_PIXELS = 256 * 256
@@ -39,3 +50,25 @@ def pixel_chunk(bands: int, size, itemsize: int) -> tuple[int, ...]:
 def blocks(size) -> tuple[int, ...]:
     """The number of blocks along each dim."""
     return tuple(-(-n // BLOCK) for n in size)
+
+
+def chunk_sum(data) -> int:
+    """The checksum of a chunk as it is stored."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def digest(data: bytes | np.ndarray) -> str:
+    """Of a table, in C order and little endian, or of a text."""
+    if isinstance(data, np.ndarray):
+        data = np.ascontiguousarray(data, data.dtype.newbyteorder("<")).tobytes()
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse the name of an image that could lead files named after it elsewhere, or that no file could have.
+
+    Raises:
+        ValueError: naming ``where`` it is from.
+    """
+    if name in ("", ".", "..") or "/" in name or not name.isprintable() and any(ord(c) < 32 or ord(c) == 127 for c in name):
+        raise ValueError(f"{where}: the name of an image is not empty, no '.' or '..', and has no '/' or control characters, got {name!r}: rename it")

@@ -26,6 +26,7 @@ class Pair:
     size: tuple[int, ...]
     bands: int
     dtype: np.dtype
+    nodata: int | float | None = None  # the number that stands for no data, where the file says so
 
 
 def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None) -> list[Pair]:
@@ -115,7 +116,7 @@ def _opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pai
         size = open_mask(mask, len(reader.size)).size
         if size != reader.size:
             raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(size)}: they must lie on each other")
-    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype)
+    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata)
 
 
 def _check_alike(pairs: list[Pair]) -> None:

@@ -8,16 +8,20 @@ from typing import Iterator, Mapping, Sequence
 import numpy as np
 
 from distseg.data.layout import chunk_edge
+from distseg.data.nodata import fitting, to_json
 from distseg.data.pairs import SPLITS, Pair, find_pairs
 from distseg.data.readers import open_image, open_mask
 from distseg.data.store import Store
-from distseg.data.writer import StoreWriter
+from distseg.data.survey import Survey
+from distseg.data.writer import StoreWriter, bytes_of
+from distseg.disk import room
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, strips
 from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
 
 _STRIP_BYTES, _STRIP_PIXELS = 64 << 20, 4 << 20  # what counting classes takes is about 40 bytes a pixel
+_LONG = 1 << 30  # pixels of masks, from which on looking at them is shown
 
 
 def prepare_folder(
@@ -32,6 +36,8 @@ def prepare_folder(
     overwrite: bool = False,
     bands: Sequence[str] | None = None,
     dims: int | None = None,
+    nodata: int | float | None = None,
+    absent: Sequence[str] = (),
 ) -> Store:
     """Write the store ``output`` and print what is in it.
 
@@ -45,25 +51,36 @@ def prepare_folder(
         values: mask values that stand for other labels, such as {255: 1}; the rest are labels as they are.
         bands: names of the bands.
         dims: 3 for volumes in npy files without a band axis or in TIFF files of unnamed pages.
+        nodata: the number that stands for no data in all images; by default what each TIFF file says of itself.
+        absent: classes that may have no pixel.
 
     Raises:
         ValueError, FileNotFoundError: what is wrong with which file. Nothing is left behind.
+        NoRoom: the disk has no room for the pixels, before anything is written, or for the rest of the store.
     """
     pairs = find_pairs(Path(images_dir), None if masks_dir is None else Path(masks_dir), splits, seed, dims)
     _check_bands(bands, pairs[0])
-    provenance = {"images": str(images_dir), "masks": None if masks_dir is None else str(masks_dir), "seed": seed, "values": dict(values or {})}
-    with StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite) as writer:
+    _check_nodata(nodata, pairs[0])
+    provenance = {
+        "images": str(images_dir), "masks": None if masks_dir is None else str(masks_dir), "seed": seed, "values": dict(values or {}), "nodata": to_json(nodata),
+    }  # fmt: skip
+    pixels, most = (sum(bytes_of(pair.size, pair.bands, pair.dtype, labels) for pair in pairs) for labels in (False, masks_dir is not None))
+    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, most)
+    room(Path(output), pixels, "the pixels of the store")
+    _check_masks(pairs, classes, ignore, values or {}, absent)
+    with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                _copy(pair, writer, values or {}, dims, shown)
+                _copy(pair, writer, values or {}, dims, pair.nodata if nodata is None else nodata, shown)
     store = Store(output)
     print(summary(store))
     return store
 
 
 def summary(store: Store) -> str:
-    """A table: of each split the images, their sizes and pixels, and the share of each class among the labelled."""
-    return f"{store.path}\n" + table([_row(store, split) for split in sorted(store.splits, key=_split_order)])
+    """A table: of each split the images, their sizes and pixels, the share of each class among the labelled, and of pixels without data; and notes."""
+    splits = sorted(store.splits, key=_split_order)
+    return "\n".join([store.path, table([_row(store, split) for split in splits]), *_notes(store, splits)])
 
 
 def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
@@ -76,10 +93,23 @@ def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
         raise ValueError(f"{len(bands)} bands are named ({', '.join(bands)}), but {pair.image} has {pair.bands}")
 
 
-def _copy(pair: Pair, writer: StoreWriter, values: Mapping[int, int], dims: int | None, shown: SilentProgress) -> None:
+def _check_nodata(value: int | float | None, pair: Pair) -> None:
+    if value is not None and fitting(value, pair.dtype) is None:
+        raise ValueError(f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can be that: leave it out, or name another number")
+
+
+def _check_masks(pairs: Sequence[Pair], classes: Sequence[str], ignore: int, values: Mapping[int, int], absent: Sequence[str]) -> None:
+    if all(pair.mask is None for pair in pairs):
+        return
+    pixels = sum(Extents(pair.size).volume for pair in pairs)
+    with progress(len(pairs), "mask", "looking for each class, until it is found", enabled=pixels > _LONG) as shown:
+        Survey(pairs, classes, ignore, values, absent, shown).check()
+
+
+def _copy(pair: Pair, writer: StoreWriter, values: Mapping[int, int], dims: int | None, nodata: int | float | None, shown: SilentProgress) -> None:
     image = open_image(pair.image, dims)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
-    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None)
+    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=nodata)
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
         target.write(box, image.read(box), None if mask is None else mapped(mask.read(box)[0], values))
         shown.advance(0, pixels=box.pixels)
@@ -110,4 +140,21 @@ def _row(store: Store, split: str) -> dict:
         counts = np.sum(labelled, axis=0)
         row.update({name: f"{count / max(1, counts.sum()):.3%}" for name, count in zip(store.classes, counts)})
         row["no label"] = f"{1 - counts.sum() / pixels:.3%}"
+    if any(store.missing(name) for name in names):
+        row["no data"] = f"{sum(store.missing(name) for name in names) / pixels:.3%}"
     return row
+
+
+def _notes(store: Store, splits: list[str]) -> list[str]:
+    """What may surprise whoever trains on it: classes without a pixel."""
+    counts = {split: [store.class_counts(name) for name in store.split(split) if store.has_labels(name)] for split in splits}
+    totals = {split: np.sum(found, axis=0) for split, found in counts.items() if found}
+    notes = []
+    for k, name in enumerate(store.classes):
+        without = [split for split, found in totals.items() if not found[k]]
+        if totals and len(without) == len(totals):
+            notes.append(f"note: no pixel of the store is {name}: it can be neither learnt nor measured")
+        elif without:
+            what = "be learnt" if "train" in without else "be measured there"
+            notes.append(f"note: no pixel of {' and '.join(without)} is {name}: it can not {what}")
+    return notes

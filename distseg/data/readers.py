@@ -1,21 +1,29 @@
 """Opens an image file of any common format as something that hands out boxes: ``open_image(path).read(box)``.
 
 TIFF and npy files are read box by box. PNG and JPEG can only be decoded whole: that happens at the first read, and the
-decoded image is kept until the reader is dropped.
+decoded image is kept until the reader is dropped. What a header says is believed as far as the file's own bytes can carry it.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import numpy as np
 
+from distseg.data.nodata import fitting, parse
+from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.geometry.tile import Box
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
 _MOST_TRAILING_BANDS = 4
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # which Pillow may open; others start programs (EPS), or are read another way (TIFF)
+_TIFF = ("TIFF",)
+_NODATA_TAG = 42113  # GDAL's
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class Reader:
@@ -25,6 +33,7 @@ class Reader:
     bands: int
     dtype: np.dtype
     coded = False  # its numbers stand for colours
+    nodata: int | float | None = None  # the number that stands for no data, where the file says so
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -51,6 +60,10 @@ def open_image(path: str | Path, dims: int | None = None) -> Reader:
     reader = _opened(Path(path), dims)
     if reader.coded:
         raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
+    if reader.dtype.kind not in "iuf":
+        raise ValueError(f"{path} holds {reader.dtype}, but pixels are whole or real numbers: convert it")
+    if not reader.bands or min(reader.size, default=0) < 1:
+        raise ValueError(f"{path} has no pixels: {reader.bands} bands of {'x'.join(map(str, reader.size))}")
     return reader
 
 
@@ -73,7 +86,8 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     path = Path(path)
     reader = _opened(path, dims)
     if isinstance(reader, PillowReader) and not reader.coded:
-        reader = PillowReader(path, palette=True)
+        with readable(path):
+            reader = PillowReader(path, palette=True, tiff=reader.tiff)
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
@@ -108,7 +122,7 @@ class NpyReader(Reader):
 
     def __init__(self, path: Path, dims: int | None = None):
         super().__init__(path)
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = _mapped(path)
         dims = dims or max(2, array.ndim - 1)
         if array.ndim == dims:
             array = array[None]
@@ -123,21 +137,42 @@ class NpyReader(Reader):
         return np.array(self._array[(slice(None), *box.slices)])
 
 
+def _mapped(path: Path) -> np.ndarray:
+    """The array of a npy file, of which the header is believed if the file is long enough for it."""
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise ValueError(f"{path} is of version {version[0]}.{version[1]} of npy, which only arrays of named fields need: store plain numbers")
+        shape, by_columns, dtype = _HEADERS[version](file)
+        if dtype.hasobject or dtype.kind not in "biuf":
+            raise ValueError(f"{path} holds {dtype}, but pixels are whole or real numbers: convert it")
+        offset = file.tell()
+    needed, there = math.prod(int(n) for n in shape) * dtype.itemsize, os.path.getsize(path) - offset
+    if needed > there or min(shape, default=0) < 1:
+        raise ValueError(f"its header says that it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes, but it has {there}")
+    return np.memmap(path, dtype, "r", offset, shape, "F" if by_columns else "C")
+
+
 class PillowReader(Reader):
     """What Pillow decodes, pixels as they are stored: no colour management, no rotation by EXIF."""
 
-    def __init__(self, path: Path, palette: bool = False):
+    def __init__(self, path: Path, palette: bool = False, tiff: bool = False):
         super().__init__(path)
-        self._palette, self._array = palette, None
-        with pillow(path) as image:
+        self.tiff, self._palette, self._formats, self._array = tiff, palette, _TIFF if tiff else _FORMATS, None
+        with pillow(path, self._formats) as image:
             _refuse_lost_bits(path, image)
             self.size = image.size[::-1]
+            if image.format in MOST_PACKED:
+                check_bytes(path, self.size, _stored_bits(image.mode), MOST_PACKED[image.format])
             sample = self._decoded(_tiny(image))
             self.bands, self.dtype = sample.shape[0], plain(sample.dtype)
+            if tiff and (told := image.tag_v2.get(_NODATA_TAG)) is not None:
+                self.nodata = declared(path, told, self.dtype)
+        check_memory(path, self.size, 2 * sample.nbytes * math.prod(self.size))  # Pillow's and ours
 
     def _read(self, box: Box) -> np.ndarray:
         if self._array is None:
-            with pillow(self.path) as image:
+            with pillow(self.path, self._formats) as image:
                 self._array = self._decoded(image)
         return np.array(self._array[(slice(None), *box.slices)])
 
@@ -159,16 +194,33 @@ def _tiny(image):
 
 
 @contextmanager
-def pillow(path: Path):
-    """Open with Pillow. Its limit on the number of pixels is lifted: huge images are what distseg is for."""
+def pillow(path: Path, formats: Sequence[str] = _FORMATS):
+    """Open with Pillow, as one of some formats. Its limit on the number of pixels is lifted: huge images are what distseg is for."""
     from PIL import Image
 
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=formats) as image:
             yield image
     finally:
         Image.MAX_IMAGE_PIXELS = limit
+
+
+def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
+    """What a file's tag says stands for no data; None where no pixel can have it.
+
+    Raises:
+        ValueError: the tag is no number.
+    """
+    try:
+        return fitting(parse(text.replace(",", ".")), dtype)  # some write a comma
+    except ValueError as e:
+        raise ValueError(f"{path}: its tag of {e}") from None
+
+
+def _stored_bits(mode: str) -> int:
+    """That a pixel of Pillow's ``mode`` takes in a file at least."""
+    return 1 if mode in ("1", "P") else {"I;16": 16, "I;16B": 16, "I": 16}.get(mode, 8)
 
 
 def _refuse_lost_bits(path: Path, image) -> None:

@@ -6,8 +6,10 @@ that is resumed goes on where it was, on any mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -40,7 +42,8 @@ def epoch_samples(store: Store, split: str, data: DataConfig, seed: int, epoch: 
     """The steps of an epoch, each of exactly ``batch`` samples; a step is computed when it is asked for.
 
     Whole images come in random order and start anew from its beginning to fill the last step. Crops are drawn
-    independently: the image by its pixels, the place evenly, or near a pixel of ``data.focus_class``.
+    independently: the image by how many crops cover it, so by its pixels where it is larger than the crop, and the place evenly,
+    or near a pixel of ``data.focus_class``.
 
     Raises:
         ValueError: an unknown split, a crop of other dims than the images, or a focus class that is not there.
@@ -61,12 +64,11 @@ class Epoch(Sequence):
         self._names = store.split(split)
         _check(store, self._names, data)
         self._focus = Focus(store, split, data.focus_class) if data.focus_class is not None else None
-        pixels = np.array([Extents(store.size(name)).volume for name in self._names], dtype=np.float64)
-        self._shares = pixels.cumsum() / pixels.sum()  # the last is 1, above any random number
         self._order = rng.permutation(rng.key(seed, epoch, "order"), len(self._names))
         samples = len(self._names)
         if data.crop is not None:
-            samples = data.epoch_samples or -(-int(pixels.sum()) // data.crop.volume)
+            self._shares, all_crops = _crops(store, self._names, data.crop)
+            samples = data.epoch_samples or all_crops
         self._steps = -(-samples // batch)
 
     def __len__(self) -> int:
@@ -110,6 +112,20 @@ class Epoch(Sequence):
             quarters = int(4 * quarter) if fits else 2 * int(2 * quarter)
         turn = Turn(flips, quarters)
         return turn, turn.size(size)
+
+
+def _crops(store: Store, names: list[str], crop: Extents) -> tuple[np.ndarray, int]:
+    """The images' shares of the crops of an epoch, cumulated, and how many crops cover all pixels once: an image smaller than the crop is one."""
+    pixels: dict[int, int] = {}  # by those of a crop as far as the image goes
+    weights = []
+    for name in names:
+        size = store.size(name)
+        taken, volume = Extents(crop_size(size, crop)).volume, Extents(size).volume
+        pixels[taken] = pixels.get(taken, 0) + volume
+        weights.append(float(volume) * (crop.volume / taken))
+    shares = np.cumsum(weights)
+    count = sum(Fraction(total, taken) for taken, total in pixels.items())
+    return shares / shares[-1], math.ceil(count)  # the last share is 1, above any random number
 
 
 def _origin(image, size, place, target) -> tuple[int, ...]:

@@ -16,27 +16,32 @@ class Moments:
     """
 
     def __init__(self, bands: int):
-        self.pixels = 0
+        self.pixels = [0] * bands
         self.mean = np.zeros(bands)
         self._squares = np.zeros(bands)  # sums of squared distances from the mean
 
-    def add(self, pixels: np.ndarray) -> None:
-        """(bands, *size), not empty."""
-        count = pixels[0].size
-        total = self.pixels + count
+    def add(self, pixels: np.ndarray, missing: np.ndarray | None = None) -> None:
+        """(bands, *size), not empty, but for the values that are ``missing``."""
         for band, values in enumerate(pixels):
-            values = values.astype(np.float64)
-            mean = values.mean()
-            values -= mean
-            shift = mean - self.mean[band]
-            self._squares[band] += np.vdot(values, values) + shift**2 * self.pixels * count / total
-            self.mean[band] += shift * count / total
-        self.pixels = total
+            self._add(band, values if missing is None else values[~missing[band]])
+
+    def _add(self, band: int, values: np.ndarray) -> None:
+        before, count = self.pixels[band], values.size
+        if not count:
+            return
+        total = before + count
+        values = values.astype(np.float64)
+        mean = values.mean()
+        values -= mean
+        shift = mean - self.mean[band]
+        self._squares[band] += np.vdot(values, values) + shift**2 * before * count / total
+        self.mean[band] += shift * count / total
+        self.pixels[band] = total
 
     @property
     def std(self) -> np.ndarray:
         """Of the whole population; 1 for a constant band, so that dividing by it does nothing."""
-        std = np.sqrt(self._squares / max(1, self.pixels))
+        std = np.sqrt(self._squares / np.maximum(1, self.pixels))
         return np.where(std > 0, std, 1.0)
 
 

@@ -1,29 +1,36 @@
 """The store: one HDF5 file with all images, their labels, and what training must know of them beforehand.
 
 A rank opens the file itself and reads the windows it needs. The file is finished (``writer.py`` sees to that), so it is
-read without locks, as parallel file systems like it. What is in it: ``layout.py``.
+read without locks, as parallel file systems like it. What is in it: ``layout.py``. What is read is what was written, or an error names
+the image and the place.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import sys
+import weakref
 from pathlib import Path
 from typing import Sequence
 
-import h5py
 import numpy as np
 
-from distseg.data import layout
+from distseg.data import hdf5, header, layout
+from distseg.data.chunks import ChunkReader, Damage
+from distseg.data.nodata import absent
 from distseg.data.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
-_CACHE_BYTES = 32 << 20
+_READERS_KEPT = 512  # of which each knows where the chunks of an image lie
+_MADE_BY = "'distseg prepare' writes a store from images"
+_told: set[str] = set()  # stores without checksums, of which this process has said so
 
 
 class Store:
     """Windows of images and labels, channels first. Safe for several threads; a forked process opens its own handle.
+
+    ``digest`` tells stores of different content apart; that of a store of version 1, which has no checksums, tells its header only.
 
     Args:
         constants: mean and standard deviation of each band by which pixels are normalised, such as those that a network was trained with;
@@ -32,26 +39,27 @@ class Store:
     Raises:
         FileNotFoundError: nothing at ``path``.
         ValueError: no store, a damaged or unfinished one, one of a newer version, or one of other bands than ``constants``.
+            Methods that read raise it for what is damaged, naming the image and the place.
     """
 
     def __init__(self, path: str | Path, constants: tuple[Sequence[float], Sequence[float]] | None = None):
         self.path, self._constants = str(path), constants
-        self._handle, self._process = _open(self.path), os.getpid()
-        a = self._handle.attrs
-        self.classes: list[str] = [str(c) for c in a["classes"]]
-        self.band_names: list[str] = [str(b) for b in a["bands"]]
-        self.ignore, self.block = int(a["ignore"]), int(a["block"])
-        self.mean: np.ndarray = a["mean"][:]  # (bands,) float64, over all pixels of the split 'train'
-        self.std: np.ndarray = a["std"][:]
+        self._open()
+        found = header.read(self.path, self._handle)
+        self.version, self.digest = found.version, found.digest
+        self.classes, self.band_names = found.classes, found.bands
+        self.ignore, self.block = found.ignore, found.block
+        self.mean, self.std = found.mean, found.std  # (bands,) float64, over all pixels of the split 'train' that have data
         if constants is not None:
             if len(constants[0]) != self.bands:
                 raise ValueError(f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on")
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
-        self.provenance: dict = json.loads(self._handle["provenance"][()])
-        self._images = {entry["name"]: entry for entry in json.loads(self._handle["index"][()])}
+        self.provenance, self._images = found.provenance, found.images
+        self._check_size()
         self.splits: dict[str, list[str]] = {}  # the names of the images of each, in the order they were written
         for name, entry in self._images.items():
-            self.splits.setdefault(entry["split"], []).append(name)
+            self.splits.setdefault(entry.split, []).append(name)
+        self._say_version()
 
     def __reduce__(self):
         return Store, (self.path, self._constants)
@@ -66,47 +74,112 @@ class Store:
         return self.splits[name]
 
     def size(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entry(name)["size"])
+        return self._entry(name).size
 
     def dtype(self, name: str) -> np.dtype:
         """Of the stored pixels."""
-        return np.dtype(self._entry(name)["dtype"])
+        return self._entry(name).dtype
 
     def has_labels(self, name: str) -> bool:
-        return self._entry(name)["labels"]
+        return self._entry(name).labels
+
+    def nodata(self, name: str) -> int | float | None:
+        """The number that stands for no data in the image's pixels."""
+        return self._entry(name).nodata
+
+    def missing(self, name: str) -> int:
+        """Pixels of the image that have no data in any band."""
+        return self._entry(name).missing
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Pixels (bands, *box.size) as they are stored."""
         self._check(name, box)
-        return self._file[f"images/{name}/pixels"][(slice(None), *box.slices)]
+        return self.reader(name, "pixels").read(Box((0, *box.start), (self.bands, *box.stop)))
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
-        """(pixels - mean) / std in float32, (bands, *box.size)."""
-        return normalised(self.read(name, box), self.mean, self.std)
+        """(pixels - mean) / std in float32, (bands, *box.size); 0, the mean, where there is no data."""
+        return normalised(self.read(name, box), self.mean, self.std, self.nodata(name))
 
     def labels(self, name: str, box: Box) -> np.ndarray:
         """Class numbers or ``ignore``, (*box.size) uint8."""
         self._check_labelled(name)
         self._check(name, box)
-        return self._file[f"images/{name}/labels"][box.slices]
+        return self.reader(name, "labels").read(box)
 
     def block_counts(self, name: str) -> np.ndarray:
         """Pixels of each class in each block, (classes, *blocks): where a class is, without reading the labels."""
         self._check_labelled(name)
-        return self._file[f"images/{name}/counts"][()].astype(np.int64)
+        found = self.reader(name, "counts")
+        table = found.read(Box.whole(found.shape))
+        if self.version > 1 and layout.digest(table) != self._entry(name).digests["counts"]:
+            raise Damage(f"{self.path} is damaged: the counts of image {name!r} are not those that were written: copy the store again, or prepare it anew")
+        return table.astype(np.int64)
 
     def class_counts(self, name: str) -> list[int]:
         """Pixels of each class in the image."""
         self._check_labelled(name)
-        return self._entry(name)["counts"]
+        return self._entry(name).counts
 
-    @property
-    def _file(self) -> h5py.File:
+    def reader(self, name: str, what: str) -> ChunkReader:
+        """The chunks of an image's ``pixels``, ``labels`` or ``counts``.
+
+        Raises:
+            ValueError: they are missing, not kept in the file itself, or not what the index says.
+        """
         if self._process != os.getpid():
-            self._handle, self._process = _open(self.path), os.getpid()
-        return self._handle
+            self._open()
+        if (name, what) not in self._readers:
+            if len(self._readers) >= _READERS_KEPT:
+                self._readers.clear()
+            self._readers[name, what] = self._new_reader(name, what)
+        return self._readers[name, what]
 
-    def _entry(self, name: str) -> dict:
+    def _open(self) -> None:
+        self._handle, self._process = hdf5.opened(self.path, "store", _MADE_BY), os.getpid()
+        self._descriptor = os.dup(self._handle.id.get_vfd_handle())
+        self._readers: dict[tuple[str, str], ChunkReader] = {}
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def _new_reader(self, name: str, what: str) -> ChunkReader:
+        entry, words = self._entry(name), f"{what} of image {name!r}"
+        try:
+            found = hdf5.dataset(self._handle, f"images/{name}/{what}")
+            shape, dtype = self._expected(entry, what)
+            if (found.shape, found.dtype) != (shape, dtype):
+                raise Damage(f"{self.path} is damaged: the {words} are {found.shape} of {found.dtype}, the index says {shape} of {dtype}: copy the store again, or prepare it anew")
+            sums = self._sums(entry, what) if self.version > 1 and what != "counts" else None
+            return ChunkReader(self._descriptor, found, self.path, words, sums, leading=int(what == "pixels"))
+        except (OSError, RuntimeError, KeyError) as e:  # HDF5's words
+            raise Damage(f"{self.path} is damaged: the {words} can not be found ({e}): copy the store again, or prepare it anew") from e
+
+    def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and type."""
+        if what == "pixels":
+            return (self.bands, *entry.size), entry.dtype
+        if what == "labels":
+            return entry.size, np.dtype(np.uint8)
+        return (len(self.classes), *(-(-n // self.block) for n in entry.size)), np.dtype("<u4")
+
+    def _sums(self, entry: header.Entry, what: str) -> np.ndarray:
+        found = hdf5.dataset(self._handle, f"images/{entry.name}/sums/{what}")
+        fits = found.dtype == np.uint64 and found.chunks is None and found.id.get_storage_size() <= self._handle.id.get_filesize()
+        sums = found[()] if fits else np.zeros(0)
+        if layout.digest(sums) != entry.digests[what]:
+            raise Damage(f"{self.path} is damaged: the checksums of the {what} of image {entry.name!r} are not those that were written: copy the store again, or prepare it anew")
+        return sums
+
+    def _check_size(self) -> None:
+        """Of the pixels, which are not packed, the file must have all."""
+        needed = sum(entry.dtype.itemsize * self.bands * Extents(entry.size).volume for entry in self._images.values())
+        if needed > (size := os.fstat(self._descriptor).st_size):
+            raise ValueError(f"{self.path} is damaged or cut off: its images take {needed} bytes, the file has {size}: copy it again, or prepare it anew")
+
+    def _say_version(self) -> None:
+        if self.version < 2 and self.path not in _told:
+            _told.add(self.path)
+            print(f"distseg: {self.path} is a store of version {self.version}, which has no checksums: damage in it may go unseen; prepare it anew to have them", file=sys.stderr)
+
+    def _entry(self, name: str) -> header.Entry:
         if name not in self._images:
             some = ", ".join(list(self._images)[:5])
             raise ValueError(f"{self.path} has no image {name!r}: it holds {len(self._images)}, such as {some}")
@@ -122,32 +195,19 @@ class Store:
             raise ValueError(f"image {name!r} of {self.path} has no labels: prepare the store with masks to train or evaluate on it")
 
 
-def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """(pixels - mean) / std in float32, computed in float64 where pixels have more digits than float32; pixels (bands, *size)."""
+def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, nodata: int | float | None = None) -> np.ndarray:
+    """(pixels - mean) / std in float32, computed in float64 where pixels have more digits than float32; pixels (bands, *size).
+
+    Where they are ``nodata`` the result is 0, as if the pixel were the mean.
+    """
+    missing = absent(pixels, nodata)
     pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))
+    if missing is not None:
+        pixels[missing] = 0  # the number itself may be too large to count with
     shape = (-1, *(1 for _ in pixels.shape[1:]))
     pixels -= mean.astype(pixels.dtype).reshape(shape)
     pixels /= std.astype(pixels.dtype).reshape(shape)
-    return pixels.astype(np.float32, copy=False)
-
-
-def _open(path: str) -> h5py.File:
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"there is no store {path}: 'distseg prepare' writes one")
-    if not h5py.is_hdf5(path):
-        raise ValueError(f"{path} is no HDF5 file: 'distseg prepare' writes a store from images")
-    try:
-        file = h5py.File(path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
-        _check_header(path, file.attrs)
-    except OSError as e:
-        raise ValueError(f"{path} is damaged or cut off ({e}): copy it again, or prepare it anew") from e
-    return file
-
-
-def _check_header(path: str, attributes) -> None:
-    if attributes.get("format", "") != layout.FORMAT:
-        raise ValueError(f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images")
-    if attributes["version"] > layout.VERSION:
-        raise ValueError(f"{path} is a store of version {attributes['version']}, this distseg reads up to {layout.VERSION}: update distseg")
-    if not attributes.get("complete", False):
-        raise ValueError(f"{path} is unfinished, its writer was stopped: prepare it anew")
+    pixels = pixels.astype(np.float32, copy=False)
+    if missing is not None:
+        pixels[missing] = 0
+    return pixels

@@ -6,17 +6,27 @@ to do, which knows the files of everyday cameras and scanners.
 
 from __future__ import annotations
 
+import math
+import os
+import struct
 import weakref
+import zlib
 from pathlib import Path
 
 import numpy as np
 
-from distseg.data.readers import PillowReader, Reader, plain
+from distseg.data.plausible import check_memory
+from distseg.data.readers import _NODATA_TAG, PillowReader, Reader, declared, plain
+from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
 _BANDS = "SCQI"  # samples, channels, and pages that say nothing about what they are
 _UNNAMED = "QI"
 _PALETTE = 3  # photometric interpretation
+_DEFLATE = (8, 32946)
+_MOST_PACKED = {1: 1, 5: 2731, 32773: 64, **dict.fromkeys(_DEFLATE, 1032)}  # bytes of pixels that a byte of a segment can stand for, by compression
+_MORE = 1 << 16  # bytes that a segment may have beyond its pixels
+_LARGE = 1 << 20
 
 
 def open_tiff(path: Path, dims: int | None = None) -> Reader:
@@ -29,6 +39,7 @@ def open_tiff(path: Path, dims: int | None = None) -> Reader:
         import tifffile
     except ImportError:
         return _with_pillow(path, "pip install tifffile, which reads more kinds of TIFF")
+    check_chain(path)
     reader = TiffReader(path, tifffile.TiffFile(path), dims)
     try:
         reader.read(Box((0,) * len(reader.size), (1,) * len(reader.size)))
@@ -42,7 +53,7 @@ def open_tiff(path: Path, dims: int | None = None) -> Reader:
 def _with_pillow(path: Path, hint: str, told: Reader | None = None) -> Reader:
     """``told``: what tifffile says is in the file, of which Pillow may see a part only."""
     try:
-        reader = PillowReader(path, palette=told is not None and told.coded)
+        reader = PillowReader(path, palette=told is not None and told.coded, tiff=True)
         reader.read(Box.whole(reader.size))
     except Exception as e:
         raise ValueError(f"{path} is beyond Pillow ({e}): {hint}") from e
@@ -65,12 +76,32 @@ class TiffReader(Reader):
         self.bands = int(np.prod([n for a, n in zip(self._axes, shape) if a in _BANDS]))
         self.dtype = plain(self._series.dtype)
         self.coded = self._series.keyframe.photometric == _PALETTE
+        told = self._series.keyframe.tags.valueof(_NODATA_TAG)
+        self.nodata = None if told is None else declared(path, str(told), self.dtype)
         self._map = None
         if self._series.dataoffset is not None:
-            stored = np.dtype(self._series.dtype).newbyteorder(file.byteorder)
-            self._map = np.memmap(path, stored, "r", self._series.dataoffset, tuple(shape))
-        elif len(self._pages_axes) > 1:
+            self._map = self._mapped(shape)
+        else:
+            self._check_segments()
+        if self._map is None and len(self._pages_axes) > 1:
             raise ValueError(f"{path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy")
+
+    def _mapped(self, shape: list[int]) -> np.ndarray:
+        stored, there = np.dtype(self._series.dtype).newbyteorder(self._file.byteorder), os.path.getsize(self.path) - self._series.dataoffset
+        needed = math.prod(int(n) for n in shape) * stored.itemsize
+        if needed > there:
+            raise ValueError(f"its header says that it holds {Extents(shape)} numbers of {stored}, {needed} bytes, but it has {there}")
+        return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
+
+    def _check_segments(self) -> None:
+        """Each page has all its strips or tiles, and one of them, which is decoded whole, fits into memory."""
+        layout = self._series.keyframe
+        needed = math.prod(int(n) for n in layout.chunked)
+        for page in self._series.pages:
+            if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
+                raise ValueError(f"its header says that {Extents(self.size)} pixels are in {needed} strips or tiles, but lists {len(page.dataoffsets)}")
+        self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
+        check_memory(self.path, layout.chunks[: 3 if layout.imagedepth > 1 else 2], 3 * self._segment_bytes)
 
     @property
     def _pages_axes(self) -> str:
@@ -104,15 +135,65 @@ class TiffReader(Reader):
         out = np.full((planes, *(s.stop - s.start for s in wanted), samples), layout.nodata, self.dtype)  # what a sparse file leaves out
         for index, (offset, count) in enumerate(zip(page.dataoffsets, page.databytecounts)):
             _, at, shape = layout.decode(None, index)
+            if count:
+                self._check_packed(layout.compression, count)
             if count and all(a < s.stop and s.start < a + n for a, n, s in zip(at[1:4], shape, wanted)):
-                segment, at, _ = layout.decode(self._bytes(offset, count), index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
+                data = self._bytes(offset, count)
+                self._check_unpacked(layout.compression, data)
+                segment, at, _ = layout.decode(data, index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
                 target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], segment.shape, wanted)))
                 out[(at[0], *target)] = segment[source]
         return np.moveaxis(out, -1, 1).reshape(-1, *out.shape[1:4])
 
+    def _check_packed(self, compression: int, count: int) -> None:
+        """Whether a segment of so many bytes can be what it should be."""
+        most = _MOST_PACKED.get(compression)
+        if most is not None and not self._segment_bytes // most <= count <= 2 * self._segment_bytes + _MORE:
+            raise ValueError(f"a strip or tile of {self._segment_bytes} bytes can't be packed into {count}")
+
+    def _check_unpacked(self, compression: int, data: bytes) -> None:
+        """Large deflated segments are looked at first: tifffile would unpack whatever comes."""
+        if compression in _DEFLATE and len(data) > _LARGE:
+            stream, left = zlib.decompressobj(), self._segment_bytes + _MORE
+            while data and left > 0:
+                found = len(stream.decompress(data, _LARGE))
+                left, data = left - found, stream.unconsumed_tail
+                if not found:
+                    break
+            if left <= 0:
+                raise ValueError(f"a strip or tile of {self._segment_bytes} bytes unpacks to more")
+
     def _bytes(self, offset: int, count: int) -> bytes:
         self._file.filehandle.seek(offset)
         return self._file.filehandle.read(count)
+
+
+def check_chain(path: Path) -> None:
+    """Refuse a file whose list of pages runs in a circle: a decoder may follow it for ever.
+
+    Raises:
+        ValueError: says where.
+    """
+    seen: set[int] = set()
+    with open(path, "rb") as file:
+        order = {b"II": "<", b"MM": ">"}.get(file.read(2))
+        big = order is not None and struct.unpack(order + "H", file.read(2).ljust(2))[0] == 43
+        if order is None:
+            return  # no TIFF, as the decoder will say
+        number, entry, link, first = ("Q", 20, "Q", 8) if big else ("H", 12, "I", 4)
+        file.seek(first)
+        while at := _unpacked(file, order + link):
+            if at in seen:
+                raise ValueError(f"its list of pages runs in a circle, back to byte {at}")
+            seen.add(at)
+            file.seek(at)
+            file.seek(entry * _unpacked(file, order + number), os.SEEK_CUR)
+
+
+def _unpacked(file, form: str) -> int:
+    """A number, 0 at the end of the file."""
+    data = file.read(struct.calcsize(form))
+    return struct.unpack(form, data)[0] if len(data) == struct.calcsize(form) else 0
 
 
 def _named(path: Path, series, dims: int | None) -> tuple[str, list[int]]:

@@ -5,18 +5,23 @@ The file grows under another name and takes its own when everything is in it, ch
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Sequence
+from typing import ContextManager, Sequence
 
-import h5py
 import numpy as np
 
-from distseg.data import layout
+from distseg.data import hdf5, header, layout
 from distseg.data.image_writer import ImageWriter
+from distseg.data.nodata import fitting
 from distseg.data.statistics import Moments
-from distseg.disk import locked, to_disk
+from distseg.disk import locked, room_told, to_disk
+from distseg.extents import Extents
+
+
+def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, labels: bool) -> int:
+    """What an image takes in a store: its pixels, and at most that many labels."""
+    return Extents(size).volume * (bands * dtype.itemsize + labels)
 
 
 class StoreWriter:
@@ -28,10 +33,12 @@ class StoreWriter:
         ignore: label of pixels that count nowhere; no class has it.
         provenance: where the data come from; anything JSON can hold.
         overwrite: replace a store that is there.
+        expected: bytes that it may take, for the message of a full disk; by default those of the images added so far.
 
     Raises:
         FileExistsError: ``path`` is there and ``overwrite`` is not set.
         ValueError: classes, bands or data that make no store, naming the image and the position.
+        NoRoom: the disk is full. Nothing is left behind.
     """
 
     def __init__(
@@ -42,11 +49,13 @@ class StoreWriter:
         ignore: int = 255,
         provenance: dict | None = None,
         overwrite: bool = False,
+        expected: int = 0,
     ):
+        self.expected, self._added = expected, 0
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         self.classes, self.ignore, self.provenance = list(classes), ignore, provenance or {}
         self.bands = [f"band{b}" for b in range(bands)] if isinstance(bands, int) else list(bands)
-        self._images: dict[str, tuple[str, ImageWriter]] = {}  # name: (split, image)
+        self._images: dict[str, ImageWriter] = {}
         self.moments = Moments(len(self.bands))
         self._check()
         if self.path.is_dir():
@@ -69,55 +78,60 @@ class StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._finished = False
         self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
-        self.file = h5py.File(self.partial, "w", locking=False)
-        self.file.attrs.update(format=layout.FORMAT, version=layout.VERSION, complete=False)
+        self._growing = hdf5.Growing(self.path, self._lock.fileno())
+        self.file = self._growing.file
+        header.begin(self.file)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         try:
-            try:
-                if kind is None:
-                    self._finish()
-            finally:
-                self.file.close()
-        except RuntimeError as e:  # HDF5's word for a file that it could not complete
-            raise OSError(f"{self.path} could not be written ({'; '.join(str(cause) for cause in (error, e) if cause)}): is there room on its disk?") from e
+            if kind is None:
+                self._finish()
         finally:
+            self.file.close()
             if not self._finished:
                 self.partial.unlink(missing_ok=True)
             self._lock.close()
 
-    def add_image(self, name: str, size: Sequence[int], dtype, split: str, labels: bool) -> ImageWriter:
-        """A new image of ``size`` pixels, to be written in blocks that cover it."""
+    def add_image(self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None) -> ImageWriter:
+        """A new image of ``size`` pixels, to be written in blocks that cover it.
+
+        Args:
+            nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
+        """
+        self._check_disk()
         if name in self._images:
             raise ValueError(f"two images have the name {name!r}: rename one")
-        if name in ("", ".") or "/" in name:
-            raise ValueError(f"the name of an image is not empty and has no '/', got {name!r}: rename it")
+        layout.check_name(name, str(self.path))
         if np.dtype(dtype).kind not in "iuf":
             raise ValueError(f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: convert them")
         if min(size, default=0) < 1:
             raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
-        group, size = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size)
+        group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
-        image = ImageWriter(group, name, size, np.dtype(dtype), labels, self.bands, self.classes, self.ignore, moments)
-        self._images[name] = split, image
-        return image
+        value = fitting(nodata, dtype)
+        self._added += bytes_of(size, len(self.bands), dtype, labels)
+        self._images[name] = ImageWriter(group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk)
+        return self._images[name]
 
     def _finish(self) -> None:
-        index = [{**image.entry(), "split": split} for split, image in self._images.values()]
-        if not self.moments.pixels:
+        index = [image.entry() for image in self._images.values()]
+        if not any(image.split == "train" for image in index):
             raise ValueError("no image is in the split 'train', from which the store takes mean and deviation of each band: put one there")
-        self._describe(index)
-        self.file.close()
-        to_disk(self.partial)
-        os.replace(self.partial, self.path)
-        self._finished = True
-        to_disk(self.path.parent)
+        for band, pixels in zip(self.bands, self.moments.pixels):
+            if not pixels:
+                raise ValueError(f"band {band} has no data in any pixel of the split 'train': leave the band out, or say which number stands for no data (--nodata)")
+        header.write(self.file, self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance, index)
+        with self._room_told():
+            self._growing.close()
+            to_disk(self.partial)
+            os.replace(self.partial, self.path)
+            self._finished = True
+            to_disk(self.path.parent)
 
-    def _describe(self, index: list[dict]) -> None:
-        attributes = self.file.attrs
-        attributes.update(layout=layout.LAYOUT, block=layout.BLOCK, ignore=self.ignore, bands=self.bands, classes=self.classes)
-        attributes.update(mean=self.moments.mean, std=self.moments.std)
-        self.file["index"] = json.dumps(index)
-        self.file["provenance"] = json.dumps(self.provenance)
-        attributes["complete"] = True
+    def _check_disk(self) -> None:
+        with self._room_told():
+            self._growing.check()
+
+    def _room_told(self) -> ContextManager[None]:
+        return room_told(self.path, self.partial, max(self.expected, self._added))

@@ -184,7 +184,7 @@ def lock_run(output: Path) -> IO:
     except BlockingIOError:
         raise BlockingIOError(f"another job trains into {output} ({path.read_text().strip()}): wait for it, or choose another train.output") from None
     lock.truncate(0)
-    lock.write(f"process on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    lock.write(f"process on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
     lock.flush()
     return lock
 

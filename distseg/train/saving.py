@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
-from distseg.disk import free, to_disk
+from distseg.disk import room, to_disk
 from distseg.tensors import write_tensors
 from distseg.train.checkpoint import (
     FOLDER, FORMAT, INDEX, KINDS, MANIFEST, VERSION, file_of, names_of, optimizer_state, read_index, read_manifest, write_json, write_manifest,
@@ -189,15 +189,13 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
 
 
 def check_room(run: str | Path, needed: int) -> None:
-    """Refuse to train where the next checkpoint would not fit.
+    """Refuse to train where the next checkpoint would not fit; the run's folder is made.
 
     Raises:
         OSError: naming the folder, what it takes and what is free.
     """
-    run = Path(run)
-    run.mkdir(parents=True, exist_ok=True)
-    if (there := free(run)) < needed:
-        raise OSError(f"a checkpoint in {run} takes {needed / 1e6:.1f} MB, but {there / 1e6:.1f} MB are free there: make room, or set train.output to another disk")
+    room(Path(run), needed, "the next checkpoint")
+    Path(run).mkdir(parents=True, exist_ok=True)
 
 
 def state_bytes(model: nn.Module, copies: int) -> int:

@@ -1,0 +1,180 @@
+"""HDF5 files from outside are data: what they hold is found in them, and nowhere else.
+
+HDF5 follows links into other files, reads raw data from any path that a file names, loads filters as plugins, and waits for ever on a pipe.
+None of it happens here: a file is opened if it is a plain file, and what it holds is looked at before it is read. Writing, HDF5 crashes
+where its disk is full, so it writes into a :class:`Growing` file, in which nothing seems to fail, and which is asked for the error.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+_FILTERS = {h5py.h5z.FILTER_DEFLATE: "gzip", h5py.h5z.FILTER_FLETCHER32: "fletcher32"}  # those that distseg writes and reads
+_LINKS = {h5py.SoftLink: "a soft link", h5py.ExternalLink: "a link into another file"}
+_VERSION = ("v110", "v110")  # of the format: the first one whose structures all have checksums
+
+
+def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
+    """A file to read, without locks.
+
+    Args:
+        what, made_by: such as ``store``, and who writes them, for the messages.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: another thing than a plain file, no HDF5, or a damaged one.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} {path}: {made_by}") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is no file but {_kind(mode)}: {made_by}")
+    with open(path, "rb"):  # the system's own words where it may not be read
+        pass
+    if not h5py.is_hdf5(path):
+        raise ValueError(f"{path} is no HDF5 file: {made_by}")
+    try:
+        return h5py.File(path, "r", driver="sec2", locking=False)
+    except OSError as e:
+        if "already open for write" in str(e):
+            raise ValueError(f"{path} is unfinished, its writer was stopped: {made_by}") from None
+        raise ValueError(f"{path} is damaged or cut off ({e}): copy it again; {made_by}") from e
+
+
+def dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    """The dataset ``a/b/c`` of a file, looked at before anything of it is read.
+
+    Raises:
+        ValueError: it is missing, behind a link, kept in other files, or packed by a filter that distseg does not write.
+    """
+    where, here, found = file.filename, file, ""
+    for part in name.split("/"):
+        found = f"{found}/{part}".lstrip("/")
+        link = here.get(part, getlink=True) if isinstance(here, h5py.Group) else None
+        if link is None:
+            raise ValueError(f"{where} is damaged: it has no {found}")
+        if not isinstance(link, h5py.HardLink):
+            raise ValueError(f"{where}: {found} is {_LINKS.get(type(link), 'a link')}, which is not followed: the file must hold its data itself")
+        here = here[part]
+    if not isinstance(here, h5py.Dataset):
+        raise ValueError(f"{where} is damaged: {found} holds no data")
+    if here.is_virtual or here.external:
+        raise ValueError(f"{where}: the data of {found} are kept in other files, which are not opened: the file must hold its data itself")
+    strange = [number for number in _filters(here) if number not in _FILTERS]
+    if strange:
+        raise ValueError(f"{where}: {found} is packed by HDF5's filter {strange[0]}, which distseg does not use: pack it by {' or '.join(_FILTERS.values())}, or not at all")
+    return here
+
+
+def is_gzipped(data: h5py.Dataset) -> bool:
+    return _filters(data) == [h5py.h5z.FILTER_DEFLATE]
+
+
+def _filters(data: h5py.Dataset) -> list[int]:
+    properties = data.id.get_create_plist()
+    return [properties.get_filter(k)[0] for k in range(properties.get_nfilters())]
+
+
+def strings(texts: list[str]) -> np.ndarray:
+    """Texts as HDF5 keeps them in place: others lie in a heap that has no checksum."""
+    coded = [text.encode("utf-8", "surrogateescape") for text in texts]
+    return np.array(coded, dtype=h5py.string_dtype("utf-8", max(1, *map(len, coded))))
+
+
+class Growing:
+    """A new HDF5 file: ``with Growing(path, handle) as growing: growing.file[...] = ...; growing.check()``.
+
+    Args:
+        path: its name.
+        handle: descriptor of the file, open for reading and writing, which is emptied; it stays open.
+
+    Raises:
+        OSError: by :meth:`check`, which the end of the block calls: the disk is full, or another error of the system.
+    """
+
+    def __init__(self, path: Path, handle: int):
+        self._sink = _Sink(handle)
+        os.ftruncate(handle, 0)
+        self.file = h5py.File(str(path), "w", driver="fileobj", fileobj=self._sink, libver=_VERSION)
+
+    def check(self) -> None:
+        """Raise the first error that was met in writing."""
+        if self._sink.error is not None:
+            raise self._sink.error
+
+    def close(self) -> None:
+        """Hand all to the system."""
+        self.file.close()
+        self.check()
+
+    def __enter__(self) -> "Growing":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.file.close()
+
+
+class _Sink:
+    """A file for HDF5 that takes everything: after the first error nothing is written any more."""
+
+    def __init__(self, handle: int):
+        self._handle, self._at, self._end = handle, 0, 0
+        self.error: OSError | None = None
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data) -> int:
+        data = memoryview(data).cast("B")
+        if self.error is None:
+            self._try(self._write_all, data)
+        self._at += len(data)
+        self._end = max(self._end, self._at)
+        return len(data)
+
+    def readinto(self, buffer) -> int:
+        buffer = memoryview(buffer).cast("B")
+        count = self._try(os.preadv, self._handle, [buffer], self._at) or 0
+        buffer[count:] = bytes(len(buffer) - count)
+        self._at += len(buffer)
+        return len(buffer)
+
+    def truncate(self, size: int) -> int:
+        self._try(os.ftruncate, self._handle, size)
+        self._end = size
+        return size
+
+    def flush(self) -> None:
+        pass
+
+    def _write_all(self, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._handle, data[done:], self._at + done)
+
+    def _try(self, call, *arguments):
+        if self.error is not None:
+            return None
+        try:
+            return call(*arguments)
+        except OSError as e:
+            self.error = e
+            return None
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -30,6 +30,7 @@ predict   class maps of whole images, in bounded memory
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
 plan      pipeline stages of a model: layers, time and memory of each, other splits beside
+submit    a batch job, a sweep or a scaling study: its script, printed or handed in to Slurm, LSF, PBS or Flux
 verify    one step on the mesh and serially, in float64, compared
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
 
@@ -161,6 +162,15 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
+def _submit(arguments: list[str]) -> int:
+    from distseg.submit.command import add_flags, submit
+
+    parser = _parser("submit")
+    add_flags(parser)
+    parsed = _parse(parser, arguments)
+    return submit(parsed, _config(parsed), arguments, lambda flags: _config(_parse(_parser("submit"), flags)))
+
+
 def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
@@ -248,6 +258,7 @@ def _in_a_line(error: Exception) -> str:
 _COMMANDS = {
     "prepare": _prepare,
     "train": _train,
+    "submit": _submit,
     "evaluate": _evaluate,
     "predict": _predict,
     "plot": _plot,

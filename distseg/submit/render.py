@@ -87,6 +87,7 @@ def _words(job: Job) -> dict[str, object]:
         "minutes": max(1, job.seconds // 60 - 1),
         "warn": job.warn,
         "last": last if many else None,
+        "me": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if many else "$SLURM_JOB_ID",  # the number of an array's last job is that of all of them
         "log": f"{job.name}.{log}.log",
         "modules": " ".join((*job.site.modules, *job.modules)) or None,
         "venv": job.venv,

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from dataclasses import fields
+from functools import cache
 from typing import Callable
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -162,13 +163,21 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
-def _submit(arguments: list[str]) -> int:
-    from distseg.submit.command import add_flags, submit
+@cache
+def _submit_parser() -> ArgumentParser:
+    from distseg.submit.command import add_flags
 
     parser = _parser("submit")
     add_flags(parser)
-    parsed = _parse(parser, arguments)
-    return submit(parsed, _config(parsed), arguments, lambda flags: _config(_parse(_parser("submit"), flags)))
+    return parser
+
+
+def _submit(arguments: list[str]) -> int:
+    from distseg.submit.command import submit
+
+    parse = lambda words: _parse(_submit_parser(), words)
+    parsed = parse(arguments)
+    return submit(parsed, _config(parsed), arguments, lambda words: _config(parse(words)))
 
 
 def _evaluate(arguments: list[str]) -> int:

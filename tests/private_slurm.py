@@ -14,7 +14,9 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Callable
 
+_OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 _CONFIG = """
 ClusterName=distseg
@@ -114,14 +116,17 @@ class PrivateSlurm:
         words = self.run("scontrol", "-o", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def until(self, job: str, states: str, seconds: float, restarts: int = 0) -> dict[str, str]:
+    def until(self, job: str, states: str, seconds: float, restarts: int = 0, watch: Callable[[dict], None] = lambda now: None) -> dict[str, str]:
         """What Slurm knows of the job once it is in one of the states, after so many requeues at least."""
         deadline = time.monotonic() + seconds
-        while (now := self.state(job))["JobState"] not in states.split("|") or int(now["Restarts"]) < restarts:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"job {job} is not {states} after {seconds:.0f} s: {now['JobState']} {now['Reason']}, {now['Restarts']} restarts")
+        while True:
+            now = self.state(job)
+            watch(now)
+            if now["JobState"] in states.split("|") and int(now["Restarts"]) >= restarts:
+                return now
+            if time.monotonic() > deadline or now["JobState"] in _OVER:
+                raise RuntimeError(f"job {job} should be {states} within {seconds:.0f} s, but is {now['JobState']} ({now['Reason']}) after {now['Restarts']} restarts")
             time.sleep(0.2)
-        return now
 
     def __exit__(self, *_) -> None:
         if len(self.daemons) == 3:

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from private_slurm import PrivateSlurm, missing
 
 import distseg
+from distseg.config import TrainConfig
 
+LOG = os.environ.get("DISTSEG_SLURM_LOG")  # the file for the story of a run that its limit cuts off, which takes some minutes: make slurm
 pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300)]
 
 # A training that keeps to the contract, without the training: told to end it takes its time, the ranks not equally, and is to be continued.
@@ -91,3 +92,107 @@ def test_another_exit_code_ends_the_job(slurm, stand_in):
     job = submit(slurm, stand_in, "c.yaml", CODE="3", PATH=f"{stand_in / 'bin'}:{slurm.environment['PATH']}")
     ended = slurm.until(job, "FAILED|COMPLETED", 30)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
+
+
+CONFIG = """\
+model: {{depth: 2, num_convs: 1, base_channels: 8, norm: batch, dropout: 0.1}}
+mesh: {{tiles: 1x2}}
+data: {{store: store.h5, crop: 32x32, augment: [flip, turn], epoch_samples: {steps}}}
+optim: {{lr: 3.0e-3, clip: 1.0}}
+train: {{epochs: 3, checkpoint_minutes: null, tensorboard: false, output: {output}}}
+run: {{threads: 1}}
+"""
+
+
+def curve(run: Path) -> list[dict]:
+    """What the log says of each step, without the time it took."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in rows if row["kind"] == "step"]
+
+
+def steps_done(run: Path) -> int:
+    return (run / "log.jsonl").read_text().count('"step"') if (run / "log.jsonl").exists() else 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("job_minutes" not in TrainConfig.__dataclass_fields__, reason="this distseg does not write checkpoints inside epochs")
+@pytest.mark.parametrize("cut", ["signal", pytest.param("limit", marks=pytest.mark.skipif(not LOG, reason="takes minutes: make slurm runs it"))])
+def test_a_training_that_is_cut_off_queues_again_and_ends_as_if_nothing_had_happened(slurm, tmp_path, cut):
+    from test_train import write_store
+
+    write_store(tmp_path / "store.h5")
+    steps, limit = {"signal": (60, ["--time", "00:10:00"]), "limit": (1600, ["--time", "00:01:00", "--warn", "20"])}[cut]
+    for name in ("whole", "cut"):
+        (tmp_path / f"{name}.yaml").write_text(CONFIG.format(steps=steps, output=f"runs/{name}"))
+    whole = submit(slurm, tmp_path, "whole.yaml", "--time", "00:30:00")
+    slurm.until(whole, "COMPLETED", 600)
+    seen: list[tuple[str, str]] = []
+    job = submit(slurm, tmp_path, "cut.yaml", *limit)
+    if cut == "signal":
+        wait_for(lambda: steps_done(tmp_path / "runs/cut") > 20, "the training works", 120)
+        slurm.run("scancel", "--signal=TERM", job)
+    ended = slurm.until(job, "COMPLETED", 600, restarts=1, watch=lambda now: note(seen, now))
+    assert ended["ExitCode"] == "0:0"
+    left, right = curve(tmp_path / "runs/whole"), curve(tmp_path / "runs/cut")
+    assert len(left) == 3 * steps and left == right
+    if cut == "limit":
+        tell(Path(LOG), tmp_path, job, seen, slurm)
+
+
+def note(seen: list[tuple[str, str]], now: dict) -> None:
+    """Add a job's state, if it has changed."""
+    state = f"{now['JobState'].lower()}{' (' + now['Reason'] + ')' if now['JobState'] == 'PENDING' else ''}, {now['Restarts']} restarts"
+    if not seen or seen[-1][1] != state:
+        seen.append((time.strftime("%H:%M:%S"), state))
+
+
+def tell(path: Path, folder: Path, job: str, seen: list[tuple[str, str]], slurm: PrivateSlurm) -> None:
+    """Write what happened as a page of the documentation."""
+    rows = curve(folder / "runs/cut")
+    log = "\n".join(line for line in (folder / f"cut.{job}.log").read_text().splitlines() if "find-available" not in line)
+    pick = [0, 1, len(rows) // 2, len(rows) - 2, len(rows) - 1]
+    table = "\n".join(f"| {rows[i]['step']} | {rows[i]['loss']!r} | {curve(folder / 'runs/whole')[i]['loss']!r} |" for i in pick)
+    path.write_text(STORY.format(
+        version=slurm.run("sinfo", "--version").strip(), config=(folder / "cut.yaml").read_text().strip(), script=(folder / "cut.sbatch").read_text().strip(),
+        states="\n".join(f"{clock}  {state}" for clock, state in seen), log=log.replace(str(folder), "..."), steps=len(rows), table=table,
+    ))  # fmt: skip
+
+
+STORY = """\
+# A job that Slurm cuts off
+
+A log of a true run, written by `make slurm` (`jobs/try_slurm.sh`): {version}, one node, two ranks on two cores. A training that takes longer than its job's limit of one minute
+is told so by Slurm, writes a checkpoint, ends with code 75, queues again and goes on, until all its epochs are done. A second job with the same config and half an hour's limit is not cut off.
+
+**The same loss curve**: all {steps} steps have the same loss, rate and norm of the gradient in both logs, bit for bit. Some of them:
+
+| step | loss, cut off | loss, in one go |
+|---:|---:|---:|
+{table}
+
+## The job's states
+
+```
+{states}
+```
+
+## Its log
+
+```
+{log}
+```
+
+## Its config
+
+```yaml
+{config}
+```
+
+## Its script
+
+Made and handed in by `distseg submit cut.yaml --system slurm --gpus 0 --cores 2 --processes 2 --time 00:01:00 --warn 20 --submit`.
+
+```bash
+{script}
+```
+"""

@@ -10,6 +10,7 @@ import re
 import shlex
 import textwrap
 from importlib.resources import files
+from pathlib import Path
 
 from distseg.submit.job import Job
 from distseg.submit.jsrun import check
@@ -26,7 +27,12 @@ def render(job: Job) -> str:
         ValueError: a launcher's line with an unknown word in braces, or a jsrun line that breaks jsrun's rules.
     """
     template = files("distseg.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
-    text = fill(template, _words(job))
+    words = _words(job)
+    for name in sorted(words.keys() - {"entries"}, key=lambda name: name == "command"):  # what made it repeats the others
+        value = words[name]
+        if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"{name} is {value!r}: what stands in a script's line has no line break")
+    text = fill(template, words)
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
@@ -89,8 +95,8 @@ def _words(job: Job) -> dict[str, object]:
         "last": last if many else None,
         "me": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if many else "$SLURM_JOB_ID",  # the number of an array's last job is that of all of them
         "log": f"{job.name}.{log}.log",
-        "modules": " ".join((*job.site.modules, *job.modules)) or None,
-        "venv": job.venv,
+        "modules": shlex.join((*job.site.modules, *job.modules)) or None,
+        "activate": shlex.quote(str(Path(job.venv).expanduser() / "bin/activate")) if job.venv else None,
         "environment": tuple(f"{name}={shlex.quote(value)}" for name, value in job.site.environment.items()),
         "entries": _cases(job) if many else None,
         "mesh": f"{job.shape}: {job.shape.size} processes, on {nodes}",
@@ -103,4 +109,5 @@ def _words(job: Job) -> dict[str, object]:
 def _cases(job: Job) -> str:
     """Which flags an entry of the array has."""
     cases = [f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;" for index, flags in enumerate(job.entries, job.system.first)]
-    return "\n".join([f'case "{_INDEX[job.system.name]}" in', *cases, "esac"])
+    index = _INDEX[job.system.name]
+    return "\n".join([f'case "{index}" in', *cases, f'    *) echo "this array has no training {index}" >&2; exit 2 ;;', "esac"])

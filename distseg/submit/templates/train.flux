@@ -16,7 +16,7 @@
 set -uo pipefail
 
 module load @modules@
-source @venv@/bin/activate
+source @activate@
 
 export @environment@
 export OMP_NUM_THREADS=@cores@

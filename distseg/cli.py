@@ -31,9 +31,9 @@ predict   class maps of whole images, in bounded memory
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
 plan      pipeline stages of a model: layers, time and memory of each, other splits beside
-submit    a batch job, a sweep or a scaling study: its script, printed or handed in to Slurm, LSF, PBS or Flux
 verify    one step on the mesh and serially, in float64, compared
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
+submit    a batch job, a sweep or a scaling study: its script, printed or handed in to Slurm, LSF, PBS or Flux
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -267,7 +267,6 @@ def _in_a_line(error: Exception) -> str:
 _COMMANDS = {
     "prepare": _prepare,
     "train": _train,
-    "submit": _submit,
     "evaluate": _evaluate,
     "predict": _predict,
     "plot": _plot,
@@ -275,4 +274,5 @@ _COMMANDS = {
     "plan": _plan,
     "verify": _verify,
     "profile": _profile,
+    "submit": _submit,
 }

@@ -23,10 +23,10 @@ def from_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def run(script: Path, folder: Path, code: int, queue: str = "exit 0", **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+def run(script: Path, folder: Path, code: int, queue: str = "exit 0", end: str = "2026-01-02T03:04:05", **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
     """The script's end, and what the stand-ins were asked; the training ends with ``code``, and ``queue`` is what batch systems answer."""
     answers = dict.fromkeys(("srun", "jsrun", "mpiexec"), f"exit {code}") | dict.fromkeys(("scontrol", "qsub"), queue)
-    answers |= {"flux": f'[ "$1" = run ] && exit {code}\n{queue}', "squeue": "echo 2026-01-02T03:04:05"}
+    answers |= {"flux": f'[ "$1" = run ] && exit {code}\n{queue}', "squeue": f"echo {end}"}
     for name, answer in answers.items():
         (folder / name).write_text(STAND_IN.format(folder=folder, answer=answer))
         (folder / name).chmod(0o755)
@@ -59,6 +59,13 @@ def test_the_training_is_started_to_be_resumed(script, launcher, tmp_path):
     assert ("--train.job_minutes 119" in starts[0]) == (script != "train.sbatch"), "Slurm says itself when a job has to have ended"
     environment = (tmp_path / "environment").read_text().splitlines()[-1]
     assert environment == f"OMP={dict(zip(SCRIPTS, (16, 7, 8, 24)))[script]} end={'1767323045' if script == 'train.sbatch' else ''}"
+
+
+@pytest.mark.parametrize("end, told", [("2026-01-02T03:04:05", "1767323045"), ("NONE", ""), ("", ""), ("N/A", "")])
+def test_a_job_without_an_end_has_none(end, told, tmp_path):
+    """And not last midnight, which is what `date` makes of nothing."""
+    run(ROOT / "jobs/train.sbatch", tmp_path, 0, end=end)
+    assert (tmp_path / "environment").read_text().splitlines()[-1] == f"OMP=16 end={told}"
 
 
 AGAIN = {"train.sbatch": "scontrol requeue 7", "train.pbs": "qsub jobs/train.pbs", "train.flux": "flux --parent batch jobs/train.flux"}

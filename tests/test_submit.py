@@ -11,7 +11,7 @@ import pytest
 from distseg.cli import main
 from distseg.extents import Extents
 from distseg.mesh import MeshShape
-from distseg.submit.job import nodes_of, warning_of
+from distseg.submit.job import node_of, warning_of
 from distseg.submit.render import fill
 from distseg.submit.sites import SITES, Site, site_of
 from distseg.submit.studies import grown, sweep
@@ -244,21 +244,26 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--scaling", "1,2", "--scale", "stages"], "--scale is samples or tiles, got 'stages'"),
         ([*PERLMUTTER, "--scaling", "1,2", "--mesh.stages", "3"], "can not grow to 4 processes by its samples: the rest of it takes multiples of 12"),
         ([*PERLMUTTER, "--output", "c.yaml", "--overwrite"], "--output c.yaml is the config"),
+        ([*PERLMUTTER, "--output", "folder"], "folder is there, a folder: give another --output"),
+        ([*PERLMUTTER, "--scaling", "1,2", "--output", "taken.sbatch"], "taken-2.sbatch is there, with another content"),
         ([*PERLMUTTER, "--output", "there"], "there is there, with another content: give --overwrite to replace it, or another --output"),
     ],
 )
 def test_what_can_not_be_is_told_before_anything_is_written(capsys, folder, arguments, told):
     Path("there").write_text("mine")
+    Path("taken-2.sbatch").write_text("mine")
+    Path("folder").mkdir()
     before = sorted(p.name for p in folder.iterdir())
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "") and told in err and err.startswith("distseg: error: ") and err.count("\n") == 1, err
     assert sorted(p.name for p in folder.iterdir()) == before and Path("there").read_text() == "mine" and Path("c.yaml").read_text() == CONFIG
 
 
-def test_without_a_config(capsys):
+@pytest.mark.parametrize("config", [[], ["--config", "{mesh: {samples: 4}}"]])
+def test_without_a_config(capsys, config):
     with pytest.raises(SystemExit):
-        main(["submit", *PERLMUTTER])
-    assert capsys.readouterr().err == "distseg: error: name the config that is to be trained first: distseg submit CONFIG.yaml ...\n"
+        main(["submit", *config, *PERLMUTTER])
+    assert capsys.readouterr().err == "distseg: error: name the config that is to be trained, a file, first: distseg submit CONFIG.yaml ...\n"
 
 
 def test_a_script_is_written_whole_and_over_nothing_else(capsys, folder):
@@ -314,8 +319,8 @@ def test_small_things():
     assert fill("a @x@ @y@\nb @none@\nc @many@\n", {"x": 1, "y": "z", "none": None, "many": ("p", "q")}) == "a 1 z\nc p\nc q\n"
     with pytest.raises(KeyError):
         fill("@unknown@\n", {})
-    assert nodes_of(Site(gpus=4, cores=64, cpus=128), MeshShape(8)).cpus == 128
-    assert nodes_of(Site(gpus=4, cores=64, cpus=128), MeshShape(8), cores=32).cpus == 32
+    assert node_of(Site(gpus=4, cores=64, cpus=128)).cpus == 128
+    assert node_of(Site(gpus=4, cores=64, cpus=128), cores=32).cpus == 32
 
 
 def test_templates_are_installed_with_the_package():

@@ -10,12 +10,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 from distseg.config import Config
 from distseg.disk import whole
 from distseg.mesh import MeshShape
-from distseg.submit.job import Job, nodes_of, warning_of
+from distseg.submit.job import Job, node_of, nodes_for, warning_of
 from distseg.submit.render import render
 from distseg.submit.sites import SITES, site_of
 from distseg.submit.studies import grown, node_counts, sweep
@@ -58,8 +58,8 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
         arguments: the flags as they were written.
         read: settings from other flags.
     """
-    if not asked.config:
-        raise ValueError("name the config that is to be trained first: distseg submit CONFIG.yaml ...")
+    if not asked.config or asked.config[-1] is None:
+        raise ValueError("name the config that is to be trained, a file, first: distseg submit CONFIG.yaml ...")
     path = str(asked.config[-1])
     jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
     scripts = [(job, render(job)) for job in jobs]  # all of them before one is written
@@ -67,82 +67,79 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
     if not (asked.output or asked.submit):
         print("\n\n".join(script for _, script in scripts), end="")
         return 0
-    if asked.output and Path(asked.output).resolve() == Path(path).resolve():
-        raise ValueError(f"--output {asked.output} is the config: name another file for the script")
     for job, script in scripts:
-        _write(Path(job.script), script, asked.overwrite)
+        _check_free(Path(job.script), script, Path(path), asked.overwrite)
+    for job, script in scripts:
+        _write(Path(job.script), script)
     for job, _ in scripts:
-        print(job.script if not asked.submit else "\n".join(f"job {number}: {job.script}; {job.system.look.format(job=number)}" for number in hand_in(job)), flush=True)
+        for number in hand_in(job) if asked.submit else ():
+            print(f"job {number}: {job.script}; {job.system.look.format(job=number)}", flush=True)
+        if not asked.submit:
+            print(job.script)
     return 0
 
 
 def _jobs(asked, path: str, config: Config, flags: list[str], read: Callable[[list[str]], Config], command: str) -> list[Job]:
+    """The jobs that are asked for, known to be possible."""
     site = site_of(asked.site)
-    system = system_of(asked.system or site.system or _no_system(site.name))
-    site = site if site.system in (None, system.name) else replace(site, launcher=None, binding="", options=())  # those are the other system's words
-    shape = MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
-    seconds = seconds_of(asked.time)
+    if not (asked.system or site.system):
+        raise ValueError(f"site {site.name} does not say its batch system: give --system, one of {', '.join(SYSTEMS)}")
+    system = system_of(asked.system or site.system)
+    if site.system not in (None, system.name):
+        site = replace(site, launcher=None, binding="", options=())  # the other system's words
     name = asked.name or Path(path).stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name")
+    shape, seconds = _shape(config), seconds_of(asked.time)
     job = Job(
-        name, path, tuple(flags), shape, site, system, None, seconds, warning_of(seconds, asked.warn), asked.output or f"{name}.{system.suffix}", command,
+        name, path, tuple(flags), shape, site, system, node_of(site, asked.processes, asked.gpus, asked.cores), seconds, warning_of(seconds, asked.warn),
+        asked.output or f"{name}.{system.suffix}", command,
         asked.account, asked.queue, asked.qos, tuple(asked.modules), asked.venv, tuple(asked.option or ()), asked.launcher,
     )  # fmt: skip
-    figures = dict(processes=asked.processes, gpus=asked.gpus, cores=asked.cores)
     if asked.scaling:
-        return _scaling(job, asked, config, figures)
-    job = replace(job, nodes=nodes_of(site, shape, asked.nodes, **figures))
-    if not asked.sweep:
-        return [job]
-    entries = sweep(asked.sweep, config.train.output)
+        return _scaling(job, asked, config.train.output)
+    job = replace(job, nodes=nodes_for(shape, job.nodes, asked.nodes))
+    entries = sweep(asked.sweep, config.train.output) if asked.sweep else []
     for entry in entries:
-        _check_entry(job, entry, read([path, *flags, *entry]))
+        _check_entry(job, entry, _shape(read([path, *flags, *entry])))
     return [replace(job, entries=tuple(entries))]
 
 
-def _no_system(site: str):
-    raise ValueError(f"site {site} does not say its batch system: give --system, one of {', '.join(SYSTEMS)}")
+def _shape(config: Config) -> MeshShape:
+    return MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
 
 
-def _scaling(job: Job, asked, config: Config, figures: dict) -> list[Job]:
-    """A job for each number of nodes, with the mesh grown to fill them."""
-    if asked.sweep or asked.nodes:
-        raise ValueError(f"--scaling {asked.scaling} names the nodes of each job: leave {'--sweep' if asked.sweep else '--nodes'} out")
-    if asked.scale not in ("samples", "tiles"):
-        raise ValueError(f"--scale is samples or tiles, got {asked.scale!r}")
-    found = []
-    for count in node_counts(asked.scaling):
-        processes = nodes_of(job.site, MeshShape(_fitting(job, figures)), **figures).processes
-        shape = grown(job.shape, count * processes, asked.scale)
-        own = (f"--mesh.{asked.scale}", str(getattr(shape, asked.scale)), "--train.output", f"{config.train.output}/nodes={count}")
-        script = Path(job.script)
-        found.append(
-            replace(
-                job, name=f"{job.name}-{count}", shape=shape, flags=(*_without(job.flags, own[::2]), *own), nodes=nodes_of(job.site, shape, count, **figures),
-                script=str(script.with_name(f"{script.stem}-{count}{script.suffix}")),
-            )
-        )  # fmt: skip
-    return found
-
-
-def _fitting(job: Job, figures: dict) -> int:
-    """The processes of one node: of the flag, or one a GPU."""
-    gpus = figures["gpus"] if figures["gpus"] is not None else job.site.gpus
-    return max(1, figures["processes"] or gpus or 1)
-
-
-def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
-    return [word for name, value in zip(flags[::2], flags[1::2]) if name not in names for word in (name, value)]
-
-
-def _check_entry(job: Job, entry: tuple[str, ...], config: Config) -> None:
-    shape = MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
+    """Refuse a training whose mesh does not fill the nodes of the array's jobs."""
     if shape.size != job.shape.size:
         raise ValueError(
             f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, but the array's jobs have {job.shape.size}: "
             "sweep meshes of one size, or use --scaling"
         )
+
+
+def _scaling(job: Job, asked, output: str) -> list[Job]:
+    """A job for each number of nodes, with the mesh grown to fill them."""
+    if asked.sweep or asked.nodes:
+        raise ValueError(f"--scaling {asked.scaling} names the nodes of each job: leave {'--sweep' if asked.sweep else '--nodes'} out")
+    if asked.scale not in ("samples", "tiles"):
+        raise ValueError(f"--scale is samples or tiles, got {asked.scale!r}")
+    return [_scaled(job, count, asked.scale, output) for count in node_counts(asked.scaling)]
+
+
+def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
+    """The job on ``count`` nodes."""
+    shape = grown(job.shape, count * job.nodes.processes, axis)
+    own = (f"--mesh.{axis}", str(getattr(shape, axis)), "--train.output", f"{output}/nodes={count}")
+    script = Path(job.script)
+    return replace(
+        job, name=f"{job.name}-{count}", shape=shape, flags=(*_without(job.flags, own[::2]), *own), nodes=nodes_for(shape, job.nodes, count),
+        script=str(script.with_name(f"{script.stem}-{count}{script.suffix}")),
+    )  # fmt: skip
+
+
+def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    return [word for name, value in zip(flags[::2], flags[1::2]) if name not in names for word in (name, value)]
 
 
 def _differences(one: Config, other: Config) -> list[str]:
@@ -171,14 +168,19 @@ def _note_missing_store(store: str | None) -> None:
         print(f"distseg: note: data.store is {store}, which is not there yet: prepare it before the job starts", file=sys.stderr)
 
 
-def _write(path: Path, script: str, overwrite: bool) -> None:
-    """Write a script whole, over nothing but itself unless told to."""
-    if path.exists() and not overwrite and path.read_text() != script:
-        raise ValueError(f"{path} is there, with another content: give --overwrite to replace it, or another --output")
+def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
+    """Refuse to write over another file than the same script, unless told to, and over the config at all."""
+    if path.resolve() == config.resolve():
+        raise ValueError(f"--output {path} is the config: name another file for the script")
+    if path.is_dir() or path.exists() and not overwrite and path.read_bytes() != script.encode():
+        raise ValueError(f"{path} is there, {'a folder: give' if path.is_dir() else 'with another content: give --overwrite to replace it, or'} another --output")
+
+
+def _write(path: Path, script: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as growing:
         growing.write_text(script)
-        growing.chmod(0o755 & ~_umask())
+        growing.chmod(0o777 & ~_umask())
 
 
 def _umask() -> int:
@@ -187,13 +189,14 @@ def _umask() -> int:
     return mask
 
 
-def hand_in(job: Job) -> list[str]:
-    """Give a written script to its batch system; returns the jobs' numbers.
+def hand_in(job: Job) -> Iterator[str]:
+    """Give a written script to its batch system; the jobs' numbers, one by one.
 
     Raises:
         ValueError: the system's command is not there, or refuses.
     """
-    return [_number(job.system, command, job.script) for command in job.system.commands(job.script, len(job.entries))]
+    for command in job.system.commands(job.script, len(job.entries)):
+        yield _number(job.system, command, job.script)
 
 
 def _number(system: System, command: list[str], script: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distseg.mesh import MeshShape
 from distseg.submit.sites import Site
@@ -27,37 +27,47 @@ class Nodes:
         return f"{self.count} node{'' if self.count == 1 else 's'} of {self.processes}"
 
 
-def nodes_of(site: Site, shape: MeshShape, count: int | None = None, processes: int | None = None, gpus: int | None = None, cores: int | None = None) -> Nodes:
-    """The nodes for a mesh: one process a GPU unless said, as many nodes as the mesh fills unless said.
+def node_of(site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None) -> Nodes:
+    """One node of a site, with what is asked instead of the site's figures; one process a GPU unless said.
 
     Raises:
-        ValueError: what a node has is not known; more processes than cores; a mesh of another size, with both numbers and the repair.
+        ValueError: what a node has is not known; more processes than cores.
     """
-    own = cores is not None and cores != site.cores
+    cpus = site.cpus if cores in (None, site.cores) else None
     gpus, cores = (asked if asked is not None else known for asked, known in ((gpus, site.gpus), (cores, site.cores)))
-    if gpus is None or cores is None:
-        missing = " and ".join(flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None)
-        raise ValueError(f"site {site.name} does not say what a node has: give {missing} (--gpus 0 where there are none), or name a site with --site")
-    processes = processes or gpus
-    for flag, value, least in (("--gpus", gpus, 0), ("--cores", cores, 1), ("--nodes", count, 1), ("--processes", processes or None, 1)):
+    if missing := [flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None]:
+        raise ValueError(f"site {site.name} does not say what a node has: give {' and '.join(missing)} (--gpus 0 where there are none), or name a site with --site")
+    for flag, value, least in (("--gpus", gpus, 0), ("--cores", cores, 1), ("--processes", processes, 1)):
         if value is not None and value < least:
             raise ValueError(f"{flag} is at least {least}, got {value}")
+    processes = processes or gpus
     if not processes:
         raise ValueError(f"a node has no GPU, so how many processes to start on it is not clear: give --processes, up to its {cores} cores")
     if processes > cores:
         raise ValueError(f"{processes} processes a node are more than its {cores} cores: give --processes up to {cores}")
-    found = Nodes(count or max(1, shape.size // processes), processes, gpus, cores, cores if own else site.cpus or cores)
-    _check(shape, found)
-    return found
+    return Nodes(1, processes, gpus, cores, cpus or cores)
 
 
-def _check(shape: MeshShape, nodes: Nodes) -> None:
-    if shape.size == nodes.tasks:
-        return
-    repairs = [f"--nodes {shape.size // nodes.processes}"] if shape.size % nodes.processes == 0 else []
-    repairs += [f"--processes {shape.size // nodes.count}"] if shape.size % nodes.count == 0 and shape.size // nodes.count <= (nodes.gpus or nodes.cores) else []
-    repairs += [f"mesh.samples, mesh.tiles and mesh.stages to a product of {nodes.tasks}"]
-    raise ValueError(f"a mesh of {shape} needs {shape.size} processes, but {nodes} start{'s' * (nodes.count == 1)} {nodes.tasks}: set {', or '.join(repairs)}")
+def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
+    """So many nodes for a mesh; as many as it fills unless said.
+
+    Raises:
+        ValueError: the mesh is of another size, with both numbers and the repair.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"--nodes is at least 1, got {count}")
+    nodes = replace(node, count=count or max(1, shape.size // node.processes))
+    if shape.size != nodes.tasks:
+        starts = f"{nodes} start{'s' * (nodes.count == 1)} {nodes.tasks}"
+        raise ValueError(f"a mesh of {shape} needs {shape.size} processes, but {starts}: set {', or '.join(_repairs(shape.size, nodes))}")
+    return nodes
+
+
+def _repairs(size: int, nodes: Nodes) -> list[str]:
+    more_nodes = [f"--nodes {size // nodes.processes}"] if size % nodes.processes == 0 else []
+    each = size // nodes.count
+    other_processes = [f"--processes {each}"] if size % nodes.count == 0 and each <= (nodes.gpus or nodes.cores) else []
+    return [*more_nodes, *other_processes, f"mesh.samples, mesh.tiles and mesh.stages to a product of {nodes.tasks}"]
 
 
 @dataclass(frozen=True)

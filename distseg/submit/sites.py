@@ -5,6 +5,7 @@ The built-in sites are written down from the centres' public documentation. None
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Mapping
@@ -104,16 +105,16 @@ def _checked(path: Path, key: str, value):
     """A field's value as its type."""
     if key in ("gpus", "cores", "cpus"):
         if not isinstance(value, int) or isinstance(value, bool) or value < (0 if key == "gpus" else 1):
-            raise ValueError(f"site {path}: {key} is a whole number from {0 if key == 'gpus' else 1} on, got {value!r}")
+            raise ValueError(f"site {path}: {key} is a whole number from {0 if key == 'gpus' else 1} on, got {reprlib.repr(value)}")
         return value
     if key in ("modules", "options"):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"site {path}: {key} is a list of texts, such as [{'cuda' if key == 'modules' else '--constraint=gpu'}], got {value!r}")
+            raise ValueError(f"site {path}: {key} is a list of texts, such as [{'cuda' if key == 'modules' else '--constraint=gpu'}], got {reprlib.repr(value)}")
         return tuple(value)
     if key == "environment":
         if not isinstance(value, dict):
-            raise ValueError(f"site {path}: environment is a variable a line, such as NCCL_DEBUG: INFO, got {value!r}")
+            raise ValueError(f"site {path}: environment is a variable a line, such as NCCL_DEBUG: INFO, got {reprlib.repr(value)}")
         return {str(k): str(v) for k, v in value.items()}
     if not isinstance(value, str):
-        raise ValueError(f"site {path}: {key} is a text, got {value!r}")
+        raise ValueError(f"site {path}: {key} is a text, got {reprlib.repr(value)}")
     return value

@@ -24,7 +24,10 @@ class Process:
 
 LONE = Process(0, 1, 0, 1)
 
-_OTHER_MPI = "mpi4py ({library}) was built for another MPI than the launcher's; use the mpirun of the same MPI, or reinstall mpi4py against it (docs/install.md)"
+_OTHER_MPI = (
+    "mpi4py ({library}) was built for another MPI than the launcher's; use the mpirun of the same MPI, or reinstall"
+    " mpi4py against it (docs/install.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -40,25 +43,56 @@ class Launcher:
     repair: str = _OTHER_MPI
 
 
-_TORCHRUN = "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: start with mpirun -n {size} or srun --mpi=pmix, without RANK and WORLD_SIZE"
+_TORCHRUN = (
+    "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: start with mpirun -n {size}"
+    " or srun --mpi=pmix, without RANK and WORLD_SIZE"
+)
 _SRUN = (
-    "its processes can not find each other: start them with srun --mpi=pmix (srun --mpi=list shows what this Slurm has), or with mpirun in the allocation; "
-    "if they are, mpi4py ({library}) was built for another MPI (docs/install.md)"
+    "its processes can not find each other: start them with srun --mpi=pmix (srun --mpi=list shows what this Slurm"
+    " has), or with mpirun in the allocation; if they are, mpi4py ({library}) was built for another MPI"
+    " (docs/install.md)"
 )
 
 # Who starts the innermost processes comes before whom it was started by: an mpirun in an allocation, or in a job of Flux,
-# inherits the outer one's variables, which name another number of processes. torchrun's names come first because a user sets them by hand.
+# inherits the outer one's variables, which name another number of processes. torchrun's names come first because a user
+# sets them by hand.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", repair=_TORCHRUN),
-    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
-    Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    Launcher("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    Launcher("MVAPICH's mpirun", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_SIZE"),
-    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", beside="MPI_LOCALRANKID"),  # MPICH's Hydra, Intel MPI
-    Launcher("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),  # the size is Cray MPICH's: PALS tells none
+    Launcher(
+        "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+    ),
+    Launcher(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH's mpirun",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH's mpirun",
+        "MVP_COMM_WORLD_RANK",
+        "MVP_COMM_WORLD_SIZE",
+        "MVP_COMM_WORLD_LOCAL_RANK",
+        "MVP_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", beside="MPI_LOCALRANKID"
+    ),  # MPICH's Hydra, Intel MPI
+    Launcher(
+        "PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
+    ),  # the size is Cray MPICH's: PALS tells none
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", repair=_SRUN),
+    Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", repair=_SRUN
+    ),
     Launcher("a launcher with PMIx", "PMIX_RANK"),  # prterun, PALS for Open MPI
     Launcher("PALS's mpiexec", "PALS_RANKID", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
     Launcher("aprun", "ALPS_APP_PE"),
@@ -66,15 +100,16 @@ LAUNCHERS = (
 
 
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
-    """This process by the first launcher that names rank and size, else by one that names the rank alone; else a lone process."""
+    """This process by the first launcher that names rank and size, else by one that names the rank alone; else a lone
+    process."""
     return _found(environment)[1]
 
 
 def contradiction(ranks: int, library: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """What can not be where MPI sees ``ranks`` ranks: the error's text, or None if nothing speaks against it.
 
-    Where no launcher is recognised, MPI knows. Several processes of which each believes to be alone are the danger: a size
-    that MPI does not see, or a rank above 0 that MPI sees alone (of which rank 0 can not know).
+    Where no launcher is recognised, MPI knows. Several processes of which each believes to be alone are the danger: a
+    size that MPI does not see, or a rank above 0 that MPI sees alone (of which rank 0 can not know).
     """
     launcher, process = _found(environment)
     if launcher is None:
@@ -83,7 +118,10 @@ def contradiction(ranks: int, library: str, environment: Mapping[str, str] = os.
     if process.size is not None and process.size > 1 and process.size != ranks:
         return f"{launcher.name} started {process.size} processes ({launcher.size}), but MPI sees {ranks}: {repair}"
     if process.size is None and process.rank > 0 and ranks == 1:
-        return f"{launcher.name} started this process as rank {process.rank} ({launcher.rank}), but MPI sees it alone: {repair}; or unset {launcher.rank}, if it is a leftover"
+        return (
+            f"{launcher.name} started this process as rank {process.rank} ({launcher.rank}), but MPI sees it alone:"
+            f" {repair}; or unset {launcher.rank}, if it is a leftover"
+        )
     return None
 
 

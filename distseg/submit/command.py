@@ -26,25 +26,65 @@ def add_flags(parser) -> None:
     """The flags beside those of the config's sections."""
     add = parser.add_argument
     add("--system", type=str | None, default=None, help=f"Batch system: {', '.join(SYSTEMS)}; by default the site's.")
-    add("--site", type=str, default="generic", help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).")
+    add(
+        "--site",
+        type=str,
+        default="generic",
+        help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).",
+    )
     add("--nodes", type=int | None, default=None, help="Nodes; by default as many as the mesh fills.")
     add("--processes", type=int | None, default=None, help="Processes a node; by default one a GPU.")
     add("--gpus", type=int | None, default=None, help="GPUs a node, where the site does not say; 0: none.")
     add("--cores", type=int | None, default=None, help="Cores a node, where the site does not say.")
     add("--time", type=str, default="02:00:00", help="The job's limit, HH:MM:SS or D-HH:MM:SS.")
-    add("--warn", type=int | None, default=None, help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.")
+    add(
+        "--warn",
+        type=int | None,
+        default=None,
+        help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.",
+    )
     add("--account", type=str | None, default=None, help="Account or project that pays.")
     add("--queue", type=str | None, default=None, help="Queue; Slurm's partition.")
     add("--qos", type=str | None, default=None, help="Slurm's quality of service.")
     add("--modules", type=str, nargs="+", default=[], help="Modules to load.")
     add("--venv", type=str | None, default=None, help="Folder of the virtual environment to activate.")
-    add("--option", type=str, action="append", help="One more option of the batch system, written --option=--constraint=gpu; may be given again.")
-    add("--launcher", type=str | None, default=None, help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.")
+    add(
+        "--option",
+        type=str,
+        action="append",
+        help="One more option of the batch system, written --option=--constraint=gpu; may be given again.",
+    )
+    add(
+        "--launcher",
+        type=str | None,
+        default=None,
+        help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.",
+    )
     add("--name", type=str | None, default=None, help="The job's name; by default the config's.")
-    add("--sweep", type=str, action="append", help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.")
-    add("--scaling", type=str | None, default=None, help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.")
-    add("--scale", type=str, default="samples", help="What grows with --scaling: samples (images a step) or tiles (ranks an image).")
-    add("--output", type=str | None, default=None, help="Write the script to this file; with --scaling, the nodes are added to its name.")
+    add(
+        "--sweep",
+        type=str,
+        action="append",
+        help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.",
+    )
+    add(
+        "--scaling",
+        type=str | None,
+        default=None,
+        help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.",
+    )
+    add(
+        "--scale",
+        type=str,
+        default="samples",
+        help="What grows with --scaling: samples (images a step) or tiles (ranks an image).",
+    )
+    add(
+        "--output",
+        type=str | None,
+        default=None,
+        help="Write the script to this file; with --scaling, the nodes are added to its name.",
+    )
     add("--overwrite", action="store_true", help="Replace a file that is there.")
     add("--submit", action="store_true", help="Also hand the script in, and print the job's number.")
 
@@ -79,7 +119,9 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
     return 0
 
 
-def _jobs(asked, path: str, config: Config, flags: list[str], read: Callable[[list[str]], Config], command: str) -> list[Job]:
+def _jobs(
+    asked, path: str, config: Config, flags: list[str], read: Callable[[list[str]], Config], command: str
+) -> list[Job]:
     """The jobs that are asked for, known to be possible."""
     site = site_of(asked.site)
     if not (asked.system or site.system):
@@ -92,10 +134,25 @@ def _jobs(asked, path: str, config: Config, flags: list[str], read: Callable[[li
         raise ValueError(f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name")
     shape, seconds = _shape(config), seconds_of(asked.time)
     job = Job(
-        name, path, tuple(flags), shape, site, system, node_of(site, asked.processes, asked.gpus, asked.cores), seconds, warning_of(seconds, asked.warn),
-        asked.output or f"{name}.{system.suffix}", command,
-        asked.account, asked.queue, asked.qos, tuple(asked.modules), asked.venv, tuple(asked.option or ()), asked.launcher,
-    )  # fmt: skip
+        name=name,
+        config=path,
+        flags=tuple(flags),
+        shape=shape,
+        site=site,
+        system=system,
+        nodes=node_of(site, asked.processes, asked.gpus, asked.cores),
+        seconds=seconds,
+        warn=warning_of(seconds, asked.warn),
+        script=asked.output or f"{name}.{system.suffix}",
+        command=command,
+        account=asked.account,
+        queue=asked.queue,
+        qos=asked.qos,
+        modules=tuple(asked.modules),
+        venv=asked.venv,
+        options=tuple(asked.option or ()),
+        launcher=asked.launcher,
+    )
     if asked.scaling:
         return _scaling(job, asked, config.train.output)
     job = replace(job, nodes=nodes_for(shape, job.nodes, asked.nodes))
@@ -113,15 +170,18 @@ def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
     """Refuse a training whose mesh does not fill the nodes of the array's jobs."""
     if shape.size != job.shape.size:
         raise ValueError(
-            f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, but the array's jobs have {job.shape.size}: "
-            "sweep meshes of one size, or use --scaling"
+            f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, but the array's jobs"
+            f" have {job.shape.size}: sweep meshes of one size, or use --scaling"
         )
 
 
 def _scaling(job: Job, asked, output: str) -> list[Job]:
     """A job for each number of nodes, with the mesh grown to fill them."""
     if asked.sweep or asked.nodes:
-        raise ValueError(f"--scaling {asked.scaling} names the nodes of each job: leave {'--sweep' if asked.sweep else '--nodes'} out")
+        raise ValueError(
+            f"--scaling {asked.scaling} names the nodes of each job: leave"
+            f" {'--sweep' if asked.sweep else '--nodes'} out"
+        )
     if asked.scale not in ("samples", "tiles"):
         raise ValueError(f"--scale is samples or tiles, got {asked.scale!r}")
     return [_scaled(job, count, asked.scale, output) for count in node_counts(asked.scaling)]
@@ -133,9 +193,13 @@ def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
     own = (f"--mesh.{axis}", str(getattr(shape, axis)), "--train.output", f"{output}/nodes={count}")
     script = Path(job.script)
     return replace(
-        job, name=f"{job.name}-{count}", shape=shape, flags=(*_without(job.flags, own[::2]), *own), nodes=nodes_for(shape, job.nodes, count),
+        job,
+        name=f"{job.name}-{count}",
+        shape=shape,
+        flags=(*_without(job.flags, own[::2]), *own),
+        nodes=nodes_for(shape, job.nodes, count),
         script=str(script.with_name(f"{script.stem}-{count}{script.suffix}")),
-    )  # fmt: skip
+    )
 
 
 def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
@@ -165,7 +229,10 @@ def _command(arguments: list[str]) -> str:
 
 def _note_missing_store(store: str | None) -> None:
     if store is None or not Path(store).exists():
-        print(f"distseg: note: data.store is {store}, which is not there yet: prepare it before the job starts", file=sys.stderr)
+        print(
+            f"distseg: note: data.store is {store}, which is not there yet: prepare it before the job starts",
+            file=sys.stderr,
+        )
 
 
 def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
@@ -173,7 +240,11 @@ def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
     if path.resolve() == config.resolve():
         raise ValueError(f"--output {path} is the config: name another file for the script")
     if path.is_dir() or path.exists() and not overwrite and path.read_bytes() != script.encode():
-        raise ValueError(f"{path} is there, {'a folder: give' if path.is_dir() else 'with another content: give --overwrite to replace it, or'} another --output")
+        raise ValueError(
+            f"{path} is there,"
+            f" {'a folder: give' if path.is_dir() else 'with another content: give --overwrite to replace it, or'}"
+            " another --output"
+        )
 
 
 def _write(path: Path, script: str) -> None:
@@ -204,9 +275,14 @@ def _number(system: System, command: list[str], script: str) -> str:
         with open(script if system.by_stdin else "/dev/null") as given:
             done = subprocess.run(command, stdin=given, capture_output=True, text=True)
     except FileNotFoundError:
-        raise ValueError(f"{command[0]} is not here, so {script} is written but not submitted: submit it where {system.name} is") from None
+        raise ValueError(
+            f"{command[0]} is not here, so {script} is written but not submitted: submit it where {system.name} is"
+        ) from None
     number = system.number(done.stdout) if done.returncode == 0 else None
     if number is None:
         answer = " ".join((done.stderr + done.stdout).split())
-        raise ValueError(f"{shlex.join(command)} did not take the script (code {done.returncode}): {answer}; it is written to {script}")
+        raise ValueError(
+            f"{shlex.join(command)} did not take the script (code {done.returncode}): {answer}; it is written to"
+            f" {script}"
+        )
     return number

@@ -11,7 +11,8 @@ from distseg.submit.systems import System
 
 @dataclass(frozen=True)
 class Nodes:
-    """The part of a cluster that a job takes: ``count`` nodes of so many processes, GPUs, cores, and CPUs as the batch system counts them."""
+    """What a job takes of a cluster: ``count`` nodes, each with so many processes, GPUs, cores, and CPUs as the batch
+    system counts them."""
 
     count: int
     processes: int
@@ -36,15 +37,23 @@ def node_of(site: Site, processes: int | None = None, gpus: int | None = None, c
     cpus = site.cpus if cores in (None, site.cores) else None
     gpus, cores = (asked if asked is not None else known for asked, known in ((gpus, site.gpus), (cores, site.cores)))
     if missing := [flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None]:
-        raise ValueError(f"site {site.name} does not say what a node has: give {' and '.join(missing)} (--gpus 0 where there are none), or name a site with --site")
+        raise ValueError(
+            f"site {site.name} does not say what a node has: give {' and '.join(missing)} (--gpus 0 where there are"
+            " none), or name a site with --site"
+        )
     for flag, value, least in (("--gpus", gpus, 0), ("--cores", cores, 1), ("--processes", processes, 1)):
         if value is not None and value < least:
             raise ValueError(f"{flag} is at least {least}, got {value}")
     processes = processes or gpus
     if not processes:
-        raise ValueError(f"a node has no GPU, so how many processes to start on it is not clear: give --processes, up to its {cores} cores")
+        raise ValueError(
+            f"a node has no GPU, so how many processes to start on it is not clear: give --processes, up to its {cores}"
+            " cores"
+        )
     if processes > cores:
-        raise ValueError(f"{processes} processes a node are more than its {cores} cores: give --processes up to {cores}")
+        raise ValueError(
+            f"{processes} processes a node are more than its {cores} cores: give --processes up to {cores}"
+        )
     return Nodes(1, processes, gpus, cores, cpus or cores)
 
 
@@ -59,7 +68,10 @@ def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
     nodes = replace(node, count=count or max(1, shape.size // node.processes))
     if shape.size != nodes.tasks:
         starts = f"{nodes} start{'s' * (nodes.count == 1)} {nodes.tasks}"
-        raise ValueError(f"a mesh of {shape} needs {shape.size} processes, but {starts}: set {', or '.join(_repairs(shape.size, nodes))}")
+        raise ValueError(
+            f"a mesh of {shape} needs {shape.size} processes, but {starts}: set"
+            f" {', or '.join(_repairs(shape.size, nodes))}"
+        )
     return nodes
 
 
@@ -106,5 +118,8 @@ def warning_of(seconds: int, asked: int | None) -> int:
     if asked is None:
         return min(300, seconds // 4)
     if not 0 < 2 * asked <= seconds:
-        raise ValueError(f"--warn is {asked} s, but --time is {seconds} s: a warning comes at most half the time before the limit (and up to a minute early); choose up to {seconds // 2}")
+        raise ValueError(
+            f"--warn is {asked} s, but --time is {seconds} s: a warning comes at most half the time before the limit"
+            f" (and up to a minute early); choose up to {seconds // 2}"
+        )
     return asked

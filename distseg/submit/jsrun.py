@@ -26,7 +26,11 @@ _FORMS = {
     "latency_priority": r"((gpu|cpu|mem)-(gpu|cpu|mem),?)+",
     "launch_distribution": r"packed|cyclic|plane:\d+",
 }
-_HINTS = {"bind": "none, rs or packed:N", "latency_priority": "gpu-cpu, cpu-cpu or a list of such", "launch_distribution": "packed, cyclic or plane:N"}
+_HINTS = {
+    "bind": "none, rs or packed:N",
+    "latency_priority": "gpu-cpu, cpu-cpu or a list of such",
+    "launch_distribution": "packed, cyclic or plane:N",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class ResourceSets:
 
 
 def parse(line: str) -> ResourceSets:
-    """What a line ``jsrun OPTIONS PROGRAM ...`` asks for; options may be written ``-n12``, ``-n 12``, ``--nrs 12`` or ``--nrs=12``.
+    """What a line ``jsrun OPTIONS PROGRAM ...`` asks for; an option is written ``-n12``, ``-n 12``, ``--nrs 12`` or
+    ``--nrs=12``.
 
     Raises:
         ValueError: an option that is none, or a value that its option does not take.
@@ -94,7 +99,8 @@ def _value(name: str, text: str | None) -> int | str:
 
 
 def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceSets:
-    """Hold a jsrun line against a job of ``nodes`` nodes with ``cores`` cores and ``gpus`` GPUs each, and a mesh of ``tasks`` processes.
+    """Hold a jsrun line against a job of ``nodes`` nodes with ``cores`` cores and ``gpus`` GPUs each, and a mesh of
+    ``tasks`` processes.
 
     Raises:
         ValueError: the first rule that is broken, with both numbers and the repair.
@@ -106,7 +112,9 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
     room = asked.rs_per_host or min(cores // cpu, gpus // gpu if gpu else cores)
     sets = nodes if asked.nrs == "ALL_HOSTS" else asked.nrs or nodes * room
     if sets > nodes * room:
-        why = f"{asked.rs_per_host} a node (--rs_per_host)" if asked.rs_per_host else f"{room} a node, which is what fits"
+        why = (
+            f"{asked.rs_per_host} a node (--rs_per_host)" if asked.rs_per_host else f"{room} a node, which is what fits"
+        )
         raise ValueError(
             f"jsrun asks for {sets} resource sets (--nrs), but {_count(nodes, 'node')} hold {nodes * room}, {why}: "
             f"set --nrs to {nodes * room} at most, or take {-(-sets // room)} nodes"
@@ -114,9 +122,14 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
     started = _started(asked, sets)
     if started != tasks:
         per = asked.tasks_per_rs
-        repair = f"set --nrs to {tasks // per}" if per and tasks % per == 0 else f"set --nrs and --tasks_per_rs to a product of {tasks}"
+        repair = (
+            f"set --nrs to {tasks // per}"
+            if per and tasks % per == 0
+            else f"set --nrs and --tasks_per_rs to a product of {tasks}"
+        )
         raise ValueError(
-            f"jsrun starts {started} tasks ({sets} resource sets of {_share(started, sets)}), but the mesh needs {tasks}: {repair}, or change the mesh"
+            f"jsrun starts {started} tasks ({sets} resource sets of {_share(started, sets)}), but the mesh needs"
+            f" {tasks}: {repair}, or change the mesh"
         )
     _binds(asked, started, sets, cpu)
     return asked
@@ -127,12 +140,14 @@ def _fits_a_node(asked: ResourceSets, cpu: int, gpu: int, cores: int, gpus: int)
     for what, flag, each, have in (("cores", "cpu_per_rs", cpu, cores), ("GPUs", "gpu_per_rs", gpu, gpus)):
         if each > have:
             raise ValueError(
-                f"jsrun asks for resource sets of {each} {what} (--{flag}), but a node has {have} and a resource set never spans nodes: set --{flag} to {have} at most"
+                f"jsrun asks for resource sets of {each} {what} (--{flag}), but a node has {have} and a resource set"
+                f" never spans nodes: set --{flag} to {have} at most"
             )
         if per_host * each > have:
             raise ValueError(
-                f"jsrun asks for {per_host} resource sets a node (--rs_per_host) of {each} {what} (--{flag}), which is {per_host * each}, but a node has {have}: "
-                f"set --rs_per_host to {have // each} at most, or --{flag} to {have // per_host}"
+                f"jsrun asks for {per_host} resource sets a node (--rs_per_host) of {each} {what} (--{flag}), which is"
+                f" {per_host * each}, but a node has {have}: set --rs_per_host to {have // each} at most, or --{flag}"
+                f" to {have // per_host}"
             )
 
 
@@ -141,7 +156,8 @@ def _started(asked: ResourceSets, sets: int) -> int:
         return sets * (asked.tasks_per_rs or 1)
     if asked.tasks_per_rs is not None and asked.np != sets * asked.tasks_per_rs:
         raise ValueError(
-            f"jsrun is given {asked.np} tasks (--np), but {sets} resource sets of {asked.tasks_per_rs} (--tasks_per_rs) start {sets * asked.tasks_per_rs}: leave one of them out"
+            f"jsrun is given {asked.np} tasks (--np), but {sets} resource sets of {asked.tasks_per_rs} (--tasks_per_rs)"
+            f" start {sets * asked.tasks_per_rs}: leave one of them out"
         )
     return asked.np
 
@@ -151,8 +167,9 @@ def _binds(asked: ResourceSets, started: int, sets: int, cpu: int) -> None:
     most = -(-started // sets)  # tasks of the fullest set
     if found and ":smt" not in asked.bind and int(found[1]) * most > cpu:
         raise ValueError(
-            f"jsrun binds {most} tasks of a resource set to {found[1]} cores each (--bind {asked.bind}), which is {int(found[1]) * most}, "
-            f"but a resource set has {cpu} (--cpu_per_rs): set --bind to packed:{max(1, cpu // most)}, or --cpu_per_rs to {int(found[1]) * most}"
+            f"jsrun binds {most} tasks of a resource set to {found[1]} cores each (--bind {asked.bind}), which is"
+            f" {int(found[1]) * most}, but a resource set has {cpu} (--cpu_per_rs): set --bind to"
+            f" packed:{max(1, cpu // most)}, or --cpu_per_rs to {int(found[1]) * most}"
         )
 
 

@@ -15,7 +15,8 @@ _OWN = ("train.output", "train.resume")  # the array's own affair
 
 
 def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
-    """The flags of each training of a sweep such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``, each with an output folder below ``output``.
+    """The flags of each training of a sweep such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``, each with a folder of its
+    own below ``output``.
 
     Raises:
         ValueError: a setting that there is not, that is swept twice, without values, with one value twice.
@@ -29,10 +30,18 @@ def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
     entries = []
     for values in product(*(values for _, values in axes)):
         label = ",".join(f"{name}={_plain(value)}" for name, value in zip(names, values))
-        entries.append((*(word for key, value in zip(keys, values) for word in (f"--{key}", value)), "--train.output", f"{output}/{label}"))
+        entries.append(
+            (
+                *(word for key, value in zip(keys, values) for word in (f"--{key}", value)),
+                "--train.output",
+                f"{output}/{label}",
+            )
+        )
     folders = [entry[-1] for entry in entries]
     if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
-        raise ValueError(f"--sweep has two trainings for the folder {twice}: give values that differ in letters and digits")
+        raise ValueError(
+            f"--sweep has two trainings for the folder {twice}: give values that differ in letters and digits"
+        )
     return entries
 
 
@@ -47,7 +56,10 @@ def _axis(text: str) -> tuple[str, list[str]]:
     section, _, name = key.partition(".")
     known = {section.name: [f.name for f in fields(section.default_factory)] for section in fields(Config)}
     if name not in known.get(section, ()):
-        raise ValueError(f"--sweep {key} is no setting: write section.field=value,value, such as optim.lr=1e-3,3e-4; sections are {', '.join(known)}")
+        raise ValueError(
+            f"--sweep {key} is no setting: write section.field=value,value, such as optim.lr=1e-3,3e-4; sections are"
+            f" {', '.join(known)}"
+        )
     if key in _OWN:
         raise ValueError(f"--sweep sets {key} itself, for each training: leave it out")
     if not given or not all(values):
@@ -58,7 +70,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
-    """The mesh with ``size`` ranks, grown along ``samples`` (more images a step) or ``tiles`` (the same image on more ranks).
+    """The mesh with ``size`` ranks, grown along ``samples`` (more images a step) or ``tiles`` (an image on more ranks).
 
     Raises:
         ValueError: the other axes do not divide ``size``.
@@ -66,8 +78,8 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
     rest = shape.stages * (shape.tiles.volume if axis == "samples" else shape.samples)
     if size % rest:
         raise ValueError(
-            f"a mesh of {shape} can not grow to {size} processes by its {axis}: the rest of it takes multiples of {rest}; "
-            f"choose --scaling so that nodes x processes is one, or another mesh"
+            f"a mesh of {shape} can not grow to {size} processes by its {axis}: the rest of it takes multiples of"
+            f" {rest}; choose --scaling so that nodes x processes is one, or another mesh"
         )
     if axis == "samples":
         return MeshShape(size // rest, shape.tiles, shape.stages)

@@ -59,32 +59,33 @@ class System:
         return found and found[1]
 
 
+_SRUN = "srun --mpi=pmix {binding} --kill-on-bad-exit=0 --wait=60"
 _JSRUN = (
     "jsrun --nrs {nodes} --rs_per_host 1 --tasks_per_rs {processes} --gpu_per_rs {gpus} --cpu_per_rs {node_cores} "
     "--launch_distribution packed --bind packed:{cores}"
 )
+_MPIRUN = "mpirun -n {tasks} --map-by ppr:{processes}:node:PE={cores} --bind-to core"
+_FLUX = "flux run --nodes={nodes} --ntasks={tasks} --exclusive -o cpu-affinity=per-task -o gpu-affinity=off"
 
 SYSTEMS = {
     system.name: system
     for system in (
+        System("slurm", "sbatch", _SRUN, _clock, ("sbatch", "--parsable"), r"^(\d+)", "squeue -j {job}"),
+        System("lsf", "jsrun", _JSRUN, _minutes, ("bsub",), r"Job <(\d+)>", "bjobs {job}", first=1, by_stdin=True),
+        System("pbs", "pbs", _MPIRUN, _clock, ("qsub",), r"^(\S+)", "qstat {job}", array=("-J", "0-{last}")),
         System(
-            "slurm", "sbatch", "srun --mpi=pmix {binding} --kill-on-bad-exit=0 --wait=60", _clock,
-            ("sbatch", "--parsable"), r"^(\d+)", "squeue -j {job}",
-        ),
-        System(
-            "lsf", "jsrun", _JSRUN, _minutes,
-            ("bsub",), r"Job <(\d+)>", "bjobs {job}", first=1, by_stdin=True,
-        ),
-        System(
-            "pbs", "pbs", "mpirun -n {tasks} --map-by ppr:{processes}:node:PE={cores} --bind-to core", _clock,
-            ("qsub",), r"^(\S+)", "qstat {job}", array=("-J", "0-{last}"),
-        ),
-        System(
-            "flux", "flux", "flux run --nodes={nodes} --ntasks={tasks} --exclusive -o cpu-affinity=per-task -o gpu-affinity=off", lambda seconds: f"{seconds}s",
-            ("flux", "batch"), r"^(\S+)", "flux jobs {job}", array=("--env=ENTRY={index}",), one_by_one=True,
+            "flux",
+            "flux",
+            _FLUX,
+            "{}s".format,
+            ("flux", "batch"),
+            r"^(\S+)",
+            "flux jobs {job}",
+            array=("--env=ENTRY={index}",),
+            one_by_one=True,
         ),
     )
-}  # fmt: skip
+}
 
 
 def system_of(name: str) -> System:
@@ -102,5 +103,7 @@ def seconds_of(text: str) -> int:
     found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]?\d):([0-5]?\d)", text.strip())
     seconds = sum(int(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0
     if not seconds:
-        raise ValueError(f"--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got {text!r}")
+        raise ValueError(
+            f"--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got {text!r}"
+        )
     return seconds

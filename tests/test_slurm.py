@@ -110,6 +110,14 @@ def curve(run: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in rows if row["kind"] == "step"]
 
 
+def pace(slurm: PrivateSlurm, folder: Path) -> float:
+    """Seconds that a step takes here and now."""
+    (folder / "short.yaml").write_text(CONFIG.format(steps=40, output="runs/short"))
+    slurm.until(submit(slurm, folder, "short.yaml"), "COMPLETED", 600)
+    rows = [json.loads(line) for line in (folder / "runs/short/log.jsonl").read_text().splitlines()]
+    return next(row["seconds"] / row["step"] for row in rows if row["kind"] == "end")
+
+
 def steps_done(run: Path) -> int:
     return (run / "log.jsonl").read_text().count('"kind": "step"') if (run / "log.jsonl").exists() else 0
 
@@ -121,7 +129,8 @@ def test_a_training_that_is_cut_off_queues_again_and_ends_as_if_nothing_had_happ
     from test_train import write_store
 
     write_store(tmp_path / "store.h5")
-    steps, limit = {"signal": (60, ["--time", "00:10:00"]), "limit": (1600, ["--time", "00:02:00", "--warn", "30"])}[cut]
+    limit = ["--time", "00:10:00"] if cut == "signal" else ["--time", "00:02:00", "--warn", "30"]
+    steps = 60 if cut == "signal" else round(50 / pace(slurm, tmp_path))  # of each of 3 epochs: longer than the limit, on a fast and on a busy machine
     for name in ("whole", "cut"):
         (tmp_path / f"{name}.yaml").write_text(CONFIG.format(steps=steps, output=f"runs/{name}"))
     whole = submit(slurm, tmp_path, "whole.yaml", "--time", "01:00:00")

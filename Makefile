@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup horovod demo test bench clean
+.PHONY: help setup horovod demo test slurm bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -26,6 +26,9 @@ demo: setup  ## train, predict and evaluate on a real satellite image, on this m
 
 test: setup  ## all tests, those on several ranks too; ARGS='-k halo -x' goes to pytest
 	@.venv/bin/python -m pytest --durations=10 $(ARGS)
+
+slurm: setup  ## jobs on a real Slurm of one node, started here (root: installed too); writes docs/slurm.md
+	@jobs/try_slurm.sh $(ARGS)
 
 bench: setup  ## the benchmarks, one after another; ARGS goes to each
 	@for script in $$(grep -l '^QUESTION = ' benchmarks/*.py); do \

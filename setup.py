@@ -28,7 +28,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["distseg", "distseg.*"]),
     include_package_data=True,
-    package_data={"distseg.kernels": ["*.cpp"]},
+    package_data={"distseg.kernels": ["*.cpp"], "distseg.submit": ["templates/*"]},
     install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow", "xxhash"],
     extras_require=extras | {"all": sorted({package for group in extras.values() for package in group}), "peers": ["lightstream==1.0.7", "monai==1.6.1"]},
     entry_points={"console_scripts": ["distseg = distseg.cli:main"]},

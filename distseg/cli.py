@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from dataclasses import fields
+from functools import cache
 from typing import Callable
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -36,6 +37,7 @@ plan      pipeline stages of a model: layers, time and memory of each, other spl
 verify    one step on the mesh and serially, in float64, compared
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
 runs      the runs of a folder: how far each is, its best checkpoint, mesh and versions
+submit    a batch job, a sweep or a scaling study: its script, printed or handed in to Slurm, LSF, PBS or Flux
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -177,6 +179,23 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
+@cache
+def _submit_parser() -> ArgumentParser:
+    from distseg.submit.command import add_flags
+
+    parser = _parser("submit")
+    add_flags(parser)
+    return parser
+
+
+def _submit(arguments: list[str]) -> int:
+    from distseg.submit.command import submit
+
+    parse = lambda words: _parse(_submit_parser(), words)
+    parsed = parse(arguments)
+    return submit(parsed, _config(parsed), arguments, lambda words: _config(parse(words)))
+
+
 def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
@@ -298,4 +317,5 @@ _COMMANDS = {
     "verify": _verify,
     "profile": _profile,
     "runs": _runs,
+    "submit": _submit,
 }

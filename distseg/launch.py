@@ -13,61 +13,21 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Mapping
+from typing import Callable
 
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+from distseg.launchers import LONE, Process, contradiction, identify
 
 
 BORN = time.monotonic()  # about when this process began
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process of a job. ``local_*`` count on its node; None where the launcher does not say."""
-
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
-
-
-_LONE = Process(0, 1, 0, 1)
 _TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter: the transports that a process may use
-
-
-def identify(environment: Mapping[str, str] = os.environ) -> Process:
-    """This process by the first launcher whose variables are set; a lone process if there is none.
-
-    torchrun's names come first because they are what a user sets by hand. Slurm's come last: an mpirun inside an
-    allocation inherits the allocation's, which name another number of tasks.
-    """
-    for rank, size, local_rank, local_size in _LAUNCHERS:
-        if rank in environment and size in environment:
-            return Process(
-                int(environment[rank]), int(environment[size]), _leading_int(environment.get(local_rank)), _leading_int(environment.get(local_size))
-            )
-    return _LONE
-
-
-def _leading_int(text: str | None) -> int | None:
-    """``4`` of '4' and of Slurm's '4(x2),3'."""
-    digits = "".join(c if c.isdigit() else " " for c in text or "").split()
-    return int(digits[0]) if digits else None
 
 
 def world():
     """MPI's communicator of all ranks.
 
     Raises:
-        ValueError: the launcher started another number of processes than MPI sees.
+        ValueError: what the launcher says and what MPI sees can not both be true.
     """
     process = identify()
     # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not keep the core from the
@@ -75,16 +35,12 @@ def world():
     name = "OMPI_MCA_mpi_yield_when_idle"
     ours = name not in os.environ
     os.environ.setdefault(name, "1")
-    with _alone_in_open_mpi() if process == _LONE else nullcontext():
+    with _alone_in_open_mpi() if process == LONE else nullcontext():
         from mpi4py import MPI
     if ours:
         os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
-    if process.size != MPI.COMM_WORLD.size and process.size > 1:
-        raise ValueError(
-            f"the launcher started {process.size} processes, but MPI sees {MPI.COMM_WORLD.size}: mpi4py "
-            f"({MPI.Get_library_version().split(',')[0].strip()}) was built for another MPI than the launcher's; "
-            "use the mpirun of the same MPI, or reinstall mpi4py against it (docs/install.md)"
-        )
+    if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
+        raise (ValueError if process.size is None else JointFailure)(wrong)  # the size all ranks know; a rank alone may be the only one to see it
     return MPI.COMM_WORLD
 
 

@@ -1,0 +1,144 @@
+"""How each launcher tells a process who it is, and when what it says and what MPI sees can not both be true.
+
+mpirun, srun, jsrun and the others start the same program many times; a program that does not find the others would
+train alone, as many times as there are processes, all into one folder. So whatever hints at company is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Mapping
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a job. ``size``, and ``local_*`` that count on its node: None where the launcher does not say."""
+
+    rank: int
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+
+
+LONE = Process(0, 1, 0, 1)
+
+_OTHER_MPI = (
+    "mpi4py ({library}) was built for another MPI than the launcher's; use the mpirun of the same MPI, or reinstall"
+    " mpi4py against it (docs/install.md)"
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables that a launcher sets in each process; empty where it has none."""
+
+    name: str
+    rank: str
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    beside: str = ""  # must be set too, where several launchers share the names of rank and size
+    repair: str = _OTHER_MPI
+
+
+_TORCHRUN = (
+    "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: start with mpirun -n {size}"
+    " or srun --mpi=pmix, without RANK and WORLD_SIZE"
+)
+_SRUN = (
+    "its processes can not find each other: start them with srun --mpi=pmix (srun --mpi=list shows what this Slurm"
+    " has), or with mpirun in the allocation; if they are, mpi4py ({library}) was built for another MPI"
+    " (docs/install.md)"
+)
+
+# Who starts the innermost processes comes before whom it was started by: an mpirun in an allocation, or in a job of Flux,
+# inherits the outer one's variables, which name another number of processes. torchrun's names come first because a user
+# sets them by hand.
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", repair=_TORCHRUN),
+    Launcher(
+        "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+    ),
+    Launcher(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH's mpirun",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH's mpirun",
+        "MVP_COMM_WORLD_RANK",
+        "MVP_COMM_WORLD_SIZE",
+        "MVP_COMM_WORLD_LOCAL_RANK",
+        "MVP_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", beside="MPI_LOCALRANKID"
+    ),  # MPICH's Hydra, Intel MPI
+    Launcher(
+        "PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
+    ),  # the size is Cray MPICH's: PALS tells none
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", repair=_SRUN
+    ),
+    Launcher("a launcher with PMIx", "PMIX_RANK"),  # prterun, PALS for Open MPI
+    Launcher("PALS's mpiexec", "PALS_RANKID", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    Launcher("aprun", "ALPS_APP_PE"),
+)
+
+
+def identify(environment: Mapping[str, str] = os.environ) -> Process:
+    """This process by the first launcher that names rank and size, else by one that names the rank alone; else a lone
+    process."""
+    return _found(environment)[1]
+
+
+def contradiction(ranks: int, library: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """What can not be where MPI sees ``ranks`` ranks: the error's text, or None if nothing speaks against it.
+
+    Where no launcher is recognised, MPI knows. Several processes of which each believes to be alone are the danger: a
+    size that MPI does not see, or a rank above 0 that MPI sees alone (of which rank 0 can not know).
+    """
+    launcher, process = _found(environment)
+    if launcher is None:
+        return None
+    repair = launcher.repair.format(library=library.split(",")[0].strip(), size=process.size or "N")
+    if process.size is not None and process.size > 1 and process.size != ranks:
+        return f"{launcher.name} started {process.size} processes ({launcher.size}), but MPI sees {ranks}: {repair}"
+    if process.size is None and process.rank > 0 and ranks == 1:
+        return (
+            f"{launcher.name} started this process as rank {process.rank} ({launcher.rank}), but MPI sees it alone:"
+            f" {repair}; or unset {launcher.rank}, if it is a leftover"
+        )
+    return None
+
+
+def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
+    number = lambda name: _leading_int(environment.get(name))
+    for launcher in LAUNCHERS:
+        rank, size = number(launcher.rank), number(launcher.size)
+        if rank is not None and size is not None and (not launcher.beside or launcher.beside in environment):
+            return launcher, Process(rank, size, number(launcher.local_rank), number(launcher.local_size))
+    for launcher in LAUNCHERS:
+        rank = number(launcher.rank)
+        if rank or rank == 0 and not launcher.size:  # where the size is missing too, rank 0 is what a batch script has
+            return launcher, Process(rank, None, number(launcher.local_rank), number(launcher.local_size))
+    return None, LONE
+
+
+def _leading_int(text: str | None) -> int | None:
+    """``4`` of '4' and of Slurm's '4(x2),3'."""
+    found = re.match(r"\s*(\d+)", text or "")
+    return int(found[1]) if found else None

@@ -1,0 +1,181 @@
+"""The rules of jsrun's resource sets (LSF with JSM, as on Summit), checked before a job waits in the queue for nothing.
+
+jsrun cuts nodes into resource sets, each a fence around some cores and GPUs, and starts tasks in them::
+
+    jsrun -n 4 -r 2 -a 3 -c 21 -g 3        node 0                                   node 1
+                                           [set 0: tasks 0-2, 21 cores, 3 GPUs]     [set 2: tasks 6-8, ...]
+                                           [set 1: tasks 3-5, 21 cores, 3 GPUs]     [set 3: tasks 9-11, ...]
+
+Rules as the Summit user guide of OLCF gives them (docs.olcf.ornl.gov): a set never spans nodes; the sets of a node
+share neither cores nor GPUs.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+_NUMBERS = {"n": "nrs", "a": "tasks_per_rs", "c": "cpu_per_rs", "g": "gpu_per_rs", "r": "rs_per_host", "p": "np"}
+_WORDS = {"b": "bind", "l": "latency_priority", "d": "launch_distribution"}
+_FLAGS = {**_NUMBERS, **_WORDS}
+_TAKE_A_VALUE = ("E", "M", "h", "k", "o", "e", "X")  # of the other short options
+_ALONE = ("--immediate", "--verbose", "-v", "-i")
+_FORMS = {
+    "bind": r"none|rs|(proportional-)?packed(:smt)?(:\d+)?",
+    "latency_priority": r"((gpu|cpu|mem)-(gpu|cpu|mem),?)+",
+    "launch_distribution": r"packed|cyclic|plane:\d+",
+}
+_HINTS = {
+    "bind": "none, rs or packed:N",
+    "latency_priority": "gpu-cpu, cpu-cpu or a list of such",
+    "launch_distribution": "packed, cyclic or plane:N",
+}
+
+
+@dataclass(frozen=True)
+class ResourceSets:
+    """What a jsrun line asks for, with jsrun's defaults; None: as many as fit."""
+
+    nrs: int | str | None = None
+    tasks_per_rs: int | None = None
+    cpu_per_rs: int | str = 1
+    gpu_per_rs: int | str = 0
+    rs_per_host: int | None = None
+    np: int | None = None
+    bind: str = "packed:1"
+    latency_priority: str = "gpu-cpu,cpu-mem,cpu-cpu"
+    launch_distribution: str = "packed"
+
+
+def parse(line: str) -> ResourceSets:
+    """What a line ``jsrun OPTIONS PROGRAM ...`` asks for; an option is written ``-n12``, ``-n 12``, ``--nrs 12`` or
+    ``--nrs=12``.
+
+    Raises:
+        ValueError: an option that is none, or a value that its option does not take.
+    """
+    words = iter(shlex.split(line.replace("\\\n", " ")))
+    if (first := next(words, "")).rpartition("/")[2] != "jsrun":
+        raise ValueError(f"a jsrun line starts with jsrun, got {first!r}")
+    asked = {}
+    for word in words:
+        if not word.startswith("-"):
+            break  # the program
+        name, value = _option(word, words)
+        if name is not None:
+            asked[name] = _value(name, value)
+    return ResourceSets(**asked)
+
+
+def _option(word: str, words) -> tuple[str | None, str | None]:
+    """(Name, value) of an option that counts here; its value is taken from the words that follow it if need be."""
+    if word in _ALONE:
+        return None, None
+    if word.startswith("--"):
+        name, given, value = word[2:].partition("=")
+        value = value if given else next(words, None)
+        return (name, value) if name in _FLAGS.values() else (None, value)
+    letter, value = word[1:2], word[2:]
+    if letter not in _FLAGS and letter not in _TAKE_A_VALUE:
+        raise ValueError(f"jsrun option {word!r} is not known here: write it long, as --option=value")
+    value = value or next(words, None)
+    return _FLAGS.get(letter), value
+
+
+def _value(name: str, text: str | None) -> int | str:
+    if text is None:
+        raise ValueError(f"jsrun --{name} has no value: give one, or leave the option out")
+    if name in _FORMS:
+        if not re.fullmatch(_FORMS[name], text.lower()):
+            raise ValueError(f"jsrun --{name} is {text!r}: it takes {_HINTS[name]}")
+        return text.lower()
+    if text in ("ALL_CPUS", "ALL_GPUS", "ALL_HOSTS"):
+        return text
+    least = 0 if name == "gpu_per_rs" else 1
+    if not text.isdigit() or int(text) < least:
+        raise ValueError(f"jsrun --{name} is {text!r}: it takes a whole number from {least} on")
+    return int(text)
+
+
+def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceSets:
+    """Hold a jsrun line against a job of ``nodes`` nodes with ``cores`` cores and ``gpus`` GPUs each, and a mesh of
+    ``tasks`` processes.
+
+    Raises:
+        ValueError: the first rule that is broken, with both numbers and the repair.
+    """
+    asked = parse(line)
+    cpu = cores if asked.cpu_per_rs == "ALL_CPUS" else asked.cpu_per_rs
+    gpu = gpus if asked.gpu_per_rs == "ALL_GPUS" else asked.gpu_per_rs
+    _fits_a_node(asked, cpu, gpu, cores, gpus)
+    room = asked.rs_per_host or min(cores // cpu, gpus // gpu if gpu else cores)
+    sets = nodes if asked.nrs == "ALL_HOSTS" else asked.nrs or nodes * room
+    if sets > nodes * room:
+        why = (
+            f"{asked.rs_per_host} a node (--rs_per_host)" if asked.rs_per_host else f"{room} a node, which is what fits"
+        )
+        raise ValueError(
+            f"jsrun asks for {sets} resource sets (--nrs), but {_count(nodes, 'node')} hold {nodes * room}, {why}: "
+            f"set --nrs to {nodes * room} at most, or take {-(-sets // room)} nodes"
+        )
+    started = _started(asked, sets)
+    if started != tasks:
+        per = asked.tasks_per_rs
+        repair = (
+            f"set --nrs to {tasks // per}"
+            if per and tasks % per == 0
+            else f"set --nrs and --tasks_per_rs to a product of {tasks}"
+        )
+        raise ValueError(
+            f"jsrun starts {started} tasks ({sets} resource sets of {_share(started, sets)}), but the mesh needs"
+            f" {tasks}: {repair}, or change the mesh"
+        )
+    _binds(asked, started, sets, cpu)
+    return asked
+
+
+def _fits_a_node(asked: ResourceSets, cpu: int, gpu: int, cores: int, gpus: int) -> None:
+    per_host = asked.rs_per_host or 1
+    for what, flag, each, have in (("cores", "cpu_per_rs", cpu, cores), ("GPUs", "gpu_per_rs", gpu, gpus)):
+        if each > have:
+            raise ValueError(
+                f"jsrun asks for resource sets of {each} {what} (--{flag}), but a node has {have} and a resource set"
+                f" never spans nodes: set --{flag} to {have} at most"
+            )
+        if per_host * each > have:
+            raise ValueError(
+                f"jsrun asks for {per_host} resource sets a node (--rs_per_host) of {each} {what} (--{flag}), which is"
+                f" {per_host * each}, but a node has {have}: set --rs_per_host to {have // each} at most, or --{flag}"
+                f" to {have // per_host}"
+            )
+
+
+def _started(asked: ResourceSets, sets: int) -> int:
+    if asked.np is None:
+        return sets * (asked.tasks_per_rs or 1)
+    if asked.tasks_per_rs is not None and asked.np != sets * asked.tasks_per_rs:
+        raise ValueError(
+            f"jsrun is given {asked.np} tasks (--np), but {sets} resource sets of {asked.tasks_per_rs} (--tasks_per_rs)"
+            f" start {sets * asked.tasks_per_rs}: leave one of them out"
+        )
+    return asked.np
+
+
+def _binds(asked: ResourceSets, started: int, sets: int, cpu: int) -> None:
+    found = re.fullmatch(r".*packed:(?:smt:)?(\d+)", asked.bind)
+    most = -(-started // sets)  # tasks of the fullest set
+    if found and ":smt" not in asked.bind and int(found[1]) * most > cpu:
+        raise ValueError(
+            f"jsrun binds {most} tasks of a resource set to {found[1]} cores each (--bind {asked.bind}), which is"
+            f" {int(found[1]) * most}, but a resource set has {cpu} (--cpu_per_rs): set --bind to"
+            f" packed:{max(1, cpu // most)}, or --cpu_per_rs to {int(found[1]) * most}"
+        )
+
+
+def _share(started: int, sets: int) -> str:
+    return f"{started // sets}" if started % sets == 0 else f"up to {-(-started // sets)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,109 @@
+"""What the batch systems call things: how a script is handed in, what its number looks like, how long is an hour."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Callable
+
+
+def _clock(seconds: int) -> str:
+    """``02:30:00``"""
+    return f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
+
+
+def _minutes(seconds: int) -> str:
+    """``2:30``: LSF knows no seconds."""
+    minutes = -(-seconds // 60)
+    return f"{minutes // 60}:{minutes % 60:02d}"
+
+
+@dataclass(frozen=True)
+class System:
+    """A batch system."""
+
+    name: str
+    suffix: str
+    """Of a script's file, by which its template is found too."""
+    launcher: str
+    """The line that starts the processes, where a site has no own."""
+    limit: Callable[[int], str]
+    """A job's time limit as it is written."""
+    submit: tuple[str, ...]
+    """The command that takes a script, named last."""
+    job_id: str
+    """Where its answer has the job's number: a regular expression with one group."""
+    look: str
+    """How to look at a job."""
+    first: int = 0
+    """The first index of an array."""
+    array: tuple[str, ...] = ()
+    """What the command takes for an array, where the script does not say it; it may hold {last} and {index}."""
+    by_stdin: bool = False
+    one_by_one: bool = False
+    """An array is as many jobs."""
+
+    def commands(self, script: str, entries: int) -> list[list[str]]:
+        """The commands that hand in a script, whose array has so many entries; 0: it has none."""
+        if not entries:
+            arrays = [[]]
+        elif self.one_by_one:
+            arrays = [[word.format(index=index) for word in self.array] for index in range(entries)]
+        else:
+            arrays = [[word.format(last=entries - 1) for word in self.array]]
+        return [[*self.submit, *array, *([] if self.by_stdin else [script])] for array in arrays]
+
+    def number(self, answer: str) -> str | None:
+        """The job's number in what the command printed."""
+        found = re.search(self.job_id, answer)
+        return found and found[1]
+
+
+_SRUN = "srun --mpi=pmix {binding} --kill-on-bad-exit=0 --wait=60"
+_JSRUN = (
+    "jsrun --nrs {nodes} --rs_per_host 1 --tasks_per_rs {processes} --gpu_per_rs {gpus} --cpu_per_rs {node_cores} "
+    "--launch_distribution packed --bind packed:{cores}"
+)
+_MPIRUN = "mpirun -n {tasks} --map-by ppr:{processes}:node:PE={cores} --bind-to core"
+_FLUX = "flux run --nodes={nodes} --ntasks={tasks} --exclusive -o cpu-affinity=per-task -o gpu-affinity=off"
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("slurm", "sbatch", _SRUN, _clock, ("sbatch", "--parsable"), r"^(\d+)", "squeue -j {job}"),
+        System("lsf", "jsrun", _JSRUN, _minutes, ("bsub",), r"Job <(\d+)>", "bjobs {job}", first=1, by_stdin=True),
+        System("pbs", "pbs", _MPIRUN, _clock, ("qsub",), r"^(\S+)", "qstat {job}", array=("-J", "0-{last}")),
+        System(
+            "flux",
+            "flux",
+            _FLUX,
+            "{}s".format,
+            ("flux", "batch"),
+            r"^(\S+)",
+            "flux jobs {job}",
+            array=("--env=ENTRY={index}",),
+            one_by_one=True,
+        ),
+    )
+}
+
+
+def system_of(name: str) -> System:
+    if name not in SYSTEMS:
+        raise ValueError(f"there is no batch system {name!r} here: choose {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
+
+
+def seconds_of(text: str) -> int:
+    """``02:30:00`` or ``1-12:00:00`` (days first) in seconds.
+
+    Raises:
+        ValueError: anything else, or no time at all.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]?\d):([0-5]?\d)", text.strip())
+    seconds = sum(int(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0
+    if not seconds:
+        raise ValueError(
+            f"--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got {text!r}"
+        )
+    return seconds

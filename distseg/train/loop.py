@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from distseg.check import notes, with_store
 from distseg.comm.replicas import check_same
 from distseg.config import Config
 from distseg.data.loader import StepLoader
@@ -44,10 +45,10 @@ def train(config: Config, world) -> dict | None:
     device = set_up(world, config.run.device, config.run.threads)
     with together(world):
         store = _open_store(config)
-        config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
+        config = with_store(config, store.ignore)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         model = outline_model(config.model, store.bands, _outputs(config, store))
-        parameters, channels = sum(p.numel() for p in model.parameters()), channels_of(model)
+        parameters, channels, told = sum(p.numel() for p in model.parameters()), channels_of(model), notes(config, model)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     engine = Engine(config, mesh, model, _largest(store, config), device, precision, channels_last)
@@ -72,7 +73,7 @@ def train(config: Config, world) -> dict | None:
     result = resumed.get("validation")
 
     with open_log(config.train.output, config.train.tensorboard, first, resumed.get("step")) as log:
-        for line in _introduction(config, engine, _largest(store, config), parameters, loader) if first else []:
+        for line in [*_introduction(config, engine, _largest(store, config), parameters, loader), *(f"note: {text}" for text in told)] if first else []:
             print(line, flush=True)
         log.write("start", step, resumed.get("epoch", 0), config=_plain(config), parameters=parameters)
         for epoch in range(resumed.get("epoch", 0), config.train.epochs):

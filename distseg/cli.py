@@ -18,7 +18,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 from jsonargparse.typing import register_type
 
 from distseg.config import Config
-from distseg.config_file import Setting, read_settings, sections, settings_of, suggestion
+from distseg.config_file import Setting, check_value, read_settings, sections, settings_of, suggestion
 from distseg.extents import Extents, parse_bytes
 from distseg.launch import JointFailure, end_as_one, world
 
@@ -202,6 +202,7 @@ def _plan(arguments: list[str]) -> Callable[[], int]:
     def work() -> int:
         from distseg.plan import report
 
+        report.check_stages(parsed.model, parsed.stages)
         policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
         costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
         found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
@@ -350,18 +351,18 @@ def _check_file(path: str | None, what: str) -> None:
         raise ValueError(f"{what} is {path!r}, which names no file: give a path")
     if Path(path).is_dir():
         raise ValueError(f"{what} is {path}, which is a folder: name a file in it")
-    check_folder(str(Path(path).parent), what)
+    check_folder(str(Path(path).parent), what, path)
 
 
-def check_folder(path: str, what: str) -> None:
-    """Refuse a path where no folder is and none can be made."""
+def check_folder(path: str, what: str, whole: str | None = None) -> None:
+    """Refuse a path where no folder is and none can be made. It may be that of a file, ``whole``."""
     if not path.strip() or "\0" in path:
         raise ValueError(f"{what} is {path!r}, which names no folder: give a path")
     there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if not there.is_dir():
-        raise ValueError(f"{what} is {path}, but {there} is a file: name a folder, or a path that does not go through it")
+        raise ValueError(f"{what} is {whole or path}, but {there} is a file: name a path that does not go through it")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{what} is {path}, but nothing can be written to {there}: name a folder of yours, or change its permissions")
+        raise ValueError(f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of yours, or change its permissions")
 
 
 def _parse_plain(parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}) -> Namespace:
@@ -370,6 +371,9 @@ def _parse_plain(parser: ArgumentParser, arguments: list[str], places: Mapping[s
     Args:
         places: where settings stand that are no flags of the user's.
     """
+    for before, argument in zip(["", *arguments], arguments):
+        flag, equals, value = argument.partition("=")
+        check_value(*(flag, value) if equals and flag.startswith("--") else (before, argument))
     try:
         return parser.parse_args(arguments)
     except (ArgumentError, ValueError, TypeError, KeyError, RecursionError, OSError) as e:
@@ -387,14 +391,37 @@ def _told(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -
 
 
 def _in_a_line(error: Exception) -> str:
-    """jsonargparse's words on a wrong value: the flag, what it takes, what it was given."""
+    """jsonargparse's words on a wrong value in ours: the flag, what it takes, what it was given."""
     text = " ".join(str(error).split())
-    found = re.match(r'Parser key "(?P<flag>[^"]+)": Does not validate.*Given value:(?P<given>.*)', text)
-    if found is None:
-        return re.sub(r'^Parser key "([^"]+)": (Not of type \w+: )?', r"--\1: ", text)
-    kinds = re.findall(r"Expected an? (?:typing\.)?(Literal\[[^]]*\]|<class '[^']*'>|[^\s]+)", text)
-    words = [re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", kind).replace("Literal[", "one of ").rstrip("]").replace("NoneType", "null") for kind in kinds]
-    return f"--{found['flag']} takes {' or '.join(words) or 'another kind of value'}, got {found['given'].strip()!r}"
+    key = re.match(r'Parser key "([^"]+)": ', text)
+    if key is None:
+        return _cut(text)
+    flag, text = f"--{key[1]}", text[key.end() :]
+    if own := re.search(r"Not of type \w+: (.*?)(?= - Expected a| Given value type:|$)", text):
+        return f"{flag}: {_cut(own[1])}"
+    if "integer string conversion" in text:
+        return f"{flag} is a whole number of thousands of digits: give a smaller one"
+    kinds = re.findall(r"Expected an? (?:typing\.)?(Literal\[[^]]*\]|<class '[^']*'>)", text)
+    given = re.search(r"Given value:(.*)$", text) or re.search(r"Got value:(.*)$", text)
+    if not kinds:
+        return f"{flag}: {_cut(text)}"
+    words = dict.fromkeys(_KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds)
+    return f"{flag} takes {' or '.join(words)}, got {_cut(given[1].strip() if given else '')!r}"
+
+
+_KINDS = {
+    "<class 'int'>": "a whole number",
+    "<class 'float'>": "a number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "text",
+    "<class 'list'>": "a list such as [a, b]",
+    "<class 'NoneType'>": "null",
+}
+
+
+def _cut(text: str) -> str:
+    """Its first part, where it is very long."""
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 _COMMANDS = {

@@ -186,6 +186,6 @@ def _shares(text: str) -> tuple[float, ...]:
         shares = tuple(float(v) for v in text.split(","))
     except ValueError:
         shares = ()
-    if len(shares) != 3 or min(shares, default=-1) < 0 or abs(sum(shares) - 1) > 1e-6:
+    if len(shares) != 3 or not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}")
     return shares

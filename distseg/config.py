@@ -38,7 +38,7 @@ def _at_least(section, least: int, *names: str) -> None:
         if not value >= least:
             raise ValueError(f"{_name(section, name)} is at least {least}, got {value}")
         if not value <= _LARGEST:
-            raise ValueError(f"{_name(section, name)} is a number of at most {_LARGEST}, got {value}")
+            raise ValueError(f"{_name(section, name)} is {value}, which no file and no program holds: give a smaller number")
 
 
 def _between(section, least: float, most: float, *names: str) -> None:

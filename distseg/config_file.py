@@ -94,9 +94,30 @@ def _plain(value) -> bool:
     return isinstance(value, scalar) or isinstance(value, list) and all(isinstance(v, scalar) for v in value)
 
 
+def check_value(name: str, text: str) -> None:
+    """Refuse a value that would explode or overflow a stack where it is read as YAML, as values such as ``[1, 2]`` are.
+
+    Raises:
+        ValueError: naming ``name``.
+    """
+    if len(text) <= _SHORT and not ("&" in text and "*" in text):
+        return
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"{name} is {_short(text)}, which is nested or refers to itself: give a number, text or a list of them")
+    except yaml.YAMLError:
+        return  # text
+
+
+_SHORT = 200  # characters, in which nothing can be nested deeper than any reader can follow
+
+
 def suggestion(name: str, known) -> str:
     """``: did you mean model.depth?`` where something is alike."""
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, 0.75)
     return f": did you mean {close[0]}?" if close else ""
 
 

@@ -67,7 +67,7 @@ def receptive_field(model: nn.Module, dims: int | None = None, in_channels: int 
     """
     convs = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
     if not convs and (dims is None or in_channels is None):
-        raise ValueError("this model has no convolution layer to read its dims from: give receptive_field(model, dims=..., in_channels=...)")
+        raise ValueError("this model has no convolution layer to read its dims from: use one, or give receptive_field(model, dims=..., in_channels=...)")
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
     try:

@@ -39,14 +39,16 @@ def own_builder(name: str) -> Callable[..., nn.Module]:
         raise ValueError(f"model {name!r} can not be imported: its module fails with {blame(e)}: mend it, or install what it needs") from e
     builder = getattr(found, function, None)
     if not callable(builder):
-        what = "no" if builder is None else "no function, but a value of type " + type(builder).__name__ + ","
-        raise ValueError(f"model {name!r} can not be imported: {getattr(found, '__file__', module)} has {what} {function}: {_choices(found)}")
+        what = f"there is no {function}" if builder is None else f"{function} is a {type(builder).__name__}, no function,"
+        where = getattr(found, "__file__", None) or f"the folder {module}"
+        raise ValueError(f"model {name!r} can not be imported: {what} in {where}: {_choices(found)}")
     return builder
 
 
 def _choices(module) -> str:
+    """Up to eight functions and classes that a module defines itself."""
     own = [name for name, value in vars(module).items() if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")]
-    return f"choose {', '.join(own)}" if own else "define it there"
+    return f"choose {', '.join(own[:8])}{' or another' if len(own) > 8 else ''}" if own else "define it there"
 
 
 def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.Module:

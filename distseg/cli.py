@@ -322,9 +322,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[str, Names
 
     run, *flags = arguments
     trained = read_manifest(find(run)).get("config")
-    if not isinstance(trained, dict):
-        raise ValueError(f"{run}: its manifest.json has no config, so what was trained is not known: use another checkpoint")
-    parsed = _parse(parser, flags, settings_of(taken_over(trained), f"{run}, config in manifest.json"))
+    parsed = _parse(parser, flags, settings_of(taken_over(trained, run), f"{run}, config in manifest.json"))
     config = _config(parsed)
     check_model(trained, config.model, run)
     return run, parsed, config, left_behind(trained, asdict(Config()))

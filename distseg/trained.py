@@ -24,14 +24,23 @@ TAKEN = {
 _LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")  # of the machine; told where they are set
 
 
-def taken_over(config: dict) -> dict:
-    """The sections and fields of a manifest's ``config`` that hold for evaluation and prediction too."""
+def taken_over(config: dict, run: str) -> dict:
+    """The sections and fields of a manifest's ``config`` that hold for evaluation and prediction too.
+
+    Raises:
+        ValueError: there is no network in it, or one that this version can not make.
+    """
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+        raise ValueError(f"{run}: manifest.json names no network (config, model, name), so what was trained is not known: use another checkpoint")
+    if unknown := sorted(set(model) - set(TAKEN["model"])):
+        raise ValueError(f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not know: update distseg, or use another checkpoint")
     found = {}
     for section, names in TAKEN.items():
         content = config.get(section)
         if isinstance(content, dict):
             found[section] = {name: content[name] for name in names if name in content}
-    if _is_code(_name(config)):
+    if _is_code(model["name"]):
         del found["model"]["name"]  # the user names it, or nobody
     if _on_devices(config):
         for name in ("balance", "placement"):
@@ -61,28 +70,22 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
     Raises:
         ValueError: with the flag to add, or the one to leave out.
     """
-    name = _name(config)
+    model = config["model"]
+    name = model["name"]
     if _is_code(name) and own.name != name:
         given = "" if own.name == ModelConfig.name else f", not {own.name}"
         raise ValueError(
             f"{run} was trained with the network {name}{given}: its manifest may come from anywhere, and to import that runs its code. "
             f"If you trust it, add --model.name {name}"
         )
-    model = config.get("model")
-    for field in TAKEN["model"] if isinstance(model, dict) else ():
+    for field in TAKEN["model"]:
         value = getattr(own, field)
         if field in model and model[field] != value:
             raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
 
 
-def _name(config: dict) -> str | None:
-    model = config.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def _is_code(name: str | None) -> bool:
-    return name is not None and ":" in name
+def _is_code(name: str) -> bool:
+    return ":" in name
 
 
 def _on_devices(config: dict) -> bool:

@@ -10,9 +10,11 @@ import math
 import os
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import wraps
 from pathlib import Path
-from typing import Callable, Mapping
+from typing import Callable, Iterator, Mapping
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -50,22 +52,33 @@ def main(arguments: list[str] | None = None) -> None:
 
         print(__version__)
         return
-    end_as_one(lambda: work_of(arguments)())
+    end_as_one(lambda: _command(arguments[0])(arguments[1:]))
 
 
-def work_of(arguments: list[str]) -> Callable[[], int | None]:
-    """The work that a command line asks for. Everything of it is read and checked here, before MPI starts; the work itself parses nothing.
+def _command(name: str) -> Callable[[list[str]], int | None]:
+    if name not in _COMMANDS:
+        raise JointFailure(f"unknown command {name!r}{suggestion(name, _COMMANDS)}: choose {', '.join(_COMMANDS)}")
+    return _COMMANDS[name]
 
-    Raises:
-        JointFailure: naming the flag, or the line of the file, its value and the repair.
-    """
-    name, *flags = arguments
-    try:
-        if name not in _COMMANDS:
-            raise ValueError(f"unknown command {name!r}{suggestion(name, _COMMANDS)}: choose {', '.join(_COMMANDS)}")
-        return _COMMANDS[name](flags)
-    except (ValueError, OSError) as e:
-        raise JointFailure(str(e)) from e
+
+@contextmanager
+def job(settle: Callable[[], tuple[Config, dict]]) -> Iterator[tuple[Config, dict, object]]:
+    """Inside, the command runs on all ranks: yields its settings, its own flags, and the communicator. All that a command line says is read in ``settle``."""
+    config, flags = settle()
+    yield config, flags, world()
+
+
+def _joint(read: Callable) -> Callable:
+    """A user's mistake while a command line is read is told by all ranks together."""
+
+    @wraps(read)
+    def joint(*arguments):
+        try:
+            return read(*arguments)
+        except (ValueError, OSError) as e:
+            raise JointFailure(str(e)) from e
+
+    return joint
 
 
 def _parser(command: str, sections: bool = True) -> ArgumentParser:
@@ -84,10 +97,9 @@ def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = 
         arguments = ["--config", *arguments]
     if {"-h", "--help"} & set(arguments):
         arguments, given = ["--help"], []
+    typed = {argument.partition("=")[0] for argument in arguments}
     arguments, read = _without_files(arguments)
-    places = {setting.name: setting.place for setting in [*given, *read]}
-    for flag in arguments:
-        places.pop(flag.partition("=")[0].lstrip("-"), None)
+    places = {setting.name: setting.place for setting in [*given, *read] if f"--{setting.name}" not in typed}
     return _parse_plain(parser, [*(setting.flag for setting in given), *arguments], places)
 
 
@@ -115,73 +127,77 @@ def _config(parsed: Namespace) -> Config:
     return Config(**{section.name: section.default_factory(**vars(parsed[section.name])) for section in fields(Config)})
 
 
-def _verify(arguments: list[str]) -> Callable[[], int]:
+def _own(parsed: Namespace) -> dict:
+    """The flags that are a command's own."""
+    return {name: value for name, value in vars(parsed).items() if name not in sections() and name != "config"}
+
+
+def _verify(arguments: list[str]) -> int:
     parser = _parser("verify")
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131.")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    parsed = _parse(parser, arguments)
-    config = _config(parsed)
-    if not 0 <= parsed.tolerance < math.inf:
-        raise ValueError(f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}")
-    _check_file(parsed.dump, "--dump")
 
-    def work() -> int:
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        parsed = _parse(parser, arguments)
+        if not 0 <= parsed.tolerance < math.inf:
+            raise ValueError(f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}")
+        _check_file(parsed.dump, "--dump")
+        return _config(parsed), _own(parsed)
+
+    with job(settle) as (config, flags, comm):
         from distseg import verify
         from distseg.launch import set_up
 
-        comm = world()
         set_up(comm, "cpu", config.run.threads)
-        report = verify.verify(config, comm, parsed.image, parsed.dump)
+        report = verify.verify(config, comm, flags["image"], flags["dump"])
         if report is not None:
-            report.update(tolerance=parsed.tolerance, passed=verify.passed(report, parsed.tolerance))
-            print(json.dumps(report) if parsed.json else verify.summary(report, parsed.tolerance), flush=True)
+            report.update(tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"]))
+            print(json.dumps(report) if flags["json"] else verify.summary(report, flags["tolerance"]), flush=True)
         good = comm.bcast(report is not None and report["passed"], root=0)
         return 0 if good else 1
 
-    return work
 
-
-def _profile(arguments: list[str]) -> Callable[[], int]:
+def _profile(arguments: list[str]) -> int:
     parser = _parser("profile")
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
     parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
     parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
-    parsed = _parse(parser, arguments)
-    config = _config(parsed)
-    _check_count("--steps", parsed.steps)
-    check_folder(parsed.output, "--output")
 
-    def work() -> int:
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        parsed = _parse(parser, arguments)
+        _check_count("--steps", parsed.steps)
+        check_folder(parsed.output, "--output")
+        return _config(parsed), _own(parsed)
+
+    with job(settle) as (config, flags, comm):
         from distseg.profile import profile
 
-        found = profile(config, world(), parsed.image, parsed.steps, parsed.output)
+        found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
         if found is not None:
-            print(f"{found.text()}\n\n{parsed.output}/timeline.png, {parsed.output}/trace.json", flush=True)
-        return 0
-
-    return work
+            print(f"{found.text()}\n\n{flags['output']}/timeline.png, {flags['output']}/trace.json", flush=True)
+    return 0
 
 
-def _models(arguments: list[str]) -> Callable[[], int]:
+@_joint
+def _models(arguments: list[str]) -> int:
     parser = _parser("models", sections=False)
     parser.add_argument("names", nargs="*", help="Names of the zoo; all by default.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
+    from distseg.models.zoo import ZOO, describe
+    from distseg.report.tables import table
 
-    def work() -> int:
-        from distseg.models.zoo import ZOO, describe
-        from distseg.report.tables import table
-
-        rows = [describe(name) for name in parsed.names or ZOO]
-        print(json.dumps(rows, indent=1) if parsed.json else table(rows))
-        return 0
-
-    return work
+    rows = [describe(name) for name in parsed.names or ZOO]
+    print(json.dumps(rows, indent=1) if parsed.json else table(rows))
+    return 0
 
 
-def _plan(arguments: list[str]) -> Callable[[], int]:
+@_joint
+def _plan(arguments: list[str]) -> int:
     parser = _parser("plan", sections=False)
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
     parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
@@ -197,70 +213,72 @@ def _plan(arguments: list[str]) -> Callable[[], int]:
     parsed = _parse_plain(parser, arguments)
     for flag in ("stages", "micro_batches", "batch"):
         _check_count(f"--{flag.replace('_', '-')}", parsed[flag])
+    from distseg.plan import report
+
+    report.check_stages(parsed.model, parsed.stages)
+    policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
     limit = parse_bytes(parsed.memory)
-
-    def work() -> int:
-        from distseg.plan import report
-
-        report.check_stages(parsed.model, parsed.stages)
-        policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
-        costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
-        found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
-        print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
-        return 0
-
-    return work
+    costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
+    found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
+    print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
+    return 0
 
 
-def _train(arguments: list[str]) -> Callable[[], int]:
-    config = _config(_parse(_parser("train"), arguments))
-    check_folder(config.train.output, "train.output")
+def _train(arguments: list[str]) -> int:
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        config = _config(_parse(_parser("train"), arguments))
+        check_folder(config.train.output, "train.output")
+        return config, {}
 
-    def work() -> int:
+    with job(settle) as (config, _, comm):
         from distseg.train.loop import train
 
-        train(config, world())
-        return 0
-
-    return work
+        train(config, comm)
+    return 0
 
 
-def _evaluate(arguments: list[str]) -> Callable[[], int]:
+def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
     parser.add_argument("--output", type=str | None, default=None, help="Write the scores to this JSON file.")
-    run, parsed, config, left = _parse_run(parser, arguments)
-    _check_file(parsed.output, "--output")
 
-    def work() -> int:
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        config, flags = _parse_run(parser, arguments)
+        _check_file(flags["output"], "--output")
+        return config, flags
+
+    with job(settle) as (config, flags, comm):
         from distseg.commands import run_evaluate
 
-        _tell(left)
-        return run_evaluate(run, config, world(), parsed.split, parsed.output)
-
-    return work
+        _tell(flags["left"], comm)
+        return run_evaluate(flags["run"], config, comm, flags["split"], flags["output"])
 
 
-def _predict(arguments: list[str]) -> Callable[[], int]:
+def _predict(arguments: list[str]) -> int:
     parser = _parser("predict RUN")
     parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
     parser.add_argument("--split", type=str | None, default=None, help="Which of the store's images; test by default.")
     parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
-    run, parsed, config, left = _parse_run(parser, arguments)
-    if parsed.images is not None and parsed.split is not None:
-        raise ValueError(f"--split {parsed.split} is of the store, but --images names the images: leave one of them out")
-    check_folder(parsed.output, "--output")
 
-    def work() -> int:
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        config, flags = _parse_run(parser, arguments)
+        if flags["images"] is not None and flags["split"] is not None:
+            raise ValueError(f"--split {flags['split']} is of the store, but --images names the images: leave one of them out")
+        check_folder(flags["output"], "--output")
+        return config, flags
+
+    with job(settle) as (config, flags, comm):
         from distseg.commands import run_predict
 
-        _tell(left)
-        return run_predict(run, config, world(), parsed.images, parsed.split or "test", parsed.output)
-
-    return work
+        _tell(flags["left"], comm)
+        return run_predict(flags["run"], config, comm, flags["images"], flags["split"] or "test", flags["output"])
 
 
-def _plot(arguments: list[str]) -> Callable[[], int]:
+@_joint
+def _plot(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg plot", exit_on_error=False)
     parser.add_argument("what", choices=["curves", "overlay"], help="curves: of the logs of runs; overlay: image, truth, prediction, errors.")
     parser.add_argument("paths", nargs="+", help="curves: run folders; overlay: prediction files NAME.h5.")
@@ -274,16 +292,13 @@ def _plot(arguments: list[str]) -> Callable[[], int]:
     if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
         raise ValueError(f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one")
     _check_file(parsed.output, "--output")
+    from distseg.commands import run_plot
 
-    def work() -> int:
-        from distseg.commands import run_plot
-
-        return run_plot(parsed.what, parsed.paths, parsed.store, parsed.box, parsed.output)
-
-    return work
+    return run_plot(parsed.what, parsed.paths, parsed.store, parsed.box, parsed.output)
 
 
-def _prepare(arguments: list[str]) -> Callable[[], int]:
+@_joint
+def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
     parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), or the folder of images.")
     parser.add_argument("output", help="The HDF5 store to write.")
@@ -303,17 +318,14 @@ def _prepare(arguments: list[str]) -> Callable[[], int]:
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out")
     _check_file(parsed.output, "the store")
+    from distseg.commands import run_prepare
 
-    def work() -> int:
-        from distseg.commands import run_prepare
-
-        return run_prepare(parsed)
-
-    return work
+    return run_prepare(parsed)
 
 
-def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[str, Namespace, Config, list[str]]:
-    """The folder of a run, first, and flags over what is taken over from the config it was trained with; and what is not taken over."""
+def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, dict]:
+    """The config of a command whose first argument is the folder of a run: its flags over what is taken over from the training; and its own flags,
+    with what is ``left`` behind."""
     if not arguments or arguments[0].startswith("-"):
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
@@ -325,11 +337,11 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[str, Names
     parsed = _parse(parser, flags, settings_of(taken_over(trained, run), f"{run}, config in manifest.json"))
     config = _config(parsed)
     check_model(trained, config.model, run)
-    return run, parsed, config, left_behind(trained, asdict(Config()))
+    return config, {"run": run, "left": left_behind(trained, asdict(Config())), **_own(parsed)}
 
 
-def _tell(left: list[str]) -> None:
-    if left and world().rank == 0:
+def _tell(left: list[str], comm) -> None:
+    if left and comm.rank == 0:
         print(f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; flags set them for this one", file=sys.stderr, flush=True)
 
 
@@ -380,7 +392,7 @@ def _parse_plain(parser: ArgumentParser, arguments: list[str], places: Mapping[s
 
 def _told(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -> str:
     text = _in_a_line(error)
-    flag = re.match(r"--([\w.]+)", text)
+    flag = re.match(r"--([\w.]*\w)", text)
     if flag and flag[1] in places:
         return f"{places[flag[1]]}: {text[2:]}"
     unknown = re.search(r"(?i)unrecognized arguments: (--[^\s=]+)", text)

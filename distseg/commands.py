@@ -35,6 +35,8 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         unlabelled = [name for name in store.split(split) if not store.has_labels(name)]
         if unlabelled:
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
+        for name in store.split(split):
+            predictor.check(store.size(name))
     matrices = {"network": evaluate(predictor, store, split, world)}
     colour = all(store.has_labels(name) for name in store.split("train"))
     if colour:

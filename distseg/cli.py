@@ -6,16 +6,20 @@ Heavy modules are imported by the subcommand that needs them, so that ``distseg 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import sys
-from dataclasses import fields
-from functools import cache
-from typing import Callable
+from dataclasses import asdict, fields
+from functools import cache, wraps
+from pathlib import Path
+from typing import Callable, Mapping
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
 
 from distseg.config import Config
+from distseg.config_file import Setting, check_value, read_settings, sections, settings_of, suggestion
 from distseg.extents import Extents, parse_bytes
 from distseg.job import job
 from distseg.launch import JointFailure, end_as_one
@@ -57,8 +61,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _command(name: str) -> Callable[[list[str]], int | None]:
     if name not in _COMMANDS:
-        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}")
+        raise JointFailure(f"unknown command {name!r}{suggestion(name, _COMMANDS)}: choose {', '.join(_COMMANDS)}")
     return _COMMANDS[name]
+
+
+def _joint(read: Callable) -> Callable:
+    """A user's mistake while a command line is read is told by all ranks together."""
+
+    @wraps(read)
+    def joint(*arguments):
+        try:
+            return read(*arguments)
+        except (ValueError, OSError) as e:
+            raise JointFailure(str(e)) from e
+
+    return joint
 
 
 def _parser(command: str, sections: bool = True) -> ArgumentParser:
@@ -70,32 +87,46 @@ def _parser(command: str, sections: bool = True) -> ArgumentParser:
     return parser
 
 
-def _parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """Arguments parsed; a first argument without a dash is the config file, ``--memory`` is ``--run.memory``. All ranks fail alike."""
+def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = []) -> Namespace:
+    """Arguments parsed, over settings that are ``given``; a first argument without a dash is the config file, ``--memory`` is ``--run.memory``."""
     arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
-    return _parse_plain(parser, arguments)
+    if {"-h", "--help"} & set(arguments):
+        arguments, given = ["--help"], []
+    typed = {argument.partition("=")[0] for argument in arguments}
+    arguments, read = _without_files(arguments)
+    places = {setting.name: setting.place for setting in [*given, *read] if f"--{setting.name}" not in typed}
+    return _parse_plain(parser, [*(setting.flag for setting in given), *arguments], places)
+
+
+def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
+    """Each config file replaced by its settings, as flags; and these settings."""
+    found, read, rest = [], [], iter(arguments)
+    for argument in rest:
+        flag, equals, path = argument.partition("=")
+        if flag.startswith("--") and flag[2:] in sections():
+            raise ValueError(f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or a config file first")
+        if flag != "--config":
+            found.append(argument)
+            continue
+        settings = read_settings(path if equals else next(rest, ""))
+        read += settings
+        found += [setting.flag for setting in settings]
+    return found, read
+
+
+def _example(section: str) -> str:
+    return f"{section}.{sections()[section][0]}"
 
 
 def _config(parsed: Namespace) -> Config:
-    try:
-        return Config(**{section.name: section.default_factory(**vars(parsed[section.name])) for section in fields(Config)})
-    except ValueError as e:
-        raise JointFailure(str(e)) from e
+    return Config(**{section.name: section.default_factory(**vars(parsed[section.name])) for section in fields(Config)})
 
 
-def _settled(parsed: Namespace) -> tuple[Config, dict]:
-    """The config, and the command's own flags."""
-    sections = {section.name for section in fields(Config)} | {"config"}
-    return _config(parsed), {name: value for name, value in vars(parsed).items() if name not in sections}
-
-
-def _settled_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, dict]:
-    """The same of a command whose first argument is the folder of a run."""
-    run, parsed = _parse_run(parser, arguments)
-    config, flags = _settled(parsed)
-    return config, {"run": run, **flags}
+def _own(parsed: Namespace) -> dict:
+    """The flags that are a command's own."""
+    return {name: value for name, value in vars(parsed).items() if name not in sections() and name != "config"}
 
 
 def _verify(arguments: list[str]) -> int:
@@ -104,7 +135,16 @@ def _verify(arguments: list[str]) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    with job(lambda: _settled(_parse(parser, arguments))) as (config, flags, comm):
+
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        parsed = _parse(parser, arguments)
+        if not 0 <= parsed.tolerance < math.inf:
+            raise ValueError(f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}")
+        _check_file(parsed.dump, "--dump")
+        return _config(parsed), _own(parsed)
+
+    with job(settle) as (config, flags, comm):
         from distseg import verify
         from distseg.launch import set_up
 
@@ -122,7 +162,15 @@ def _profile(arguments: list[str]) -> int:
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
     parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
     parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
-    with job(lambda: _settled(_parse(parser, arguments))) as (config, flags, comm):
+
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        parsed = _parse(parser, arguments)
+        _check_count("--steps", parsed.steps)
+        check_folder(parsed.output, "--output")
+        return _config(parsed), _own(parsed)
+
+    with job(settle) as (config, flags, comm):
         from distseg.profile import profile
 
         found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
@@ -131,6 +179,7 @@ def _profile(arguments: list[str]) -> int:
     return 0
 
 
+@_joint
 def _models(arguments: list[str]) -> int:
     parser = _parser("models", sections=False)
     parser.add_argument("names", nargs="*", help="Names of the zoo; all by default.")
@@ -140,13 +189,11 @@ def _models(arguments: list[str]) -> int:
     from distseg.report.tables import table
 
     rows = [describe(name) for name in parsed.names or ZOO]
-    if parsed.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        print(table(rows))
+    print(json.dumps(rows, indent=1) if parsed.json else table(rows))
     return 0
 
 
+@_joint
 def _plan(arguments: list[str]) -> int:
     parser = _parser("plan", sections=False)
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
@@ -161,8 +208,11 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument("--device", type=str | None, default=None, help="Of modelled costs: v100 (the default) or cpu, this one.")
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
     parsed = _parse_plain(parser, arguments)
+    for flag in ("stages", "micro_batches", "batch"):
+        _check_count(f"--{flag.replace('_', '-')}", parsed[flag])
     from distseg.plan import report
 
+    report.check_stages(parsed.model, parsed.stages)
     policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
     limit = parse_bytes(parsed.memory)
     costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
@@ -172,7 +222,13 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    with listening(), job(lambda: _settled(_parse(_parser("train"), arguments)), lambda config: config.train.output) as (config, _, comm):
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        config = _config(_parse(_parser("train"), arguments))
+        check_folder(config.train.output, "train.output")
+        return config, {}
+
+    with listening(), job(settle, lambda config: config.train.output) as (config, _, comm):
         from distseg.train.loop import train
 
         train(config, comm)
@@ -200,24 +256,43 @@ def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
     parser.add_argument("--output", type=str | None, default=None, help="Write the scores to this JSON file.")
-    with job(lambda: _settled_run(parser, arguments)) as (config, flags, comm):
+
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        config, flags = _parse_run(parser, arguments)
+        _check_file(flags["output"], "--output")
+        return config, flags
+
+    with job(settle) as (config, flags, comm):
         from distseg.commands import run_evaluate
 
+        _tell(flags["left"], comm)
         return run_evaluate(flags["run"], config, comm, flags["split"], flags["output"])
 
 
 def _predict(arguments: list[str]) -> int:
     parser = _parser("predict RUN")
     parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
-    parser.add_argument("--split", type=str, default="test", help="Which of the store's images.")
+    parser.add_argument("--split", type=str | None, default=None, help="Which of the store's images; test by default.")
     parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
     parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in --images, such as -9999 or nan; by default what a TIFF file says of itself.")
-    with job(lambda: _settled_run(parser, arguments)) as (config, flags, comm):
+
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        config, flags = _parse_run(parser, arguments)
+        if flags["images"] is not None and flags["split"] is not None:
+            raise ValueError(f"--split {flags['split']} is of the store, but --images names the images: leave one of them out")
+        check_folder(flags["output"], "--output")
+        return config, flags
+
+    with job(settle) as (config, flags, comm):
         from distseg.commands import run_predict
 
-        return run_predict(flags["run"], config, comm, flags["images"], flags["split"], flags["output"], flags["nodata"])
+        _tell(flags["left"], comm)
+        return run_predict(flags["run"], config, comm, flags["images"], flags["split"] or "test", flags["output"], flags["nodata"])
 
 
+@_joint
 def _check(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg check", exit_on_error=False)
     parser.add_argument("path", help="A store, a run's folder, or one of its checkpoints.")
@@ -227,6 +302,7 @@ def _check(arguments: list[str]) -> int:
     return run_check(parsed.path)
 
 
+@_joint
 def _plot(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg plot", exit_on_error=False)
     parser.add_argument("what", choices=["curves", "overlay"], help="curves: of the logs of runs; overlay: image, truth, prediction, errors.")
@@ -235,11 +311,18 @@ def _plot(arguments: list[str]) -> int:
     parser.add_argument("--box", type=str | None, default=None, help="Part to draw as rows and columns, such as 100:900,0:675 (overlay).")
     parser.add_argument("--output", type=str | None, default=None, help="The picture; by default curves.png in the first run, NAME.overlay.png beside each prediction.")
     parsed = _parse_plain(parser, arguments)
+    for flag in ("store", "box") if parsed.what == "curves" else ():
+        if parsed[flag] is not None:
+            raise ValueError(f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, or plot overlay")
+    if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
+        raise ValueError(f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one")
+    _check_file(parsed.output, "--output")
     from distseg.commands import run_plot
 
     return run_plot(parsed.what, parsed.paths, parsed.store, parsed.box, parsed.output)
 
 
+@_joint
 def _runs(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg runs", exit_on_error=False)
     parser.add_argument("folder", help="A run, or a folder with runs in it.")
@@ -253,6 +336,7 @@ def _runs(arguments: list[str]) -> int:
     return 0
 
 
+@_joint
 def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
     parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), or the folder of images.")
@@ -268,41 +352,127 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="Of the split.")
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
     parsed = _parse_plain(parser, arguments)
+    for flag in ("masks", "classes", "values", "ignore", "split", "seed") if parsed.source in ("blue-marble", "gigapixel") else ():
+        if parsed[flag] != parser.get_default(flag):
+            raise ValueError(f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out")
+    for flag in ("values", "ignore") if parsed.masks is None else ():
+        if parsed[flag] != parser.get_default(flag):
+            raise ValueError(f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out")
+    _check_file(parsed.output, "the store")
     from distseg.commands import run_prepare
 
     return run_prepare(parsed)
 
 
-def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[str, Namespace]:
-    """The folder of a run, first, and flags that override the config it was trained with."""
+def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, dict]:
+    """The config of a command whose first argument is the folder of a run: its flags over what is taken over from the training; and its own flags,
+    with what is ``left`` behind."""
     if not arguments or arguments[0].startswith("-"):
-        _parse_plain(parser, arguments)  # --help ends here
-        raise JointFailure(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
+        _parse(parser, arguments)  # --help ends here
+        raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
     from distseg.train.checkpoint import find, read_manifest
+    from distseg.trained import check_model, left_behind, taken_over
 
-    try:
-        trained = read_manifest(find(arguments[0]))["config"]
-    except (ValueError, OSError) as e:
-        raise JointFailure(str(e)) from e
-    return arguments[0], _parse_plain(parser, ["--config", json.dumps(trained), *arguments[1:]])
+    run, *flags = arguments
+    trained = read_manifest(find(run)).get("config")
+    parsed = _parse(parser, flags, settings_of(taken_over(trained, run), f"{run}, config in manifest.json"))
+    config = _config(parsed)
+    check_model(trained, config.model, run)
+    return config, {"run": run, "left": left_behind(trained, asdict(Config())), **_own(parsed)}
 
 
-def _parse_plain(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+def _tell(left: list[str], comm) -> None:
+    if left and comm.rank == 0:
+        print(f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; flags set them for this one", file=sys.stderr, flush=True)
+
+
+def _check_count(flag: str, value: int) -> None:
+    if not 1 <= value <= _MOST:
+        raise ValueError(f"{flag} is a whole number from 1 to {_MOST}, got {value}")
+
+
+_MOST = 10**6
+
+
+def _check_file(path: str | None, what: str) -> None:
+    """Refuse a path that a file can not be written to, before work of which it is the result."""
+    if path is None:
+        return
+    if not path.strip() or "\0" in path:
+        raise ValueError(f"{what} is {path!r}, which names no file: give a path")
+    if Path(path).is_dir():
+        raise ValueError(f"{what} is {path}, which is a folder: name a file in it")
+    check_folder(str(Path(path).parent), what, path)
+
+
+def check_folder(path: str, what: str, whole: str | None = None) -> None:
+    """Refuse a path where no folder is and none can be made. It may be that of a file, ``whole``."""
+    if not path.strip() or "\0" in path:
+        raise ValueError(f"{what} is {path!r}, which names no folder: give a path")
+    there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"{what} is {whole or path}, but {there} is a file: name a path that does not go through it")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of yours, or change its permissions")
+
+
+def _parse_plain(parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}) -> Namespace:
+    """Arguments parsed.
+
+    Args:
+        places: where settings stand that are no flags of the user's.
+    """
+    for before, argument in zip(["", *arguments], arguments):
+        flag, equals, value = argument.partition("=")
+        check_value(*(flag, value) if equals and flag.startswith("--") else (before, argument))
     try:
         return parser.parse_args(arguments)
-    except (ArgumentError, ValueError, TypeError, OSError) as e:
-        raise JointFailure(f"{_in_a_line(e)} ({parser.prog} --help lists the flags)") from e
+    except (ArgumentError, ValueError, TypeError, KeyError, RecursionError, OSError) as e:
+        raise ValueError(_told(e, parser, places)) from e
+
+
+def _told(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -> str:
+    text = _in_a_line(error)
+    flag = re.match(r"--([\w.]*\w)", text)
+    if flag and flag[1] in places:
+        return f"{places[flag[1]]}: {text[2:]}"
+    unknown = re.search(r"(?i)unrecognized arguments: (--[^\s=]+)", text)
+    near = suggestion(unknown[1], parser._option_string_actions) if unknown else ""
+    return f"{text}{near} ({parser.prog} --help lists the flags)"
 
 
 def _in_a_line(error: Exception) -> str:
-    """jsonargparse's words on a wrong value: the flag, what it takes, what it was given."""
+    """jsonargparse's words on a wrong value in ours: the flag, what it takes, what it was given."""
     text = " ".join(str(error).split())
-    found = re.match(r'Parser key "(?P<flag>[^"]+)": Does not validate.*Given value: (?P<given>.*)', text)
-    if found is None:
-        return re.sub(r'^Parser key "([^"]+)": (Not of type \w+: )?', r"\1: ", text)
-    kinds = re.findall(r"Expected an? (?:typing\.)?(Literal\[[^]]*\]|<class '[^']*'>|[^\s]+)", text)
-    words = [re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", kind).replace("Literal[", "one of ").rstrip("]").replace("NoneType", "null") for kind in kinds]
-    return f"--{found['flag']} takes {' or '.join(words) or 'another kind of value'}, got {found['given']!r}"
+    key = re.match(r'Parser key "([^"]+)": ', text)
+    if key is None:
+        return _cut(text)
+    flag, text = f"--{key[1]}", text[key.end() :]
+    if own := re.search(r"Not of type \w+: (.*?)(?= - Expected a| Given value type:|$)", text):
+        return f"{flag}: {_cut(own[1])}"
+    if "integer string conversion" in text:
+        return f"{flag} is a whole number of thousands of digits: give a smaller one"
+    kinds = re.findall(r"Expected an? (?:typing\.)?(Literal\[[^]]*\]|<class '[^']*'>)", text)
+    given = re.search(r"Given value:(.*)$", text) or re.search(r"Got value:(.*)$", text)
+    if not kinds:
+        return f"{flag}: {_cut(text)}"
+    words = dict.fromkeys(_KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds)
+    return f"{flag} takes {' or '.join(words)}, got {_cut(given[1].strip() if given else '')!r}"
+
+
+_KINDS = {
+    "<class 'int'>": "a whole number",
+    "<class 'float'>": "a number",
+    "<class 'bool'>": "true or false",
+    "<class 'str'>": "text",
+    "<class 'list'>": "a list such as [a, b]",
+    "<class 'NoneType'>": "null",
+}
+
+
+def _cut(text: str) -> str:
+    """Its first part, where it is very long."""
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 _COMMANDS = {

@@ -37,6 +37,8 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         unlabelled = [name for name in store.split(split) if not store.has_labels(name)]
         if unlabelled:
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
+        for name in store.split(split):
+            predictor.check(store.size(name))
     matrices = {"network": evaluate(predictor, store, split, world)}
     colour = all(store.has_labels(name) for name in store.split("train"))
     if colour:
@@ -211,6 +213,6 @@ def _shares(text: str) -> tuple[float, ...]:
         shares = tuple(float(v) for v in text.split(","))
     except ValueError:
         shares = ()
-    if len(shares) != 3 or min(shares, default=-1) < 0 or abs(sum(shares) - 1) > 1e-6:
+    if len(shares) != 3 or not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}")
     return shares

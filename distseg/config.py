@@ -1,11 +1,13 @@
 """Every setting of distseg: one frozen dataclass a section, read from YAML with ``--section.field`` overrides.
 
 Field names are the command line's flags and the YAML's keys. The string below a field is its documentation; sizes are
-in pixels and written as ``97x131`` (height x width).
+in pixels and written as ``97x131`` (height x width). A section refuses values that can not be; settings that would be
+without effect beside others are refused by :mod:`distseg.check`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import List, Literal, Optional, Union
 
@@ -19,19 +21,48 @@ def _extents(section, *names: str) -> None:
         object.__setattr__(section, name, None if value is None else Extents(value))
 
 
+_LARGEST = 2**63 - 1  # what files and other programs hold
+
+
+def _name(section, field: str) -> str:
+    """``model.depth``: the setting as a user writes it."""
+    return f"{type(section).__name__.removesuffix('Config').lower()}.{field}"
+
+
 def _at_least(section, least: int, *names: str) -> None:
-    """Refuse smaller numbers."""
+    """Refuse smaller numbers, and what is no number."""
     for name in names:
         value = getattr(section, name)
-        if value is not None and value < least:
-            raise ValueError(f"{type(section).__name__.removesuffix('Config').lower()}.{name} is at least {least}, got {value}")
+        if value is None:
+            continue
+        if not value >= least:
+            raise ValueError(f"{_name(section, name)} is at least {least}, got {value}")
+        if not value <= _LARGEST:
+            raise ValueError(f"{_name(section, name)} is {value}, which no file and no program holds: give a smaller number")
 
 
 def _between(section, least: float, most: float, *names: str) -> None:
     """Refuse numbers outside."""
     for name in names:
-        if not least <= (value := getattr(section, name)) <= most:
-            raise ValueError(f"{type(section).__name__.removesuffix('Config').lower()}.{name} is from {least} to {most}, got {value}")
+        value = getattr(section, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{_name(section, name)} is from {least} to {most}, got {value}")
+
+
+def _path(section, *names: str) -> None:
+    """Refuse what can not name a file."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError(f"{_name(section, name)} is {value!r}, which is no path: name one, or leave it out")
+
+
+def _each_once(section, name: str) -> None:
+    """Refuse an entry that is given twice."""
+    values = getattr(section, name)
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{_name(section, name)} has {twice[0]} more than once ({', '.join(values)}): give each once")
 
 
 @dataclass(frozen=True)
@@ -53,9 +84,12 @@ class ModelConfig:
     """Probability that a channel is dropped, in [0, 1)."""
     up: Optional[Literal["nearest", "bilinear", "transposed"]] = None
     groups: Optional[int] = None
-    """Groups of group norm."""
+    """Groups of group norm; for ``norm: group`` only."""
     seed: int = 0
     """Of the initial weights."""
+
+    def __post_init__(self):
+        _between(self, -_LARGEST, _LARGEST, "seed", "depth", "num_convs", "base_channels", "in_channels", "out_channels", "groups")
 
 
 @dataclass(frozen=True)
@@ -73,6 +107,7 @@ class MeshConfig:
 
     def __post_init__(self):
         _extents(self, "tiles")
+        _at_least(self, 1, "samples", "stages")
 
 
 @dataclass(frozen=True)
@@ -116,7 +151,7 @@ class SpatialConfig:
     in_time: Literal["auto", "together", "recompute", "spill"] = "auto"
     """How a rank computes several tiles. together: all in memory. recompute: one after another, activations dropped (no live norms). spill: run of layers by run, from norm to norm, over all tiles; the maps in between wait in ``scratch``. auto: with run.memory recompute or spill, whichever the norms allow; else one after another where no norm is live, together where one is."""
     scratch: Optional[str] = None
-    """Folder for the feature maps that wait (spill), best on a fast local disk; by default the system's temporary folder. ``memory``: the host's memory."""
+    """Folder for the feature maps that wait (tiles in time), best on a fast local disk; by default the system's temporary folder. ``memory``: the host's memory."""
     halo: Optional[int] = None
     """Halo in pixels; by default the exact one, probed from the model. A smaller one is an approximation."""
     exchange_every: Union[int, str] = "all"
@@ -131,6 +166,7 @@ class SpatialConfig:
     def __post_init__(self):
         _extents(self, "tiles_per_rank")
         _at_least(self, 0, "halo", "fuse_below")
+        _path(self, "scratch")
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdigit() and int(every) > 0):
             raise ValueError(f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}")
@@ -148,19 +184,35 @@ class SpatialConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
+    """Each setting belongs to the terms of the sum that its documentation names; one that no term takes is refused."""
+
     name: str = "cross_entropy"
     """cross_entropy, binary_cross_entropy, dice, focal, or a weighted sum such as ``cross_entropy + 0.5*dice``."""
     class_weights: Optional[List[float]] = None
-    """One weight a class for cross-entropy and focal."""
+    """One weight a class, for the terms cross_entropy and focal; binary_cross_entropy and dice know none."""
     label_smoothing: float = 0.0
+    """Share of a pixel's target that is spread over all classes, for the term cross_entropy."""
     ignore_index: int = 255
     """Label of pixels that count nowhere; a store's own holds."""
     dice_over: Literal["image", "batch"] = "image"
-    """Dice of each image, averaged; or of the sums over all images of the step."""
+    """For the term dice: that of each image, averaged; or of the sums over all images of the step."""
     smooth: float = 1.0
-    """Added to numerator and denominator of Dice, in pixels."""
+    """For the term dice: added to its numerator and denominator, in pixels."""
     gamma: float = 2.0
-    """Focusing exponent of the focal loss."""
+    """For the term focal: its focusing exponent."""
+
+    def __post_init__(self):
+        _between(self, -_LARGEST, _LARGEST, "ignore_index")
+        self._check_weights()
+
+    def _check_weights(self):
+        weights = self.class_weights
+        if weights is None:
+            return
+        if not all(0 <= weight < math.inf for weight in weights):
+            raise ValueError(f"loss.class_weights are numbers of at least 0, got {weights}")
+        if not any(weights):
+            raise ValueError(f"loss.class_weights are {weights}, so nothing would count: give a class a weight above 0, or leave them out")
 
 
 @dataclass(frozen=True)
@@ -174,11 +226,11 @@ class DataConfig:
     focus_class: Optional[str] = None
     """A rare class near which some crops are placed."""
     focus_share: float = 0.5
-    """Share of the crops with a pixel of ``focus_class`` in their central half."""
+    """Share of the crops with a pixel of ``focus_class`` in their central half; with ``focus_class`` only."""
     augment: List[Literal["flip", "turn", "colour"]] = field(default_factory=list)
     """flip: mirror each dim with probability 1/2; turn: rotate by a random multiple of 90 degrees; colour: a random gain and offset of each band."""
     epoch_samples: Optional[int] = None
-    """Crops an epoch; by default as many as cover the training pixels once."""
+    """Crops an epoch; by default as many as cover the training pixels once. With ``crop`` only: an epoch of whole images has each once."""
     prefetch: int = 2
     """Steps read ahead by a thread; 0 reads in the step itself."""
 
@@ -187,6 +239,8 @@ class DataConfig:
         _between(self, 0, 1, "focus_share")
         _at_least(self, 1, "images", "epoch_samples")
         _at_least(self, 0, "prefetch")
+        _path(self, "store")
+        _each_once(self, "augment")
 
 
 @dataclass(frozen=True)
@@ -195,7 +249,7 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Of sgd; adam and adamw have betas of their own, 0.9 and 0.999."""
     weight_decay: float = 0.0
     schedule: Literal["constant", "cosine", "one_cycle"] = "cosine"
     warmup: float = 0.05
@@ -205,8 +259,8 @@ class OptimConfig:
 
     def __post_init__(self):
         _between(self, 0, 1, "warmup", "momentum")
-        _at_least(self, 0, "weight_decay")
-        if self.clip is not None and not self.clip > 0:
+        _at_least(self, 0, "lr", "weight_decay")
+        if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none")
 
 
@@ -245,14 +299,16 @@ class TrainConfig:
     def __post_init__(self):
         _at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
         _at_least(self, 0, "check_replicas", "validate_every", "max_minutes", "job_minutes", "checkpoint_minutes")
+        _between(self, -_LARGEST, _LARGEST, "seed")
+        _path(self, "output")
 
 
 @dataclass(frozen=True)
 class PredictConfig:
     tile: Extents = Extents((1024, 1024))
-    """Tile of windowed evaluation and prediction; memory follows from it and the halo."""
+    """Tile of windowed evaluation and prediction; memory follows from it and the halo. Where tiles exchange borders each rank has one, and this is not used."""
     probabilities: bool = False
-    """Also write the probability of each class (float16)."""
+    """Also write the probability of each class (float16), into NAME.h5."""
     formats: List[Literal["hdf5", "tiff", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
     """Of class maps: NAME.h5, tiled NAME.tif (without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
     scratch: Optional[str] = None
@@ -262,6 +318,8 @@ class PredictConfig:
         _extents(self, "tile")
         if not self.formats:
             raise ValueError("predict.formats is empty, so nothing would be written: choose hdf5, tiff or png")
+        _each_once(self, "formats")
+        _path(self, "scratch")
 
 
 @dataclass(frozen=True)
@@ -276,6 +334,7 @@ class RunConfig:
 
     def __post_init__(self):
         _at_least(self, 0, "timeout")
+        _between(self, 1, 1024, "threads")
         if self.memory is not None:
             object.__setattr__(self, "memory", int(parse_bytes(self.memory)))
 

@@ -56,6 +56,6 @@ def parse_bytes(text: str | int | None) -> float | None:
         value = float(found[1]) * _UNITS[found[2].upper()]
     except (TypeError, KeyError, ValueError):
         value = 0.0
-    if value <= 0:
+    if not 0 < value < 2**63:
         raise ValueError(f"memory is written as 16GB or 15.5GiB, got {text!r}")
     return value

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from distseg.comm.collective import Alone, set_timeout
+from distseg.check import check_effects
 from distseg.comm.replicas import broadcast
-from distseg.config import Config, ModelConfig
+from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.data.prefetch import prefetch
@@ -42,6 +43,7 @@ from distseg.train.checkpoint import find, load_weights, read_run_manifest
 from distseg.train.engine import autocast, make_exchange, place_stages, read_around, used_reach
 from distseg.train.metrics import most_likely
 from distseg.train.precision import choose
+from distseg.trained import check_model
 from distseg.watch import beat, phase
 
 
@@ -208,10 +210,12 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
     with together(world):
         check_config(config)
+        check_effects(config)
         devices = devices_of(config, device)
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
-        model = outline_model(ModelConfig(**manifest["config"]["model"]), *manifest["channels"])
+        check_model(manifest["config"], config.model, run)
+        model = outline_model(config.model, *manifest["channels"])
         reach = used_reach(receptive_field(model), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)

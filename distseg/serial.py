@@ -36,18 +36,54 @@ class Image:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step yields; the dicts are keyed by the model's own names."""
+    """What a step yields; the dicts are keyed by the model's own names.
+
+    ``gradients`` are of what is trained: zeros of the ``unused``, on which the loss does not depend, and none of a parameter whose ``requires_grad`` is off.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    unused: tuple[str, ...] = ()
 
 
 def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: int = 0) -> Outcome:
     """One optimizer step over ``images`` with a copy of ``model``, in the model's own precision."""
     model = copy.deepcopy(model).train()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    loss, norms = _forward(model, images, config, epoch)
+    if loss.requires_grad:
+        loss.backward()
+    for norm in norms:
+        norm.commit()
+    unused = tuple(name for name, p in parameters.items() if p.requires_grad and p.grad is None)
+    gradients = _gradients(parameters)
+    return Outcome(loss.item(), gradients, _stepped(parameters, config), {n: b for n, b in buffers.items() if b.is_floating_point()}, unused)
+
+
+def updated_weights(model: nn.Module, gradients: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """The weights after the optimizer's step on these gradients, whoever computed them."""
+    parameters = dict(copy.deepcopy(model).named_parameters())
+    for name, gradient in gradients.items():
+        parameters[name].grad = gradient.clone()
+    return _stepped(parameters, config)
+
+
+def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config, wanted: dict[str, Tensor], epoch: int = 0) -> dict[str, float]:
+    """How far rounding moves each gradient: the norm of ``wanted`` less a third of the gradient of thrice the loss.
+
+    The same sums over the same images, but no product in them rounds as before.
+    """
+    model = copy.deepcopy(model).train()
+    parameters = dict(model.named_parameters())
+    (3 * _forward(model, images, config, epoch)[0]).backward()
+    again = _gradients(parameters)
+    return {name: (again[name] / 3 - w).norm().item() for name, w in wanted.items()}
+
+
+def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int) -> tuple[Tensor, list[_SerialNorm]]:
+    """The loss, with its graph, and the norms that took statistics. The model's dropouts and norms are swapped for serial ones."""
     dropouts = _swap(model, DROPOUTS, lambda name, layer: _SerialDropout(layer, name, config.train.seed, epoch))
     norms = _swap(model, NORMS, lambda _, layer: _SerialNorm(layer, config.spatial.frozen_norm))
     logits: dict[int, Tensor] = {}
@@ -56,15 +92,23 @@ def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: in
             d.numbers = [image.number for image in batch]
         for image, output in zip(batch, model(torch.stack([image.pixels for image in batch]))):
             logits[image.number] = output
-    loss = serial_loss(config.loss, [logits[i.number] for i in images], [i.labels for i in images])
-    loss.backward()
-    for norm in norms:
-        norm.commit()
-    gradients = {name: p.grad.clone() for name, p in parameters.items()}
+    return serial_loss(config.loss, [logits[i.number] for i in images], [i.labels for i in images]), norms
+
+
+def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    for p in parameters.values():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return {name: p.grad.clone() for name, p in parameters.items() if p.requires_grad}
+
+
+def _stepped(parameters: dict[str, nn.Parameter], config: Config) -> dict[str, Tensor]:
+    """The parameters after an optimizer step on their gradients."""
+    trained = [p for p in parameters.values() if p.requires_grad]
     if config.optim.clip:
-        torch.nn.utils.clip_grad_norm_(parameters.values(), config.optim.clip)
-    make_optimizer(config.optim, list(parameters.values())).step()
-    return Outcome(loss.item(), gradients, {n: p.detach() for n, p in parameters.items()}, {n: b for n, b in buffers.items() if b.is_floating_point()})
+        torch.nn.utils.clip_grad_norm_(trained, config.optim.clip)
+    make_optimizer(config.optim, trained).step()
+    return {name: p.detach() for name, p in parameters.items()}
 
 
 def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:

@@ -3,6 +3,11 @@
 ``mpirun -n 6 distseg verify --mesh.tiles 2x3 ...`` runs any config's step on its mesh and the serial program
 (:mod:`distseg.serial`) on rank 0, on the config's own images or on random ones, and prints the relative errors of the
 loss, of every parameter's gradient, of the updated weights and of the norms' running statistics.
+
+Adam divides a gradient by its own size. Where that is nothing but rounding, as of a bias whose norm takes it out again, it makes
+of rounding a step, another one in each program that adds in another order. Which gradients are such is measured on the serial
+program alone; their weights are held against the optimizer's step on the gradients that were found, all others against the
+serial step's.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ import math
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distseg import rng
+from distseg.check import notes, with_store
 from distseg.config import Config
 from distseg.data.loader import pieces
 from distseg.plan.in_time import tiles_in_time
@@ -32,7 +39,7 @@ from distseg.mesh import Mesh, MeshShape
 from distseg.models.unet import channels_of
 from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model
-from distseg.serial import Image, Outcome, serial_step
+from distseg.serial import Image, Outcome, rounding_of_gradients, serial_step, updated_weights
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.loss import parse
 
@@ -91,7 +98,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
     with together(world):
         config, model, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
-        initial = copy.deepcopy(model) if world.rank == 0 else None
+        initial, told = copy.deepcopy(model) if world.rank == 0 else None, notes(config, model)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with together(world):
         if initial is not None:
@@ -101,14 +108,14 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
     with together(world):
         own = own_pieces(config, mesh, images, engine.reading)
     loss = engine.backward(own)
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     engine.update(config.optim.lr)
     buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
     outcome = _of_all_stages(mesh, Outcome(loss, gradients, {n: p.detach() for n, p in model.named_parameters()}, buffers))
     report = None
     with together(world):
         if world.rank == 0:
-            report = _compare_with_serial(config, engine, initial, images, outcome, dump)
+            report = _compare_with_serial(config, engine, initial, images, outcome, dump) | {"notes": told}
     return report
 
 
@@ -129,7 +136,7 @@ def prepare(config: Config, image: Extents | None):
     """
     if config.data.store and image is None:
         store = Store(config.data.store)
-        config = replace(config, loss=replace(config.loss, ignore_index=store.ignore))
+        config = with_store(config, store.ignore)
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = outline_model(config.model, store.bands, classes)
         return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
@@ -164,7 +171,11 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
     if dump:
         write_dump(dump, initial, wholes, outcome.gradients)
     serial = serial_step(initial, wholes, config)
-    errors = {part: relative_errors(getattr(outcome, part), getattr(serial, part)) for part in ("gradients", "weights", "buffers")}
+    zero = zero_gradients(config, initial, wholes, serial, outcome)
+    weights = serial.weights | {name: w for name, w in updated_weights(initial, outcome.gradients, config).items() if name in zero}
+    wanted = {"gradients": serial.gradients, "weights": weights, "buffers": serial.buffers}
+    terms = {"gradients": {name: z["rounding"] / _EPSILON for name, z in zero.items()}}
+    errors = {part: relative_errors(getattr(outcome, part), tensors, terms.get(part, {})) for part, tensors in wanted.items()}
     loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
     return {
         "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
@@ -177,18 +188,45 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
         "approximations": approximations(config, engine.reach, engine.exact),
         "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},
         **errors,
+        "zero_gradients": zero,
+        "frozen": [name for name, p in initial.named_parameters() if not p.requires_grad],
+        "unused": list(serial.unused),
+        "optimizer": config.optim.name,
         "max_error": max([loss_error, *(e for part in errors.values() for e in part.values())], key=_badness),
     }
 
 
-def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """|a - b| / |b| in the 2-norm, tensor by tensor, but at least 1e-3 of the largest |b| below the line.
+def zero_gradients(config: Config, initial: nn.Module, wholes: list[Image], serial: Outcome, found: Outcome) -> dict[str, dict[str, float]]:
+    """Gradients that are zero but for rounding, by name: the serial one's norm, and how far rounding moves it.
+
+    Only for an optimizer that makes steps of them. To know how a gradient rounds takes the serial program once more, so only those are
+    asked about that are tiny beside the largest.
+    """
+    if config.optim.name == "sgd":
+        return {}
+    norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
+    tiny = [n for n, norm in norms.items() if norm <= _TINY * max(norms.values()) and n not in serial.unused and (norm or found.gradients[n].any())]
+    if not tiny:
+        return {}
+    rounding = rounding_of_gradients(initial, wholes, config, serial.gradients)
+    return {name: {"norm": norms[name], "rounding": rounding[name]} for name in tiny if norms[name] <= _SMALL * rounding[name]}
+
+
+_TINY = 1e-9  # of the largest gradient
+_SMALL = 1e6  # times its rounding. Of what is no rounding it is 1e13; of one number its rounding may be small by chance
+
+
+_EPSILON = 2.0**-52  # what rounds by r is a sum of terms of about r / epsilon
+
+
+def relative_errors(found: dict[str, Tensor], wanted: dict[str, Tensor], terms: Mapping[str, float] = {}) -> dict[str, float]:
+    """|a - b| / |b| in the 2-norm, tensor by tensor, but at least 1e-3 of the largest |b| below the line, and at least the tensor's ``terms``.
 
     A tensor that nearly cancels, such as the weight of a norm which a later norm undoes, carries the rounding of the terms it is the
     sum of, in the serial program as well. What is wrong by more than that still shows: 1e-9 of it is a thousand times the tolerance.
     """
     least = 1e-3 * max((w.norm().item() for w in wanted.values()), default=0.0)
-    return {name: (found[name] - w).norm().item() / max(w.norm().item(), least, 1e-300) for name, w in wanted.items()}
+    return {name: (found[name] - w).norm().item() / max(w.norm().item(), least, terms.get(name, 0.0), 1e-300) for name, w in wanted.items()}
 
 
 def _badness(error: float) -> float:
@@ -199,7 +237,7 @@ def _badness(error: float) -> float:
 def write_dump(path: str, model: nn.Module, images: list[Image], gradients: dict[str, Tensor]) -> None:
     """Write what an outside program needs to check the step, in layer order.
 
-    Tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels`` (N, *size) and ``gradients/NAME``;
+    Tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels`` (N, *size) and ``gradients/NAME`` of what is trained;
     images of different sizes are ``input/0``, ``input/1`` and so on.
     """
     tensors = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
@@ -210,7 +248,7 @@ def write_dump(path: str, model: nn.Module, images: list[Image], gradients: dict
     else:
         for n, i in enumerate(images):
             tensors[f"input/{n}"], tensors[f"labels/{n}"] = i.pixels, i.labels
-    tensors.update({f"gradients/{name}": gradients[name] for name, _ in model.named_parameters()})  # stages may come in another order
+    tensors.update({f"gradients/{name}": gradients[name] for name, _ in model.named_parameters() if name in gradients})  # stages may come in another order
     _write_safetensors(path, tensors)
 
 
@@ -235,6 +273,27 @@ def _borders(report: dict) -> str:
     return "halo " + "x".join(map(str, report["halo"])) if every == "all" else f"borders exchanged every {every}"
 
 
+def _apart(report: dict) -> list[str]:
+    """Parameters that are not compared as all others are, each kind in a sentence."""
+    found = []
+    if frozen := report["frozen"]:
+        found.append(f"{_count(frozen)} frozen (requires_grad is off), such as {frozen[0]}: compared as weights that stay")
+    if unused := report["unused"]:
+        found.append(f"{_count(unused)} unused, such as {unused[0]}: the loss does not depend on it, so its gradient is 0")
+    if zero := report["zero_gradients"]:
+        worst = max(zero, key=lambda name: zero[name]["norm"])
+        found.append(
+            f"{_count(zero)} with a gradient that is zero but for rounding, such as {worst} ({zero[worst]['norm']:.0e}, of terms that round by "
+            f"{zero[worst]['rounding']:.0e}), as of a bias before a norm that takes it out again: {report['optimizer']} divides rounding by rounding, so these "
+            f"weights are compared with its step on the gradients found"
+        )
+    return found
+
+
+def _count(names) -> str:
+    return f"{len(names)} parameter{'s' if len(names) > 1 else ''}"
+
+
 def passed(report: dict, tolerance: float) -> bool:
     """Whether every error is a number and at most the tolerance."""
     return report["max_error"] <= tolerance  # false for NaN
@@ -248,6 +307,7 @@ def summary(report: dict, tolerance: float) -> str:
         f"{_borders(report)}{', tiles in time' if report['in_time'] else ''}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
     ]
     lines += [f"approximation: {text}" for text in report["approximations"]]
+    lines += [f"note: {text}" for text in [*report["notes"], *_apart(report)]]
     lines.append(f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} against {report['loss']['serial']:.15g}")
     for part in ("gradients", "weights", "buffers"):
         if report[part]:

@@ -14,7 +14,7 @@ from distseg.verify import verify
 
 TOLERANCE = 1e-12
 BASE = Config(
-    model=ModelConfig(depth=2, num_convs=2, base_channels=4, norm="instance", dropout=0.1, in_channels=3, out_channels=3, groups=2),
+    model=ModelConfig(depth=2, num_convs=2, base_channels=4, norm="instance", dropout=0.1, in_channels=3, out_channels=3),
     optim=OptimConfig(name="adamw", weight_decay=0.01, clip=0.1),
 )
 
@@ -22,7 +22,7 @@ BASE = Config(
 def config(samples=1, tiles="1x1", norm="instance", up="nearest", loss="cross_entropy", **more) -> Config:
     """BASE on a mesh; ``more`` are fields of any other section."""
     sections = {
-        "model": replace(BASE.model, norm=norm, up=up, **_of(ModelConfig, more)),
+        "model": replace(BASE.model, norm=norm, up=up, **{"groups": 2 if norm == "group" else None, **_of(ModelConfig, more)}),
         "mesh": MeshConfig(samples=samples, tiles=Extents(tiles), **_of(MeshConfig, more)),
         "loss": LossConfig(name=loss, **_of(LossConfig, more)),
         "pipeline": PipelineConfig(**_of(PipelineConfig, more)),

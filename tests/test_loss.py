@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from distseg.config import LossConfig
-from distseg.train.loss import Loss, parse
+from distseg.train.loss import _TERMS, Loss, parse
 
 IGNORE = 255
 NAMES = ["cross_entropy", "binary_cross_entropy", "focal", "dice"]
+
+
+def of(name: str, **settings) -> LossConfig:
+    """``settings`` as far as a term of ``name`` takes them."""
+    taken = {field for _, term in parse(name) for field in _TERMS[term].takes}
+    return LossConfig(name, **{field: value for field, value in settings.items() if field in taken})
 
 
 def maps(classes: int, images: int = 2, size=(6, 7), ignored: float = 0.2):
@@ -108,7 +114,7 @@ def test_a_weighted_sum():
 
 @pytest.mark.parametrize("name", [*NAMES, "cross_entropy + 0.5*dice"])
 def test_sums_of_pieces_add_up(name):
-    loss, (z, y) = Loss(LossConfig(name, class_weights=[1.0, 2.0, 0.5]), 3), maps(3)
+    loss, (z, y) = Loss(of(name, class_weights=[1.0, 2.0, 0.5]), 3), maps(3)
     whole = loss.rows(z, y)
     pieces = sum(loss.rows(z[..., a:b], y[..., a:b]) for a, b in ((0, 1), (1, 5), (5, 7)))
     torch.testing.assert_close(pieces, whole, rtol=1e-13, atol=1e-14)
@@ -129,7 +135,7 @@ def test_rows_and_slope_make_the_gradient(name):
 
 @pytest.mark.parametrize("name", ["cross_entropy", "binary_cross_entropy", "focal", "cross_entropy + 2*focal"])
 def test_a_linear_loss_knows_its_slope_from_labels_alone(name):
-    loss, (z, y) = Loss(LossConfig(name, class_weights=[1.0, 2.0, 0.5]), 3), maps(3)
+    loss, (z, y) = Loss(of(name, class_weights=[1.0, 2.0, 0.5]), 3), maps(3)
     assert loss.linear
     logit_parts = slice(0, None, 2)  # sums that depend on the logits, each followed by its count
     torch.testing.assert_close(loss.slope(loss.counts(y))[1][:, logit_parts], loss.slope(loss.rows(z, y))[1][:, logit_parts])
@@ -144,7 +150,7 @@ def test_nothing_but_ignored_pixels_is_0_without_gradient(name, classes, smooth)
         return
     z, y = maps(classes, ignored=1)
     z.requires_grad_()
-    found = value(LossConfig(name, smooth=smooth), z, y)
+    found = value(of(name, smooth=smooth), z, y)
     (gradient,) = torch.autograd.grad(found, z)
     assert found.item() == 0 and not gradient.any()
 

@@ -19,6 +19,7 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
+from distseg.blame import blame
 from distseg.geometry.tile import Reach
 
 POINTWISE = (
@@ -66,7 +67,7 @@ def receptive_field(model: nn.Module, dims: int | None = None, in_channels: int 
     """
     convs = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
     if not convs and (dims is None or in_channels is None):
-        raise ValueError("this model has no convolution layer to read its dims from: give receptive_field(model, dims=..., in_channels=...)")
+        raise ValueError("this model has no convolution layer to read its dims from: use one, or give receptive_field(model, dims=..., in_channels=...)")
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
     try:
@@ -150,6 +151,8 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
             x = torch.zeros(shape, dtype=torch.float64)
             x.narrow(2 + dim, a, b - a).fill_(1)
             y = probe(x)
+            if not isinstance(y, Tensor):
+                raise TypeError(f"the model returns a {type(y).__name__}, but a segmentation network returns one tensor of logits (N, classes, *size): wrap it")
             if y.shape[2:] != x.shape[2:]:
                 raise _WrongSize(tuple(x.shape[2:]), tuple(y.shape[2:]))
             return y.movedim(2 + dim, 0).flatten(1).sum(1)
@@ -158,10 +161,11 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
             with torch.no_grad():
                 silence = run(0, 0)
             break
-        except (RuntimeError, _WrongSize) as e:  # too thin for a pooling that rounds down, most likely
+        except Exception as e:  # too thin for a pooling that rounds down, most likely; else a mistake in the user's own layer
             failure = e
     else:
-        raise _CanNotProbe(f"the model can not be probed on strips {_WIDTHS} pixels thin: {failure}")
+        why = failure if isinstance(failure, _WrongSize) else blame(failure)
+        raise _CanNotProbe(f"the model can not be probed on strips {_WIDTHS} pixels thin: {why}")
 
     @lru_cache(32)  # the search for the stride asks the same again
     @torch.no_grad()

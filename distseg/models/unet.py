@@ -111,6 +111,12 @@ def _check(depth, num_convs, base_channels, in_channels, out_channels, norm, dro
     for field, value in counts.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"model.{field} is a whole number of at least 1, got {value!r}")
+        if value > _MOST[field]:
+            raise ValueError(f"model.{field} is at most {_MOST[field]}, got {value}")
+    if base_channels * 2**depth > _WIDEST:
+        raise ValueError(
+            f"model.base_channels {base_channels} with model.depth {depth} makes {base_channels * 2**depth} channels at the bottom, more than {_WIDEST}: lower one of them"
+        )
     if base_channels < 2 or base_channels % 2:
         raise ValueError(f"model.base_channels is even (the decoder's first level has half of it), got {base_channels}")
     if not 0 <= dropout < 1:
@@ -120,6 +126,9 @@ def _check(depth, num_convs, base_channels, in_channels, out_channels, norm, dro
             raise ValueError(f"model.{field} is one of {', '.join(choices)}, got {value!r}")
 
 
+# Beyond any network that could be trained: a misplaced digit is told before memory runs out.
+_WIDEST = 2**20
+_MOST = dict(depth=20, num_convs=100, base_channels=_WIDEST, in_channels=_WIDEST, out_channels=_WIDEST, groups=_WIDEST)
 NORMS = ("instance", "batch", "group", "none")
 UPS = ("nearest", "bilinear", "transposed")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Callable
 
 import torch
@@ -12,6 +11,8 @@ from torch import nn
 
 from distseg.config import ModelConfig
 from distseg.models.gigapixel import gigapixel
+from distseg.models.layers import flat_layers, is_sequential
+from distseg.models.own import built, own_builder
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
 
@@ -65,7 +66,7 @@ def outline_model(config: ModelConfig, in_channels: int | None = None, out_chann
         in_channels, out_channels: the data's bands and classes, for fields the config leaves open.
 
     Raises:
-        ValueError: an unknown name, an argument out of range, or channels that disagree with the data.
+        ValueError: an unknown name, an argument out of range, channels that disagree with the data, or whatever fails in a user's function.
     """
     arguments = {f: getattr(config, f) for f in _FIELDS if getattr(config, f) is not None}
     for field, wanted in (("in_channels", in_channels), ("out_channels", out_channels)):
@@ -73,11 +74,11 @@ def outline_model(config: ModelConfig, in_channels: int | None = None, out_chann
             raise ValueError(
                 f"model.{field} is {arguments[field]}, but the data has {wanted}: leave model.{field} out and it follows the data"
             )
-    builder = _builder(config.name)
     if ":" in config.name:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            return builder(**arguments)
+            return built(config.name, own_builder(config.name), arguments)
+    builder = _builder(config.name)
     try:
         with torch.device("meta"):
             return builder(**arguments)
@@ -85,35 +86,24 @@ def outline_model(config: ModelConfig, in_channels: int | None = None, out_chann
         raise ValueError(f"model {config.name} does not take what the config sets ({e}): leave it out") from None
 
 
-def _builder(name: str):
+def _builder(name: str) -> Callable[..., nn.Module]:
     if name == "unet":
         return unet
     if name in ZOO:
         return lambda **given: ZOO[name].builder(**{**ZOO[name].arguments, **given})
-    if ":" in name:
-        return _users(name)
     raise ValueError(f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function")
 
 
-def _users(name: str):
-    module, _, function = name.partition(":")
-    try:
-        return getattr(import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise ValueError(f"model {name!r} can not be imported ({e}): is its folder on PYTHONPATH?") from e
-
-
 def describe(name: str) -> dict:
-    """A row of ``distseg models``: name, parameters, layers, stride, halo, paper_halo. Nothing is allocated."""
+    """A row of ``distseg models``: name, parameters, layers, stride, halo, paper_halo. Only a user's own network is allocated."""
     from distseg.geometry.receptive import receptive_field
 
-    with torch.device("meta"):
-        model = _builder(name)()
+    model = outline_model(ModelConfig(name))
     reach = receptive_field(model)
     return {
         "name": name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "layers": len(model),
+        "layers": len(flat_layers(model)) if is_sequential(model) else None,
         "stride": math.lcm(*reach.stride),
         "halo": max(reach.halo),
         "paper_halo": ZOO[name].paper_halo if name in ZOO else None,

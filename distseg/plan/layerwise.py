@@ -35,8 +35,10 @@ class Call:
 
     def backward(self) -> None:
         inputs = [t for t in (self.x, self.skip, *self.layer.parameters()) if t is not None and t.requires_grad]
-        if inputs:
-            torch.autograd.grad(self.outputs, inputs, self._gradients)
+        pairs = [(y, gradient) for y, gradient in zip(self.outputs, self._gradients) if y.requires_grad]
+        if inputs and pairs:
+            outputs, gradients = zip(*pairs)
+            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # a layer need not use all of its parameters
 
 
 class _Alias(torch.autograd.Function):

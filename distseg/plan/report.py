@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Sequence
 
 import torch
+from torch import nn
 
 from distseg.config import ModelConfig
 from distseg.extents import Extents
+from distseg.models.layers import flat_layers
 from distseg.models.zoo import ZOO, build_model, outline_model
 from distseg.pipeline.balance import even_split, fastest_split, starts_of, torchgpipe_split
 from distseg.plan.cost import Costs, measured, modelled
@@ -121,17 +123,44 @@ def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelle
     """Modelled for a device by name (V100 by default), or measured on the accelerator or CPU at hand.
 
     Raises:
-        ValueError: an unknown model or device, or a device chosen for measured costs.
+        ValueError: an unknown model or device, a device chosen for measured costs, or a window that does not go through the model.
     """
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"unknown --device {device!r}: choose {', '.join(DEVICES)}")
+    with torch.device("meta"):  # for a user's own function; the zoo's outlines lie there anyway
+        network = outline_model(ModelConfig(model))
+    _check_window(network, window)
     if kind == "measured":
         if device is not None:
             raise ValueError(f"measured costs are those of the device at hand, but --device is {device}: leave it out, or take --costs modelled")
-        return measured(build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu"), window, batch)
-    with torch.device("meta"):  # for a user's own function; the zoo's outlines lie there anyway
-        network = outline_model(ModelConfig(model))
-    if device is not None and device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}: choose {', '.join(DEVICES)}")
-    return modelled(network, window, batch, DEVICES[device or "v100"]())
+        network = build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return measured(network, window, batch) if kind == "measured" else modelled(network, window, batch, DEVICES[device or "v100"]())
+    except (RuntimeError, ValueError) as e:
+        why = " ".join(str(e).splitlines()[:1])
+        raise ValueError(f"model {model} can not be planned on {batch} windows of {Extents(window)} pixels (--tile, --batch): {why}") from e
+
+
+def check_stages(model: str, stages: int) -> None:
+    """Refuse more stages than layers, before costs are worked out.
+
+    Raises:
+        ValueError: also of an unknown model, or one that is not flat.
+    """
+    layers = len(flat_layers(outline_model(ModelConfig(model))))
+    if not 1 <= stages <= layers:
+        raise ValueError(f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): choose 1 to {layers}")
+
+
+def _check_window(model: nn.Module, window: Sequence[int]) -> None:
+    dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), len(window))
+    if len(window) != dims:
+        raise ValueError(f"--tile is {Extents(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers")
+    if Extents(window).volume > _MOST_PIXELS:
+        raise ValueError(f"--tile is {Extents(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once")
+
+
+_MOST_PIXELS = 2**40
 
 
 def window_of(tile: Sequence[int]) -> Extents:

@@ -12,6 +12,7 @@ from torch import nn
 from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
+from distseg.check import check_effects
 from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
@@ -61,9 +62,11 @@ class Engine:
         with together(mesh.world):
             check_config(config)
             check_in_time(config)
+            check_effects(config)
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
             self.autocast = autocast(precision, device)
+            check_trainable(model)
             self.exact = receptive_field(model)
             self.reach = used_reach(self.exact, config.spatial)
             self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
@@ -191,6 +194,18 @@ class Engine:
 
 _KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
 _SURE = 0.8  # of the rest
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model that nothing can be learnt by.
+
+    Raises:
+        ValueError: all of its parameters are frozen, or it has none.
+    """
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        what = f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)" if parameters else "this model has no parameters"
+        raise ValueError(f"{what}, so there is nothing to train: let some have requires_grad")
 
 
 def check_in_time(config: Config) -> None:

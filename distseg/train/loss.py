@@ -25,6 +25,7 @@ from distseg.config import LossConfig
 
 class CrossEntropy:
     sums, linear = 2, True
+    takes = ("class_weights", "label_smoothing")
 
     def __init__(self, config: LossConfig, classes: int):
         if classes < 2:
@@ -53,6 +54,7 @@ class PixelMean:
     """A loss that is the plain mean of a value per valid pixel."""
 
     sums, linear = 2, True
+    takes: tuple[str, ...] = ()
 
     def __init__(self, config: LossConfig, classes: int):
         self.config, self.classes = config, classes
@@ -80,6 +82,8 @@ class BinaryCrossEntropy(PixelMean):
 
 
 class Focal(PixelMean):
+    takes = ("class_weights", "gamma")
+
     def __init__(self, config: LossConfig, classes: int):
         super().__init__(config, classes)
         self.weights = _class_weights(config, max(2, classes))
@@ -97,6 +101,7 @@ class Focal(PixelMean):
 
 class Dice:
     linear = False
+    takes = ("dice_over", "smooth")
 
     def __init__(self, config: LossConfig, classes: int):
         self.config, self.classes = config, classes
@@ -130,6 +135,9 @@ class Loss:
     Attributes:
         sums: numbers K a row of the table.
         linear: dL/dS of what depends on the logits is known from the labels alone, before any forward pass.
+
+    Raises:
+        ValueError: a name, value or setting that can not be, or a setting that none of the terms takes.
     """
 
     def __init__(self, config: LossConfig, classes: int):
@@ -169,6 +177,17 @@ def _check(config: LossConfig) -> None:
     for field in ("gamma", "smooth"):
         if not 0 <= getattr(config, field) < math.inf:
             raise ValueError(f"loss.{field} is a number of at least 0, got {getattr(config, field)}")
+    _check_taken(config)
+
+
+def _check_taken(config: LossConfig) -> None:
+    """Refuse what the user set and no term takes."""
+    names, default = [name for _, name in parse(config.name)], LossConfig()
+    for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
+        value = getattr(config, field)
+        if value != getattr(default, field) and not any(field in _TERMS[name].takes for name in names):
+            takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
+            raise ValueError(f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out")
 
 
 def parse(text: str) -> list[tuple[float, str]]:
@@ -183,6 +202,8 @@ def parse(text: str) -> list[tuple[float, str]]:
                 raise ValueError
         except ValueError:
             raise ValueError(f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example 'cross_entropy + 0.5*dice'") from None
+        if value <= 0:
+            raise ValueError(f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: leave the term out, or give it one above 0")
         if name not in _TERMS:
             raise ValueError(f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a weighted sum of them")
         terms.append((value, name))

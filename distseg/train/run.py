@@ -6,11 +6,12 @@ import hashlib
 import math
 import platform
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 from distseg.agree import agree, versions
+from distseg.check import notes, with_store
 from distseg.config import Config, OptimConfig
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
@@ -49,10 +50,11 @@ class Run:
         self.device = set_up(world, config.run.device, config.run.threads)
         with together(world):
             self.store = _open_store(config)
-            self.config = config = replace(config, loss=replace(config.loss, ignore_index=self.store.ignore))
+            self.config = config = with_store(config, self.store.ignore)
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             self.model = outline_model(config.model, self.store.bands, _outputs(config, self.store))
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
+            self._notes = notes(config, self.model)
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
         agree(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
@@ -169,7 +171,8 @@ class Run:
             balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
             recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
             lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
-        return lines + [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
+        lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
+        return lines + [f"note: {text}" for text in self._notes]
 
 
 def lock_run(output: Path) -> IO:

@@ -1,0 +1,80 @@
+"""A user's own network, ``package.module:function``: whatever fails in the user's code is told with its file and line.
+
+Three mistakes look alike in Python and are told apart here: a module that is not there, an error inside a module that is, and
+arguments that the function does not take.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from importlib import import_module
+from typing import Callable
+
+from torch import nn
+
+from distseg.blame import blame, blaming
+
+
+def own_builder(name: str) -> Callable[..., nn.Module]:
+    """The function of ``package.module:function``; the working directory is looked in first, as by ``python -m``.
+
+    Raises:
+        ValueError: it is not there, or its module fails while it is imported.
+    """
+    module, _, function = name.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        raise ValueError(f"model.name is {name!r}, but your own function is written as package.module:function, such as nets.mine:unet")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = import_module(module)
+    except (Exception, SystemExit) as e:
+        if isinstance(e, ModuleNotFoundError) and e.name is not None and (module == e.name or module.startswith(e.name + ".")):
+            raise ValueError(
+                f"model {name!r} can not be imported: there is no module {e.name}: start in the folder that holds it ({os.getcwd()} was looked in), "
+                "or put that on PYTHONPATH"
+            ) from None
+        raise ValueError(f"model {name!r} can not be imported: its module fails with {blame(e)}: mend it, or install what it needs") from e
+    builder = getattr(found, function, None)
+    if not callable(builder):
+        what = f"there is no {function}" if builder is None else f"{function} is a {type(builder).__name__}, no function,"
+        where = getattr(found, "__file__", None) or f"the folder {module}"
+        raise ValueError(f"model {name!r} can not be imported: {what} in {where}: {_choices(found)}")
+    return builder
+
+
+def _choices(module) -> str:
+    """Up to eight functions and classes that a module defines itself."""
+    own = [name for name, value in vars(module).items() if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")]
+    return f"choose {', '.join(own[:8])}{' or another' if len(own) > 8 else ''}" if own else "define it there"
+
+
+def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.Module:
+    """The network that a user's function makes of the config's model fields.
+
+    Raises:
+        ValueError: it does not take the arguments, fails, or makes no network.
+    """
+    _check_arguments(name, builder, arguments)
+    with blaming(f"model {name!r} can not be built"):
+        model = builder(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
+    return model
+
+
+def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
+    try:
+        signature = inspect.signature(builder)
+    except (TypeError, ValueError):
+        return  # of a class or function that does not tell
+    try:
+        signature.bind(**arguments)
+    except TypeError as e:
+        given = ", ".join(f"{field}={value!r}" for field, value in arguments.items()) or "no arguments"
+        raise ValueError(
+            f"model {name!r} takes {signature}, but is called with {given} ({e}): the fields of the model section that are set are its arguments, and "
+            "in_channels and out_channels come from the data; let it take them, or leave out of the config what it does not take"
+        ) from None

@@ -1,0 +1,93 @@
+"""What evaluation and prediction take over from the manifest of a run, which may come from somebody else.
+
+The network, and what its results depend on, are the run's: they are taken over, as checked values. Code is not: a network that
+is a function of the user's (``package.module:function``) has to be named again, as importing it runs it. What belongs to
+the machine of the training, its folders, devices and threads, stays there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from distseg.config import ModelConfig
+
+TAKEN = {
+    "model": tuple(field.name for field in fields(ModelConfig)),
+    "mesh": ("stages",),
+    "pipeline": ("schedule", "balance", "placement"),
+    "spatial": ("halo", "exchange_every", "fuse_below", "norm_scope"),
+    "data": ("store",),
+    "train": ("precision", "channels_last"),
+    "predict": ("tile", "probabilities", "formats"),
+    "run": ("device",),
+}
+_LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")  # of the machine; told where they are set
+
+
+def taken_over(config: dict, run: str) -> dict:
+    """The sections and fields of a manifest's ``config`` that hold for evaluation and prediction too.
+
+    Raises:
+        ValueError: there is no network in it, or one that this version can not make.
+    """
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+        raise ValueError(f"{run}: manifest.json names no network (config, model, name), so what was trained is not known: use another checkpoint")
+    if unknown := sorted(set(model) - set(TAKEN["model"])):
+        raise ValueError(f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not know: update distseg, or use another checkpoint")
+    found = {}
+    for section, names in TAKEN.items():
+        content = config.get(section)
+        if isinstance(content, dict):
+            found[section] = {name: content[name] for name in names if name in content}
+    if _is_code(model["name"]):
+        del found["model"]["name"]  # the user names it, or nobody
+    if _on_devices(config):
+        for name in ("balance", "placement"):
+            found["pipeline"].pop(name, None)
+    return found
+
+
+def left_behind(config: dict, defaults: dict) -> list[str]:
+    """Settings of the training that are not taken over though they differ from the defaults, as they were written: ``run.threads 4``."""
+    found = []
+    for setting in _LEFT:
+        section, _, field = setting.partition(".")
+        content = config.get(section)
+        value = content.get(field) if isinstance(content, dict) else None
+        if value is not None and value != defaults[section][field]:
+            found.append(f"{setting} {value}")
+    return found
+
+
+def check_model(config: dict, own: ModelConfig, run: str) -> None:
+    """Refuse code that the user did not name, and a network other than the run's.
+
+    Args:
+        config: the manifest's.
+        own: of the flags, over what was taken over.
+
+    Raises:
+        ValueError: with the flag to add, or the one to leave out.
+    """
+    model = config["model"]
+    name = model["name"]
+    if _is_code(name) and own.name != name:
+        given = "" if own.name == ModelConfig.name else f", not {own.name}"
+        raise ValueError(
+            f"{run} was trained with the network {name}{given}: its manifest may come from anywhere, and to import that runs its code. "
+            f"If you trust it, add --model.name {name}"
+        )
+    for field in TAKEN["model"]:
+        value = getattr(own, field)
+        if field in model and model[field] != value:
+            raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
+
+
+def _is_code(name: str) -> bool:
+    return ":" in name
+
+
+def _on_devices(config: dict) -> bool:
+    content = config.get("pipeline")
+    return isinstance(content, dict) and content.get("placement") == "devices"

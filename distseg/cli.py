@@ -72,6 +72,8 @@ def _joint(read: Callable) -> Callable:
     def joint(*arguments):
         try:
             return read(*arguments)
+        except BrokenPipeError:  # whoever reads our output has had enough
+            raise
         except (ValueError, OSError) as e:
             raise JointFailure(str(e)) from e
 

@@ -47,5 +47,5 @@ def job(settle: Callable[[], tuple[Config, dict]], stacks: Callable[[Config], st
         agree(comm, {**settings(asdict(config)), **flags, **versions()}, _REPAIR)
         join(comm, stacks(config))
         if comm.size > 1 and config.run.timeout:
-            atexit.register(faulthandler.dump_traceback_later, max(10.0, config.run.timeout), exit=True)  # MPI's end waits for all ranks, too
+            atexit.register(faulthandler.dump_traceback_later, max(60.0, config.run.timeout), exit=True)  # MPI's end waits for all ranks, too
         yield config, flags, comm

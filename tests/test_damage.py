@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from made_store import made_store, old_store, random_image
 
 from distseg.cli import main
+from distseg.commands import run_plot
 from distseg.data import chunks
 from distseg.data import store as store_module
 from distseg.data.check import check_store
@@ -398,6 +399,27 @@ def test_what_is_no_file(tmp_path, kind):
         os.mkfifo(path)
     with at_once(), pytest.raises(ValueError, match=f"is no file but {kind}: 'distseg prepare' writes a store"):
         Store(path)
+
+
+@pytest.mark.parametrize("kind", ["a link into another file", "a pipe", "another size"])
+def test_a_prediction_made_to_do_harm(path, tmp_path, kind):
+    """Such as somebody sends to be drawn."""
+    found = tmp_path / "a.h5"
+    if kind == "a pipe":
+        os.mkfifo(found)
+    else:
+        with h5py.File(found, "w") as file:
+            if kind == "another size":
+                file.create_dataset("classes", (1 << 40, 1 << 20), "u1", chunks=(256, 256))
+            else:
+                file["classes"] = h5py.ExternalLink(str(path), "images/a/labels")
+    words = {
+        "a pipe": "a.h5 is no file but a pipe",
+        "another size": "a.h5 has 1099511627776x1048576 pixels of uint8, but the image a of the store 300x270",
+        "a link into another file": "classes is a link into another file, which is not followed",
+    }
+    with at_once(), pytest.raises(ValueError, match=words[kind]):
+        run_plot("overlay", [str(found)], str(path), None, None)
 
 
 NASTY = st.sampled_from(

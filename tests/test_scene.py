@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from distseg.commands import _rgb
 from distseg.data.prepare import prepare_folder
 from distseg.geometry.tile import Box
 from distseg.scene import file_scene, store_scene
@@ -73,3 +74,10 @@ def test_no_data_that_no_pixel_can_be(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((9, 9), np.uint8))
     with pytest.raises(ValueError, match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that"):
         file_scene(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}}, -9999)
+
+
+def test_an_overlay_shows_what_there_is(tmp_path):
+    """Stretched as if what has no data were not there, which is dark."""
+    pixels = np.repeat(image(np.nan)[None], 3, 0)
+    found, there = _rgb(pixels, float("nan")), _rgb(pixels[:, 8:])
+    assert np.array_equal(found[8:], there) and not found[:8].any() and there.max() == 255

@@ -13,8 +13,9 @@ from distseg.config import Config
 from distseg.data import hdf5
 from distseg.data.check import check_store
 from distseg.data.class_files import Classes, are_there, paths_of
-from distseg.data.nodata import parse
+from distseg.data.nodata import absent, parse
 from distseg.data.store import Store
+from distseg.disk import whole
 from distseg.extents import Extents
 from distseg.evaluate import evaluate, score_rows
 from distseg.geometry.tile import Box
@@ -50,7 +51,8 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
             found = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
-            Path(output).write_text(json.dumps({"split": split, **found}, indent=1))
+            with whole(Path(output)) as growing:
+                growing.write_text(json.dumps({"split": split, **found}, indent=1))
     return 0
 
 
@@ -113,7 +115,7 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
         part = _box(box, classes.shape)
         found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
-    plot_overlay(_rgb(store.read(name, part)), truth, found, store.classes, None, output, store.ignore, title=name)
+    plot_overlay(_rgb(store.read(name, part), store.nodata(name)), truth, found, store.classes, None, output, store.ignore, title=name)
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:
@@ -132,11 +134,14 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
     return box
 
 
-def _rgb(pixels: np.ndarray) -> np.ndarray:
-    """The first three bands (or the first one thrice) as (H, W, 3) uint8, stretched unless they are bytes already."""
+def _rgb(pixels: np.ndarray, nodata: int | float | None = None) -> np.ndarray:
+    """The first three bands (or the first one thrice) as (H, W, 3) uint8, stretched unless they are bytes already; dark without data."""
     bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
     if bands.dtype != np.uint8:
-        low, high = np.percentile(bands, (1, 99))
+        missing = absent(bands, nodata)
+        there = bands if missing is None else bands[~missing]
+        low, high = np.percentile(there, (1, 99)) if there.size else (0.0, 1.0)
+        bands = bands if missing is None else np.where(missing, low, bands)
         bands = (np.clip((bands - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
     return np.ascontiguousarray(bands.transpose(1, 2, 0))
 

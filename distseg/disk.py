@@ -1,6 +1,7 @@
-"""Files that are whole or not there: written under another name, brought to the disk, renamed; and what is said where a disk is full.
+"""Files that are whole or not there: written under another name, brought to the disk, renamed; and words for a full disk.
 
-Names that others could guess are never followed to somewhere else: in a shared folder a link of that name may have been planted.
+Names that others could guess are never followed to somewhere else: in a shared folder a link of that name may have been
+planted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _FULL = {
     errno.EDQUOT: "the quota on its disk is used up",
     errno.EFBIG: "files may not grow so large here (ulimit -f, or the file system's limit)",
 }
+
+_MAKE_ROOM = "make room, or choose another output"
 
 
 class NoRoom(OSError):
@@ -59,8 +62,8 @@ def room(path: Path, needed: int, what: str) -> None:
         NoRoom: naming the file, what is needed, and what is free.
     """
     if needed > (free := free_bytes(path)):
-        words = f"{path} has no room for {what}: it takes {si(needed, 'B')}, {si(free, 'B')} are free; make room, or choose another output"
-        raise _no_room(errno.ENOSPC, words)
+        sizes = f"it takes {si(needed, 'B')}, {si(free, 'B')} are free"
+        raise _no_room(errno.ENOSPC, f"{path} has no room for {what}: {sizes}; {_MAKE_ROOM}")
 
 
 @contextmanager
@@ -81,15 +84,16 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
         grown = written.stat().st_size if written is not None and written.exists() else 0
         after = f" after {si(grown, 'B')} of it" if grown else ""
         takes = f"it takes up to {si(needed, 'B')}, " if needed else ""
-        words = f"{path} could not be written, {_FULL[code]}{after}: {takes}{si(free_bytes(path), 'B')} are free; make room, or choose another output"
-        raise _no_room(code, words) from e
+        free = f"{si(free_bytes(path), 'B')} are free"
+        raise _no_room(code, f"{path} could not be written, {_FULL[code]}{after}: {takes}{free}; {_MAKE_ROOM}") from e
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """The name under which to write ``path``, which appears, or is replaced, when the block ends without an error.
 
-    The name is new, nobody's link, and in the same folder. The file has the mode that the umask gives, whatever library wrote it.
+    The name is new, nobody's link, and in the same folder. The file has the mode that the umask gives, whatever library
+    wrote it.
 
     Raises:
         NoRoom: the disk is full; nothing is left behind, and an earlier ``path`` is as it was.
@@ -110,7 +114,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def opened_plain(path: Path, flags: int = os.O_RDWR) -> int:
-    """A file descriptor of the plain file ``path``, made where ``flags`` say so; a link, pipe or device of that name is refused, never followed.
+    """A file descriptor of the plain file ``path``, made where ``flags`` say so; a link or a device is refused, never followed.
 
     Raises:
         FileExistsError: something else than a plain file has the name.
@@ -206,7 +210,10 @@ def _full(error: Exception) -> int | None:
 
 
 def _not_plain(path: Path) -> FileExistsError:
-    return FileExistsError(f"{path} is a link, a folder or a device, where distseg writes a file of its own: remove it, or choose another output")
+    return FileExistsError(
+        f"{path} is a link, a folder or a device, where distseg writes a file of its own: "
+        "remove it, or choose another output"
+    )
 
 
 def _no_room(code: int, text: str) -> NoRoom:

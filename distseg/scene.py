@@ -35,7 +35,9 @@ def store_scene(store: Store, name: str) -> Scene:
 
 
 def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> Scene:
-    """An image file, normalised with the constants of the store that the network was trained on; 0 where there is no data, as in the store.
+    """An image file, normalised with the constants of the store that the network was trained on.
+
+    As in a store, it is 0 where there is no data.
 
     Args:
         nodata: the number that stands for no data; by default what a TIFF file says of itself.
@@ -46,7 +48,10 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> 
     reader = open_image(path)
     missing = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
     if nodata is not None and missing is None:
-        raise ValueError(f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be that: leave it out, or name another number")
+        raise ValueError(
+            f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be that: "
+            "leave it out, or name another number"
+        )
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
     if reader.bands != len(mean):
@@ -56,8 +61,8 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> 
         pixels = reader.read(box)
         if (bad := first_bad(pixels, absent(pixels, missing))) is not None:
             raise ValueError(
-                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, such as by the band's mean, "
-                f"or say that it stands for no data: --nodata={pixels[bad]}"
+                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, "
+                f"such as by the band's mean, or say that it stands for no data: --nodata={pixels[bad]}"
             )
         return normalised(pixels, mean, std, missing)
 

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from made_store import made_store, old_store, random_image
 
 from distseg.cli import main
-from distseg.data import chunks, store as store_module
+from distseg.commands import run_plot
+from distseg.data import chunks
+from distseg.data import store as store_module
 from distseg.data.check import check_store
 from distseg.data.chunks import Damage
 from distseg.data.store import Store
@@ -56,11 +58,31 @@ def at_once(seconds: int = 10):
 def everything(path) -> list:
     """All that can be read of a store."""
     store = Store(path)
-    found = [store.classes, store.band_names, store.ignore, store.block, store.mean.tolist(), store.std.tolist(), store.provenance, store.splits, store.digest]
+    found = [
+        store.classes,
+        store.band_names,
+        store.ignore,
+        store.block,
+        store.mean.tolist(),
+        store.std.tolist(),
+        store.provenance,
+        store.splits,
+        store.digest,
+    ]
     for name in (name for names in store.splits.values() for name in names):
         whole = Box.whole(store.size(name))
-        found += [store.size(name), store.dtype(name), store.nodata(name), store.missing(name), store.read(name, whole).tobytes()]
-        found += [store.labels(name, whole).tobytes(), store.block_counts(name).tolist(), store.class_counts(name)] if store.has_labels(name) else []
+        found += [
+            store.size(name),
+            store.dtype(name),
+            store.nodata(name),
+            store.missing(name),
+            store.read(name, whole).tobytes(),
+        ]
+        found += (
+            [store.labels(name, whole).tobytes(), store.block_counts(name).tolist(), store.class_counts(name)]
+            if store.has_labels(name)
+            else []
+        )
     return found
 
 
@@ -103,7 +125,9 @@ def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
             assert everything(path) == written, f"silent: bit {bit} of byte {place}"
             ends["harmless"] += 1
         except ValueError as e:
-            assert str(path) in str(e) and ("damaged" in str(e) or "unfinished" in str(e) or "no HDF5 file" in str(e)), e
+            assert str(path) in str(e) and (
+                "damaged" in str(e) or "unfinished" in str(e) or "no HDF5 file" in str(e)
+            ), e
             ends["told"] += 1
     assert ends["told"] > 80, ends
 
@@ -111,10 +135,20 @@ def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
 @pytest.mark.parametrize(
     "name, what, index, words",
     [
-        ("a", "pixels", (0, 1, 1), r"the pixels of image 'a' at \[256:300, 256:270\] are not those that were written, their checksum differs"),
+        (
+            "a",
+            "pixels",
+            (0, 1, 1),
+            r"the pixels of image 'a' at \[256:300, 256:270\] are not those that were written, their checksum differs",
+        ),
         ("a", "labels", (1, 0), r"the labels of image 'a' at \[256:300, 0:256\] are not those that were written"),
         ("b", "pixels", (0, 0, 0), r"the pixels of image 'b' at \[0:64, 0:70\] are not"),
-        ("b", "counts", (0, 0, 0), r"the counts of image 'b' (are not those that were written|at .* can not be unpacked)"),
+        (
+            "b",
+            "counts",
+            (0, 0, 0),
+            r"the counts of image 'b' (are not those that were written|at .* can not be unpacked)",
+        ),
     ],
 )
 def test_damage_is_told_by_image_and_place_and_the_rest_is_read(path, name, what, index, words):
@@ -122,7 +156,9 @@ def test_damage_is_told_by_image_and_place_and_the_rest_is_read(path, name, what
     flipped(path, at + size // 2)
     store, whole = Store(path), Box.whole(IMAGES[name][1].shape[1:])
     with pytest.raises(Damage, match=words):
-        {"pixels": store.read, "labels": store.labels, "counts": lambda name, _: store.block_counts(name)}[what](name, whole)
+        {"pixels": store.read, "labels": store.labels, "counts": lambda name, _: store.block_counts(name)}[what](
+            name, whole
+        )
     assert np.array_equal(store.read("a", Box((0, 0), (200, 200))), IMAGES["a"][1][:, :200, :200])
     (finding,) = findings(path)
     assert finding.startswith(f"{path} is damaged: the {what} of image {name!r}") and finding.count("\n") == 0
@@ -152,7 +188,10 @@ def test_the_header_is_under_a_checksum_too(path, name):
     """HDF5's own would not tell who changed a value through it."""
     with h5py.File(path, "r+") as file:
         file.attrs[name] = {"mean": [1.0, 2.0], "classes": ["a", "b", "c"], "ignore": 254, "layout": "other"}[name]
-    with pytest.raises(ValueError, match="s.h5 is damaged or cut off: its header can not be read .*checksum differs.*: copy it again, or prepare it anew"):
+    with pytest.raises(
+        ValueError,
+        match="s.h5 is damaged or cut off: its header can not be read .*checksum differs.*: copy it again, or prepare it anew",
+    ):
         Store(path)
     assert len(findings(path)) == 1
 
@@ -171,7 +210,9 @@ def test_a_disk_that_can_not_be_read_is_told_with_the_place(path, monkeypatch):
     store = Store(path)
     store.reader("a", "pixels")
     monkeypatch.setattr(chunks.os, "preadv", broken)
-    with pytest.raises(OSError, match=r"s.h5: the pixels of image 'a' at .* can not be read from the disk \(Input/output error\)"):
+    with pytest.raises(
+        OSError, match=r"s.h5: the pixels of image 'a' at .* can not be read from the disk \(Input/output error\)"
+    ):
         store.read("a", Box((0, 0), (5, 5)))
 
 
@@ -179,7 +220,9 @@ def test_check_finds_labels_that_are_no_class_counts_that_are_wrong_and_pixels_t
     """In a store of version 1, in which each of them is silent."""
     pixels, labels = random_image((300, 70))
     pixels, labels = pixels.astype("f4"), labels.copy()
-    path = old_store(tmp_path / "s.h5", {"a": ("train", pixels, labels), "b": ("val", pixels, labels), "c": ("val", pixels, labels)})
+    path = old_store(
+        tmp_path / "s.h5", {"a": ("train", pixels, labels), "b": ("val", pixels, labels), "c": ("val", pixels, labels)}
+    )
     with h5py.File(path, "r+") as file:
         file["images/a/pixels"][1, 280, 7] = np.nan
         file["images/b/labels"][3, 5] = 77
@@ -211,7 +254,9 @@ def test_an_old_store_is_read_and_says_once_what_it_lacks(tmp_path, capsys, monk
             assert np.array_equal(store.read(name, whole), pixels)
             assert np.allclose(store.read_normalised(name, whole), new.read_normalised(name, whole), atol=1e-6)
             if labels is not None:
-                assert np.array_equal(store.labels(name, whole), labels) and np.array_equal(store.block_counts(name), new.block_counts(name))
+                assert np.array_equal(store.labels(name, whole), labels) and np.array_equal(
+                    store.block_counts(name), new.block_counts(name)
+                )
     err = capsys.readouterr().err
     assert err.count("s.h5 is a store of version 1, which has no checksums") == 1 and "t.h5" not in err
     assert not findings(path) and store.digest != new.digest
@@ -308,16 +353,28 @@ HOSTILE = {
     "a link into another file": (external_link, "images/a/pixels is a link into another file, which is not followed"),
     "a link to a pipe": (link_to_a_pipe, "images/a is a link into another file, which is not followed"),
     "a soft link": (soft_link, "images/a/pixels is a soft link, which is not followed"),
-    "raw data in a pipe": (raw_data_elsewhere, "the data of images/a/pixels are kept in other files, which are not opened"),
+    "raw data in a pipe": (
+        raw_data_elsewhere,
+        "the data of images/a/pixels are kept in other files, which are not opened",
+    ),
     "virtual data": (virtual, "the data of images/a/pixels are kept in other files"),
     "an index in a pipe": (index_elsewhere, "the data of index are kept in other files"),
-    "a filter": (packed_by(dict(compression="lzf")), "images/a/pixels is packed by HDF5's filter 32000, which distseg does not use: pack it by gzip"),
+    "a filter": (
+        packed_by(dict(compression="lzf")),
+        "images/a/pixels is packed by HDF5's filter 32000, which distseg does not use: pack it by gzip",
+    ),
     "another filter": (packed_by(dict(chunks=True, scaleoffset=0)), "packed by HDF5's filter 6"),
     "no chunks": (packed_by({}), "pixels of image 'a' are not stored as distseg stores them"),
-    "another type": (another(shape=(2, 300, 270), dtype="f8", chunks=(2, 256, 256)), "are .* of float64, the index says .* of uint8"),
+    "another type": (
+        another(shape=(2, 300, 270), dtype="f8", chunks=(2, 256, 256)),
+        "are .* of float64, the index says .* of uint8",
+    ),
     "another size": (another(shape=(2, 300, 271), dtype="u1", chunks=(2, 256, 256)), "the index says"),
     "no data": (another(shape=(2, 300, 270), dtype="u1", chunks=(2, 256, 256)), "are missing or cut off"),
-    "a group": (lambda file, _: (file.__delitem__("images/a/pixels"), file.create_group("images/a/pixels")), "images/a/pixels holds no data"),
+    "a group": (
+        lambda file, _: (file.__delitem__("images/a/pixels"), file.create_group("images/a/pixels")),
+        "images/a/pixels holds no data",
+    ),
     "an enormous image": (enormous, r"its images take 23058\d+ bytes, the file has"),
     "a name that leads out": (named("../../up"), r"the name of an image is not empty, .* got '../../up': rename it"),
     "an absolute name": (named("/tmp/up"), "got '/tmp/up': rename it"),
@@ -344,7 +401,55 @@ def test_what_is_no_file(tmp_path, kind):
         Store(path)
 
 
-NASTY = st.sampled_from([None, True, -1, 0, 1, 3, 1.5, 2**31, 2**63, 10**30, float("nan"), "", "x", "../x", "|O", "S5", "<f4", [], [0], [-1, 5], [2**40, 2**40], {}, {"a": 1}, [[1]]])
+@pytest.mark.parametrize("kind", ["a link into another file", "a pipe", "another size"])
+def test_a_prediction_made_to_do_harm(path, tmp_path, kind):
+    """Such as somebody sends to be drawn."""
+    found = tmp_path / "a.h5"
+    if kind == "a pipe":
+        os.mkfifo(found)
+    else:
+        with h5py.File(found, "w") as file:
+            if kind == "another size":
+                file.create_dataset("classes", (1 << 40, 1 << 20), "u1", chunks=(256, 256))
+            else:
+                file["classes"] = h5py.ExternalLink(str(path), "images/a/labels")
+    words = {
+        "a pipe": "a.h5 is no file but a pipe",
+        "another size": "a.h5 has 1099511627776x1048576 pixels of uint8, but the image a of the store 300x270",
+        "a link into another file": "classes is a link into another file, which is not followed",
+    }
+    with at_once(), pytest.raises(ValueError, match=words[kind]):
+        run_plot("overlay", [str(found)], str(path), None, None)
+
+
+NASTY = st.sampled_from(
+    [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        3,
+        1.5,
+        2**31,
+        2**63,
+        10**30,
+        float("nan"),
+        "",
+        "x",
+        "../x",
+        "|O",
+        "S5",
+        "<f4",
+        [],
+        [0],
+        [-1, 5],
+        [2**40, 2**40],
+        {},
+        {"a": 1},
+        [[1]],
+    ]
+)
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +473,12 @@ def test_an_index_of_any_values_is_refused_or_read(old, tmp_path_factory, data):
 
 
 @FUZZ
-@given(name=st.sampled_from(["format", "version", "complete", "bands", "classes", "ignore", "block", "mean", "std", "layout"]), value=NASTY.filter(lambda v: v not in (None, 10**30, {}, {"a": 1})))
+@given(
+    name=st.sampled_from(
+        ["format", "version", "complete", "bands", "classes", "ignore", "block", "mean", "std", "layout"]
+    ),
+    value=NASTY.filter(lambda v: v not in (None, 10**30, {}, {"a": 1})),
+)
 def test_attributes_of_any_values_are_refused_or_read(old, tmp_path_factory, name, value):
     refused_or_read(tmp_path_factory, old[0], lambda file: file.attrs.__setitem__(name, value))
 

@@ -66,7 +66,13 @@ def test_planted_links_are_not_followed(tmp_path):
 def test_pipes_and_folders_do_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name, flags in (("pipe", os.O_RDONLY), ("pipe", os.O_WRONLY), ("pipe", os.O_RDWR), ("folder", os.O_RDWR | os.O_CREAT), ("folder", os.O_RDONLY)):
+    for name, flags in (
+        ("pipe", os.O_RDONLY),
+        ("pipe", os.O_WRONLY),
+        ("pipe", os.O_RDWR),
+        ("folder", os.O_RDWR | os.O_CREAT),
+        ("folder", os.O_RDONLY),
+    ):
         with pytest.raises(FileExistsError, match=f"{name} is a link, a folder or a device"):
             opened_plain(tmp_path / name, flags)
 
@@ -103,7 +109,10 @@ def test_a_name_as_long_as_names_may_be(tmp_path):
 
 def test_room_is_asked_for_before_the_work(tmp_path):
     room(tmp_path / "not/yet/there", 1, "a checkpoint")
-    with pytest.raises(NoRoom, match=r"c.h5 has no room for a checkpoint: it takes 1e\+0?3 PB, .*B are free; make room, or choose another output") as found:
+    with pytest.raises(
+        NoRoom,
+        match=r"c.h5 has no room for a checkpoint: it takes 1e\+0?3 PB, .*B are free; make room, or choose another output",
+    ) as found:
         room(tmp_path / "c.h5", 10**18, "a checkpoint")
     assert found.value.errno == errno.ENOSPC
 
@@ -119,7 +128,9 @@ def test_room_is_asked_for_before_the_work(tmp_path):
 )
 def test_a_full_disk_is_told_with_file_and_free_bytes_whoever_finds_it(tmp_path, error):
     (tmp_path / "a").write_text("old")
-    with pytest.raises(NoRoom, match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room"):
+    with pytest.raises(
+        NoRoom, match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room"
+    ):
         with whole(tmp_path / "a") as growing:
             growing.write_text("12345")
             raise error
@@ -135,7 +146,9 @@ def test_the_limit_of_a_file(tmp_path):
     """In a process of its own, which ends with the words, not by the signal."""
     code = "import sys; from distseg.disk import whole\nwith whole(sys.argv[1]) as growing: growing.write_bytes(bytes(100_000))"
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-    found = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], preexec_fn=limit, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "a"], preexec_fn=limit, capture_output=True, text=True
+    )
     assert "a could not be written, files may not grow so large here (ulimit -f" in found.stderr and not names(tmp_path)
 
 

@@ -4,8 +4,6 @@ import io
 import os
 import resource
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -36,7 +34,13 @@ def png(width, height, data=b"", depth=8, colour=2, chunks=()):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(chunk(*c) for c in chunks) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + b"".join(chunk(*c) for c in chunks)
+        + chunk(b"IDAT", zlib.compress(data))
+        + chunk(b"IEND", b"")
+    )
 
 
 def npy(shape, dtype="<f4", data=b""):
@@ -59,11 +63,18 @@ def tiff(tags: dict[int, tuple[int, tuple]], following: int = 0, data: bytes = b
                 packed, far = struct.pack("<I", far_at + len(far)), far + packed
             out += struct.pack("<HHI", tag, kind, len(values)) + packed.ljust(4, b"\0")
         out += struct.pack("<I", following if page == pages - 1 else 8 + (page + 1) * length)
-    return out + far + data
+    return (out + far).ljust(512 * bool(data), b"\0") + data
 
 
 def page(width, height, compression=8, tile=None, offsets=(8,), counts=(10,), **more):
-    tags = {256: (4, (width,)), 257: (4, (height,)), 258: (3, (8,)), 259: (3, (compression,)), 262: (3, (1,)), 277: (3, (1,))}
+    tags = {
+        256: (4, (width,)),
+        257: (4, (height,)),
+        258: (3, (8,)),
+        259: (3, (compression,)),
+        262: (3, (1,)),
+        277: (3, (1,)),
+    }
     if tile:
         return tags | {322: (4, (tile[1],)), 323: (4, (tile[0],)), 324: (4, offsets), 325: (4, counts)}
     return tags | {273: (4, offsets), 278: (4, (more.get("rows", height),)), 279: (4, counts)}
@@ -90,12 +101,15 @@ HOSTILE = {
     "a npz under another name": ("a.npy", coded(np.savez, a=RGB), "a.npy can not be read as an image"),
     "a TIFF of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE)), "a.tif"),
     "a TIFF of 2^60 pixels that are not packed": ("a.tif", tiff(page(HUGE, HUGE, 1, counts=(1 << 31,))), "a.tif"),
-    "a TIFF with one tile of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE, tile=(HUGE, HUGE))), "a.tif (has|can not be read)"),
+    "a TIFF with one tile of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE, tile=(HUGE, HUGE))), "a.tif: a strip or tile of 1073741824x1073741824 pixels is decoded at once"),
     "a TIFF with too few tiles": ("a.tif", tiff(page(60000, 60000, tile=(256, 256))), "are in 55225 strips or tiles, but lists 1"),
     "a TIFF whose tile is a bomb": (
-        "a.tif", tiff(page(256, 256, tile=(256, 256), offsets=(200,), counts=(len(BOMB),)), data=b"\0" * 200 + BOMB), "can't be packed into|unpacks to more|can not be read",
+        "a.tif", tiff(page(256, 256, tile=(256, 256), offsets=(512,), counts=(len(BOMB),)), data=BOMB), "can't be packed into",
     ),
-    "a TIFF that is packed closer than can be": ("a.tif", tiff(page(60000, 60000, offsets=(200,), counts=(50,)), data=bytes(300)), "can't be packed into 50"),
+    "a TIFF whose tile unpacks to more": (
+        "a.tif", tiff(page(512, 512, tile=(512, 512), offsets=(512,), counts=(len(BOMB),)), data=BOMB), "a strip or tile of 262144 bytes unpacks to more",
+    ),
+    "a TIFF that is packed closer than can be": ("a.tif", tiff(page(6000, 6000, offsets=(512,), counts=(50,)), data=bytes(300)), "can't be packed into 50"),
     "a TIFF whose pages run in a circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8), "its list of pages runs in a circle, back to byte 8"),
     "a TIFF with a large circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8, pages=150), "runs in a circle"),
     "a TIFF whose no data is no number": ("a.tif", coded(tifffile.imwrite, RGB[..., 0], extratags=[(42113, 2, 0, "none", True)]), "its tag of no data is told by a number, .* got 'none'"),
@@ -114,44 +128,25 @@ def content(name: str, data: bytes | None) -> bytes:
     return bytes(data)
 
 
-LIMITED = """
-import sys, resource
-import PIL.Image, PIL.PngImagePlugin, PIL.JpegImagePlugin, PIL.BmpImagePlugin, tifffile
-from distseg.data.readers import open_image
-from distseg.geometry.tile import Box
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2), resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
-for path in sys.argv[1:]:
-    try:
-        reader = open_image(path)
-        reader.read(Box((0,) * len(reader.size), tuple(min(n, 300) for n in reader.size)))
-    except ValueError as e:
-        assert path in str(e)
-        print(path)
-"""
+@pytest.fixture
+def little_memory():
+    """No more than 250 MB beyond what this process has mapped."""
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (250 << 20), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_file_made_to_do_harm(tmp_path, kind):
+def test_a_file_made_to_do_harm(tmp_path, kind, little_memory):
     name, data, words = HOSTILE[kind]
     path = tmp_path / name
     path.write_bytes(content(name, data))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=words) as found:
         reader = open_image(path)
         reader.read(Box((0,) * len(reader.size), tuple(min(n, 300) for n in reader.size)))
     assert str(path) in str(found.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000, "memory was taken on the header's word [kB]"
-
-
-def test_they_need_no_memory(tmp_path):
-    """In a process that may take 1 GB beyond Python's own, and 20 s of processor time."""
-    paths = []
-    for number, (name, data, _) in enumerate(HOSTILE.values()):
-        paths.append(tmp_path / f"{number}{name[1:]}")
-        paths[-1].write_bytes(content(name, data))
-    found = subprocess.run([sys.executable, "-c", LIMITED, *paths], capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0 and [line for line in found.stdout.splitlines() if line] == list(map(str, paths)), found
 
 
 def test_ghostscript_is_not_reached(tmp_path, monkeypatch):
@@ -177,7 +172,10 @@ def test_a_large_image_of_one_colour_is_believed(tmp_path):
 def test_what_does_not_fit_into_memory_is_told_before_it_is_decoded(tmp_path, monkeypatch):
     Image.fromarray(RGB).save(tmp_path / "a.png")
     monkeypatch.setattr(plausible, "free_memory", lambda: 10_000)
-    with pytest.raises(ValueError, match="a.png has 45x61 pixels and is decoded whole, which takes 16.5 kB of memory, but 10 kB are free: convert it to tiled TIFF or npy"):
+    with pytest.raises(
+        ValueError,
+        match="a.png: its 45x61 pixels are decoded at once, which takes 16.5 kB of memory, but 10 kB are free: convert it to tiled TIFF or npy",
+    ):
         open_image(tmp_path / "a.png")
 
 
@@ -185,13 +183,19 @@ def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path, monkeypatch):
     """A job's control group inside another; files in the page cache make room."""
     outer, inner = tmp_path / "slurm", tmp_path / "slurm/job"
     inner.mkdir(parents=True)
-    for group, limit, used, cached in ((outer, "9000000", 5_000_000, 1_000_000), (inner, "max", 4_000_000, 0), (tmp_path, "max", 1, 0)):
+    for group, limit, used, cached in (
+        (outer, "9000000", 5_000_000, 1_000_000),
+        (inner, "max", 4_000_000, 0),
+        (tmp_path, "max", 1, 0),
+    ):
         (group / "memory.max").write_text(limit + "\n")
         (group / "memory.current").write_text(f"{used}\n")
         (group / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
     read = plausible.Path.read_text
     monkeypatch.setattr(plausible, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(plausible.Path, "read_text", lambda path: "0::/slurm/job\n" if str(path) == "/proc/self/cgroup" else read(path))
+    monkeypatch.setattr(
+        plausible.Path, "read_text", lambda path: "0::/slurm/job\n" if str(path) == "/proc/self/cgroup" else read(path)
+    )
     assert plausible.free_memory() == 5_000_000
     (inner / "memory.max").write_text("4100000\n")
     assert plausible.free_memory() == 100_000
@@ -203,7 +207,9 @@ def test_a_store_that_the_disk_has_no_room_for_is_told_before_it_is_begun(tmp_pa
         file.write(npy((1 << 20, 1 << 16), "|u1"))
         file.truncate(file.tell() + (1 << 36))  # a hole
     monkeypatch.setattr("distseg.disk.free_bytes", lambda path: 1 << 35)
-    with pytest.raises(OSError, match="s.h5 has no room for the pixels of the store: it takes 68.7 GB, 34.4 GB are free"):
+    with pytest.raises(
+        OSError, match="s.h5 has no room for the pixels of the store: it takes 68.7 GB, 34.4 GB are free"
+    ):
         prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0))
     assert [p.name for p in tmp_path.iterdir()] == ["i"]
 
@@ -218,7 +224,14 @@ SEEDS = {
     "a.webp": coded(Image.fromarray(RGB).save, format="webp", lossless=True),
     "a.bmp": coded(Image.fromarray(RGB).save, format="bmp"),
     "mapped.tif": coded(tifffile.imwrite, STACK[0]),
-    "tiles.tif": coded(tifffile.imwrite, RGB, photometric="rgb", compression="zlib", tile=(16, 32), extratags=[(42113, 2, 0, "0", True)]),
+    "tiles.tif": coded(
+        tifffile.imwrite,
+        RGB,
+        photometric="rgb",
+        compression="zlib",
+        tile=(16, 32),
+        extratags=[(42113, 2, 0, "0", True)],
+    ),
     "pages.tif": coded(tifffile.imwrite, STACK, metadata={"axes": "ZYX"}, compression="zlib"),
     "big.tif": coded(tifffile.imwrite, STACK, bigtiff=True, compression="zlib"),
     "lzw.tif": coded(Image.fromarray(RGB).save, format="tiff", compression="tiff_lzw"),
@@ -247,13 +260,18 @@ def changed(draw, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", SEEDS)
-@settings(max_examples=40, deadline=4000, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=4000,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
-def test_bytes_changed_at_random(tmp_path, name, data):
+def test_bytes_changed_at_random(tmp_path, little_memory, name, data):
     """Read, or refused with the name of the file, within seconds and without much memory."""
     path = tmp_path / name
     path.write_bytes(data.draw(changed(SEEDS[name])))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for opened in (open_image, open_mask):
         try:
             reader = opened(path)
@@ -261,5 +279,4 @@ def test_bytes_changed_at_random(tmp_path, name, data):
             assert reader.read(box).shape == (reader.bands, *box.size)
         except ValueError as e:
             assert str(path) in str(e)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
     os.unlink(path)

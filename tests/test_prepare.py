@@ -359,7 +359,7 @@ def pictures(masks: dict) -> dict:
         ((1, 255), "back,road", {}, "no pixel of any mask is back .*of which 255 is ignored. .*--values=1=0,255=1;"),
         ((0, 255), "back,road", dict(values={1: 0, 254: 1}), "no pixel of any mask is road .*--values=255=1;"),
         ((0, 0), "back,road", {}, "no pixel of any mask is road .label 1.: all masks hold the one value 0.*--absent road"),
-        ((255, 255), "back,road", {}, "no pixel of any mask is back or road .*masks hold the values 255, of which 255 is ignored"),
+        ((255, 255), "back,road", {}, "no pixel of any mask is back or road .*masks hold the value 255, of which 255 is ignored"),
         ((0, 1), "back,road", dict(absent=["raod"]), "--absent names raod, which is no class: there are back, road"),
     ],
 )

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from distseg.commands import _rgb
 from distseg.data.prepare import prepare_folder
 from distseg.geometry.tile import Box
 from distseg.scene import file_scene, store_scene
@@ -23,21 +24,33 @@ def manifest(store) -> dict:
 def both(tmp_path, name, **options):
     """The image ``name`` of a store and the file itself, and a box."""
     store = prepare_folder(tmp_path, None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), **options)
-    return store_scene(store, "a"), file_scene(str(tmp_path / name), manifest(store), *options.values()), Box((3, 2), (20, 28))
+    return (
+        store_scene(store, "a"),
+        file_scene(str(tmp_path / name), manifest(store), *options.values()),
+        Box((3, 2), (20, 28)),
+    )
 
 
 @pytest.mark.parametrize("nodata", [-9999, np.nan])
 def test_a_file_is_read_as_its_image_in_a_store(tmp_path, nodata):
     np.save(tmp_path / "a.npy", image(nodata))
     stored, file, box = both(tmp_path, "a.npy", nodata=nodata)
-    assert np.array_equal(stored.read(box), file.read(box)) and not file.read(box)[:, :5].any() and file.read(box)[:, 5:].all()
+    assert (
+        np.array_equal(stored.read(box), file.read(box))
+        and not file.read(box)[:, :5].any()
+        and file.read(box)[:, 5:].all()
+    )
 
 
 def test_a_tiffs_tag_holds_for_both(tmp_path):
     tifffile = pytest.importorskip("tifffile")
     tifffile.imwrite(tmp_path / "a.tif", image(-32768), extratags=[(42113, 2, 0, "-32768", True)])
     stored, file, box = both(tmp_path, "a.tif")
-    assert np.array_equal(stored.read(box), file.read(box)) and not file.read(box)[:, :5].any() and file.read(box)[:, 5:].all()
+    assert (
+        np.array_equal(stored.read(box), file.read(box))
+        and not file.read(box)[:, :5].any()
+        and file.read(box)[:, 5:].all()
+    )
 
 
 def test_what_is_no_data_tells_results_apart(tmp_path):
@@ -50,7 +63,10 @@ def test_what_is_no_data_tells_results_apart(tmp_path):
 def test_numbers_that_are_none_say_what_to_do(tmp_path):
     np.save(tmp_path / "a.npy", image(np.nan))
     scene = file_scene(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}})
-    with pytest.raises(ValueError, match=r"a.npy: band 0 is nan at \(3, 2\): replace what is no number, .* or say that it stands for no data: --nodata=nan"):
+    with pytest.raises(
+        ValueError,
+        match=r"a.npy: band 0 is nan at \(3, 2\): replace what is no number, .* or say that it stands for no data: --nodata=nan",
+    ):
         scene.read(Box((3, 2), (20, 28)))
 
 
@@ -58,3 +74,10 @@ def test_no_data_that_no_pixel_can_be(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((9, 9), np.uint8))
     with pytest.raises(ValueError, match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that"):
         file_scene(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}}, -9999)
+
+
+def test_an_overlay_shows_what_there_is(tmp_path):
+    """Stretched as if what has no data were not there, which is dark."""
+    pixels = np.repeat(image(np.nan)[None], 3, 0)
+    found, there = _rgb(pixels, float("nan")), _rgb(pixels[:, 8:])
+    assert np.array_equal(found[8:], there) and not found[:8].any() and there.max() == 255

@@ -1,4 +1,4 @@
-"""Reads all of a store and says what in it is not what was written, or can not be: each damage with its image and place."""
+"""Reads all of a store and says what is not what was written, or can not be: each damage with its image and place."""
 
 from __future__ import annotations
 
@@ -37,24 +37,40 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
     with progress(len(names), "image", f"checking {path}") as shown:
         for name in names:
             found = list(_findings(store, name, shown))
-            more = [f"{path} is damaged: {len(found) - _MOST} more places of image {name!r}"] if len(found) > _MOST else []
+            more = (
+                [f"{path} is damaged: {len(found) - _MOST} more places of image {name!r}"] if len(found) > _MOST else []
+            )
             findings += found[:_MOST] + more
             shown.advance()
     return findings
 
 
 def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
-    yield from _each(store, name, "pixels", lambda reader, index, pixels: _wrong_pixels(store, name, reader, index, pixels), shown)
+    yield from _each(
+        store, name, "pixels", lambda reader, index, pixels: _wrong_pixels(store, name, reader, index, pixels), shown
+    )
     if store.has_labels(name):
         counts, damaged = ClassCounts(len(store.classes), store.size(name)), False
-        for finding in _each(store, name, "labels", lambda reader, index, labels: _wrong_labels(store, reader, index, labels, counts), shown):
+        for finding in _each(
+            store,
+            name,
+            "labels",
+            lambda reader, index, labels: _wrong_labels(store, reader, index, labels, counts),
+            shown,
+        ):
             damaged = True
             yield finding
         if not damaged:
             yield from _wrong_counts(store, name, counts)
 
 
-def _each(store: Store, name: str, what: str, wrong: Callable[[ChunkReader, tuple, np.ndarray], str | None], shown: SilentProgress) -> Iterator[str]:
+def _each(
+    store: Store,
+    name: str,
+    what: str,
+    wrong: Callable[[ChunkReader, tuple, np.ndarray], str | None],
+    shown: SilentProgress,
+) -> Iterator[str]:
     """What is wrong with each chunk of an image: that it can't be read, or what ``wrong`` finds in it."""
     try:
         reader = store.reader(name, what)
@@ -72,7 +88,9 @@ def _each(store: Store, name: str, what: str, wrong: Callable[[ChunkReader, tupl
         shown.advance(0, pixels=box.pixels)
 
 
-def _wrong_pixels(store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray) -> str | None:
+def _wrong_pixels(
+    store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
+) -> str | None:
     bad = first_bad(pixels, absent(pixels, store.nodata(name)))
     if bad is None:
         return None
@@ -80,7 +98,9 @@ def _wrong_pixels(store: Store, name: str, reader: ChunkReader, index: tuple[int
     return f"have what is no number: band {store.band_names[band]} is {pixels[bad]} at {tuple(place)}"
 
 
-def _wrong_labels(store: Store, reader: ChunkReader, index: tuple[int, ...], labels: np.ndarray, counts: ClassCounts) -> str | None:
+def _wrong_labels(
+    store: Store, reader: ChunkReader, index: tuple[int, ...], labels: np.ndarray, counts: ClassCounts
+) -> str | None:
     box = reader.place(index)
     bad = (labels >= len(store.classes)) & (labels != store.ignore)
     if bad.any():
@@ -99,7 +119,10 @@ def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]
         return
     if not np.array_equal(table, counts.table):
         class_, *block = (int(i) for i in np.argwhere(table != counts.table)[0])
-        place = Box(tuple(b * store.block for b in block), tuple(min((b + 1) * store.block, n) for b, n in zip(block, store.size(name))))
+        place = Box(
+            tuple(b * store.block for b in block),
+            tuple(min((b + 1) * store.block, n) for b, n in zip(block, store.size(name))),
+        )
         found, expected = counts.table[(class_, *block)], table[(class_, *block)]
         yield f"{words} say {expected} pixels of {store.classes[class_]} at {place}, there are {found}"
     elif store.class_counts(name) != counts.totals:

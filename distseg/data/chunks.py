@@ -1,7 +1,7 @@
 """The chunks of a dataset, written with a checksum each, and read past HDF5 with that checksum.
 
-HDF5 tells where each chunk lies in the file. From there on a box is read by the system's own calls, which let other threads go on, and in
-less time than HDF5 takes without checking anything (docs/data.md).
+HDF5 tells where each chunk lies in the file. From there on a box is read by the system's own calls, which let other threads
+go on, and in less time than HDF5 takes without checking anything (docs/data.md).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from distseg.geometry.tile import Box
 _DEFLATE_RATIO = 1032  # no stream of deflate grows by more
 _PACKED_MORE = 1 << 16  # bytes that packing may add, where it saves nothing
 _SKIPPED = 1  # in a chunk's mask: the filter was left out, as HDF5 does where it saves nothing
+AGAIN = "copy the store again, or prepare it anew"
 _buffers = threading.local()
 
 
@@ -39,7 +40,9 @@ class ChunkWriter:
         self._dataset, self._chunk, self._shape = dataset, dataset.chunks, dataset.shape
         self._packed = is_gzipped(dataset)
         self.sums = np.zeros(_grid(self._shape, self._chunk), np.uint64)
-        self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}  # chunks that are not whole, and what they miss
+        self._pending: dict[
+            tuple[int, ...], tuple[np.ndarray, int]
+        ] = {}  # chunks that are not whole, and what they miss
 
     def write(self, box: Box, array: np.ndarray) -> None:
         """``array`` (*box.size); each pixel is written once."""
@@ -74,7 +77,9 @@ class ChunkReader:
         Damage: chunks are missing, or said to lie outside the file, or can't have the size they are said to have.
     """
 
-    def __init__(self, handle: int, dataset: h5py.Dataset, path: str, what: str, sums: np.ndarray | None = None, leading: int = 0):
+    def __init__(
+        self, handle: int, dataset: h5py.Dataset, path: str, what: str, sums: np.ndarray | None = None, leading: int = 0
+    ):
         self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunks
         self._handle, self._path, self._what, self._sums, self._leading = handle, path, what, sums, leading
         if self.chunk is None or dataset.fletcher32:
@@ -116,7 +121,9 @@ class ChunkReader:
         box = self.place(index)
         bands = f", bands {box.start[0]} to {box.stop[0] - 1}" if self._leading and self.grid[0] > 1 else ""
         spatial = Box(box.start[self._leading :], box.stop[self._leading :])
-        return Damage(f"{self._path} is damaged: the {self._what} at {spatial}{bands} {how}: copy the store again, or prepare it anew")
+        return Damage(
+            f"{self._path} is damaged: the {self._what} at {spatial}{bands} {how}: {AGAIN}"
+        )
 
     def _stored(self, index: tuple[int, ...]) -> memoryview:
         size, at, done = int(self._sizes[index]), int(self._at[index]), 0
@@ -126,7 +133,9 @@ class ChunkReader:
                 done += count
         except OSError as e:
             box = self.place(index)
-            raise OSError(f"{self._path}: the {self._what} at {box} can not be read from the disk ({e.strerror})") from e
+            raise OSError(
+                f"{self._path}: the {self._what} at {box} can not be read from the disk ({e.strerror})"
+            ) from e
         if done < size:
             raise self.damage(index, "are cut off")
         return buffer
@@ -147,18 +156,31 @@ class ChunkReader:
         least = chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
         if least > file_size:
             shape = "x".join(map(str, self.shape))
-            raise Damage(f"{self._path} is damaged: the {self._what}, {shape} of {self.dtype}, take {least} bytes at least, but the file has {file_size}")
+            raise Damage(
+                f"{self._path} is damaged: the {self._what}, {shape} of {self.dtype}, take {least} bytes at least, "
+                f"but the file has {file_size}: {AGAIN}"
+            )
 
     def _places(self, dataset: h5py.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each chunk lies in the file, how many bytes it takes there, and its filter mask."""
-        at, sizes, masks = np.full(self.grid, -1, np.int64), np.zeros(self.grid, np.int64), np.zeros(self.grid, np.uint32)
+        at, sizes, masks = (
+            np.full(self.grid, -1, np.int64),
+            np.zeros(self.grid, np.int64),
+            np.zeros(self.grid, np.uint32),
+        )
         for found in _chunk_list(dataset):
             index = tuple(a // c for a, c in zip(found.chunk_offset, self.chunk))
             if all(i < n for i, n in zip(index, self.grid)):
                 at[index], sizes[index], masks[index] = found.byte_offset, found.size, found.filter_mask
         end = os.fstat(self._handle).st_size
         plain = (masks & _SKIPPED > 0) if self._packed else np.ones(self.grid, bool)
-        wrong = (at < 0) | (sizes < 1) | (sizes > 2 * self._bytes + _PACKED_MORE) | (at > end - sizes) | plain & (sizes != self._bytes)
+        wrong = (
+            (at < 0)
+            | (sizes < 1)
+            | (sizes > 2 * self._bytes + _PACKED_MORE)
+            | (at > end - sizes)
+            | plain & (sizes != self._bytes)
+        )
         if wrong.any():
             raise self.damage(tuple(int(i) for i in np.argwhere(wrong)[0]), "are missing or cut off")
         return at, sizes, masks
@@ -177,14 +199,20 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
 
 
 def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) -> Box:
-    return Box(tuple(i * c for i, c in zip(index, chunk)), tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape)))
+    return Box(
+        tuple(i * c for i, c in zip(index, chunk)), tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape))
+    )
 
 
 def _touched(box: Box, chunk: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
     """Of each chunk that a box touches the index, and what they share: as slices of the box, and of the chunk."""
     axes = [
         [
-            (i, slice(max(a, i * c) - a, min(b, (i + 1) * c) - a), slice(max(a, i * c) - i * c, min(b, (i + 1) * c) - i * c))
+            (
+                i,
+                slice(max(a, i * c) - a, min(b, (i + 1) * c) - a),
+                slice(max(a, i * c) - i * c, min(b, (i + 1) * c) - i * c),
+            )
             for i in range(a // c, -(-b // c))
         ]
         for a, b, c in zip(box.start, box.stop, chunk)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator, Mapping, Sequence

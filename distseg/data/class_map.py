@@ -1,8 +1,9 @@
 """A class map on its way to disk, tile by tile: what is there survives an interruption, and half of it never looks like the whole.
 
-While it grows it is a folder ``NAME.partial`` of plain arrays and a record of the tiles that are done, with a checksum of each. A tile is
-recorded once its pixels are on the disk; whoever takes the folder up again computes those anew that are not what the record says. When all
-tiles are there the result is packed into files (:mod:`distseg.data.class_files`), each of which takes its name in one step.
+While it grows it is a folder ``NAME.partial`` of plain arrays and a record of the tiles that are done, with a checksum of
+each. A tile is recorded once its pixels are on the disk; whoever takes the folder up again computes those anew that are not
+what the record says. When all tiles are there the result is packed into files (:mod:`distseg.data.class_files`), each of
+which takes its name in one step.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class PartialMap:
         self._bytes = {"classes": pixels, "probabilities": 2 * likely * pixels, "done": 8 * len(tiles)}
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink() or folder.exists() and not folder.is_dir():
-            raise FileExistsError(f"{folder} is a link or no folder, where distseg keeps a result on its way: remove it, or name another --output")
+            raise FileExistsError(
+                f"{folder} is a link or no folder, where distseg keeps a result on its way: remove it, or name another --output"
+            )
         folder.mkdir(exist_ok=True)
         self._lock = locked(folder / "lock", folder)
         self.taken_up = self._is_same()
@@ -147,7 +150,8 @@ class PartialMap:
         try:
             with os.fdopen(opened_plain(self.folder / "identity", os.O_RDONLY), "rb") as file:
                 same = file.read(2 * len(self.identity)) == self.identity.encode()
-            return same and all((self.folder / name).stat().st_size == count for name, count in self._bytes.items() if count)
+            sizes = ((self.folder / name).stat().st_size == count for name, count in self._bytes.items() if count)
+            return same and all(sizes)
         except FileExistsError:
             raise
         except OSError:

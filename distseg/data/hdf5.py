@@ -1,8 +1,9 @@
 """HDF5 files from outside are data: what they hold is found in them, and nowhere else.
 
-HDF5 follows links into other files, reads raw data from any path that a file names, loads filters as plugins, and waits for ever on a pipe.
-None of it happens here: a file is opened if it is a plain file, and what it holds is looked at before it is read. Writing, HDF5 crashes
-where its disk is full, so it writes into a :class:`Growing` file, in which nothing seems to fail, and which is asked for the error.
+HDF5 follows links into other files, reads raw data from any path that a file names, loads filters as plugins, and waits
+for ever on a pipe. None of it happens here: a file is opened if it is a plain file, and what it holds is looked at before
+it is read. Writing, HDF5 crashes where its disk is full, so it writes into a :class:`Growing` file, in which nothing seems
+to fail, and which is asked for the error.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-_FILTERS = {h5py.h5z.FILTER_DEFLATE: "gzip", h5py.h5z.FILTER_FLETCHER32: "fletcher32"}  # those that distseg writes and reads
+_FILTERS = {
+    h5py.h5z.FILTER_DEFLATE: "gzip",
+    h5py.h5z.FILTER_FLETCHER32: "fletcher32",
+}  # those that distseg writes and reads
 _LINKS = {h5py.SoftLink: "a soft link", h5py.ExternalLink: "a link into another file"}
+_ITSELF = "the file must hold its data itself"
 _VERSION = ("v110", "v110")  # of the format: the first one whose structures all have checksums
 
 
@@ -51,7 +56,7 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     """The dataset ``a/b/c`` of a file, looked at before anything of it is read.
 
     Raises:
-        ValueError: it is missing, behind a link, kept in other files, or packed by a filter that distseg does not write.
+        ValueError: it is missing, behind a link, kept in other files, or packed by a filter that distseg does not use.
     """
     where, here, found = file.filename, file, ""
     for part in name.split("/"):
@@ -60,15 +65,22 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
         if link is None:
             raise ValueError(f"{where} is damaged: it has no {found}")
         if not isinstance(link, h5py.HardLink):
-            raise ValueError(f"{where}: {found} is {_LINKS.get(type(link), 'a link')}, which is not followed: the file must hold its data itself")
+            raise ValueError(
+                f"{where}: {found} is {_LINKS.get(type(link), 'a link')}, which is not followed: {_ITSELF}"
+            )
         here = here[part]
     if not isinstance(here, h5py.Dataset):
         raise ValueError(f"{where} is damaged: {found} holds no data")
     if here.is_virtual or here.external:
-        raise ValueError(f"{where}: the data of {found} are kept in other files, which are not opened: the file must hold its data itself")
+        raise ValueError(
+            f"{where}: the data of {found} are kept in other files, which are not opened: {_ITSELF}"
+        )
     strange = [number for number in _filters(here) if number not in _FILTERS]
     if strange:
-        raise ValueError(f"{where}: {found} is packed by HDF5's filter {strange[0]}, which distseg does not use: pack it by {' or '.join(_FILTERS.values())}, or not at all")
+        raise ValueError(
+            f"{where}: {found} is packed by HDF5's filter {strange[0]}, which distseg does not use: "
+            f"pack it by {' or '.join(_FILTERS.values())}, or not at all"
+        )
     return here
 
 

@@ -1,4 +1,4 @@
-"""What a store says of itself: attributes, the index of its images, where they come from; all of it checked before anything relies on it."""
+"""What a store says of itself: attributes, the index of its images, where they come from; checked before anything relies on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Entry:
     counts: list[int] | None  # pixels of each class
     nodata: int | float | None = None
     missing: int = 0  # pixels without data
-    digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts; version 1 has none
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # of the sums of pixels and labels, and of the counts; version 1 has none
 
     def to_json(self) -> dict:
         return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata)}
@@ -40,18 +42,39 @@ class Entry:
         _must(isinstance(name, str), f"the name {name!r}")
         layout.check_name(name, "the index")
         _must(isinstance(entry["split"], str) and entry["split"] != "", f"the split {entry['split']!r} of {name!r}")
-        _must(0 < len(size) <= _MOST_DIMS and all(type(n) is int and 0 < n < 2**62 for n in size), f"the size {size} of {name!r}")
+        _must(
+            0 < len(size) <= _MOST_DIMS and all(type(n) is int and 0 < n < 2**62 for n in size),
+            f"the size {size} of {name!r}",
+        )
         _must(dtype.kind in "iuf" and isinstance(entry["dtype"], str), f"the type {entry['dtype']!r} of {name!r}")
         labels, counts = entry["labels"], entry["counts"]
         _must(type(labels) is bool and (counts is None) != labels, f"labels and counts of {name!r}")
         if labels:
-            _must(len(counts) == classes and all(type(n) is int and n >= 0 for n in counts) and sum(counts) <= math.prod(size), f"the counts {counts} of {name!r}")
+            _must(
+                len(counts) == classes
+                and all(type(n) is int and n >= 0 for n in counts)
+                and sum(counts) <= math.prod(size),
+                f"the counts {counts} of {name!r}",
+            )
         if version == 1:
             return cls(name, entry["split"], size, dtype, labels, counts)
         digests = entry["digests"]
         _must(set(digests) == {"pixels", *(("labels", "counts") if labels else ())}, f"the digests of {name!r}")
-        _must(type(entry["missing"]) is int and 0 <= entry["missing"] <= math.prod(size), f"the pixels without data of {name!r}")
-        return cls(name, entry["split"], size, dtype, labels, counts, from_json(entry["nodata"]), entry["missing"], dict(digests))
+        _must(
+            type(entry["missing"]) is int and 0 <= entry["missing"] <= math.prod(size),
+            f"the pixels without data of {name!r}",
+        )
+        return cls(
+            name,
+            entry["split"],
+            size,
+            dtype,
+            labels,
+            counts,
+            from_json(entry["nodata"]),
+            entry["missing"],
+            dict(digests),
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,9 @@ def begin(file: h5py.File) -> None:
     file.attrs.update(version=layout.VERSION, complete=False)
 
 
-def write(file: h5py.File, classes: list[str], bands: list[str], ignore: int, mean, std, provenance: dict, images: list[Entry]) -> None:
+def write(
+    file: h5py.File, classes: list[str], bands: list[str], ignore: int, mean, std, provenance: dict, images: list[Entry]
+) -> None:
     """The last to be written: with it the store is complete."""
     attributes = file.attrs
     for name, texts in dict(classes=classes, bands=bands).items():
@@ -97,7 +122,17 @@ def read(path: str, file: h5py.File) -> Header:
         return _read(path, file)
     except _Told as e:
         raise ValueError(str(e)) from None
-    except (KeyError, TypeError, ValueError, OSError, RuntimeError, OverflowError, AttributeError, MemoryError, RecursionError) as e:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        OSError,
+        RuntimeError,
+        OverflowError,
+        AttributeError,
+        MemoryError,
+        RecursionError,
+    ) as e:
         text = e.args[0] if isinstance(e, KeyError) and e.args else e
         words = text if str(path) in str(text) else f"{path} is damaged or cut off: its header can not be read ({text})"
         raise ValueError(f"{words}: copy it again, or prepare it anew") from e
@@ -113,7 +148,9 @@ def _read(path: str, file: h5py.File) -> Header:
         raise _Told(f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images")
     version = _plain(known["version"])
     if version > layout.VERSION:
-        raise _Told(f"{path} is a store of version {version}, this distseg reads up to {layout.VERSION}: update distseg")
+        raise _Told(
+            f"{path} is a store of version {version}, this distseg reads up to {layout.VERSION}: update distseg"
+        )
     if not ("complete" in known and bool(_plain(known["complete"]))):
         raise _Told(f"{path} is unfinished, its writer was stopped: prepare it anew")
     texts = {name: _text(file, name) for name in ("index", "provenance")}
@@ -128,16 +165,38 @@ def _checked(version: int, known: dict[str, Any], index: list, provenance: dict,
     classes, bands = known["classes"], known["bands"]
     _must(type(version) is int and version > 0, f"the version {version!r}")
     for what, names in dict(classes=classes, bands=bands).items():
-        _must(isinstance(names, list) and names and all(isinstance(name, str) for name in names), f"the names of its {what}")
-    _must(2 <= len(classes) <= 255 and type(known["ignore"]) is int and len(classes) <= known["ignore"] <= 255, f"{len(classes)} classes and the label {known['ignore']} to ignore")
+        _must(
+            isinstance(names, list) and names and all(isinstance(name, str) for name in names),
+            f"the names of its {what}",
+        )
+    _must(
+        2 <= len(classes) <= 255 and type(known["ignore"]) is int and len(classes) <= known["ignore"] <= 255,
+        f"{len(classes)} classes and the label {known['ignore']} to ignore",
+    )
     _must(type(known["block"]) is int and known["block"] > 0, f"blocks of {known['block']} pixels")
     mean, std = (np.array(known[name], np.float64) for name in ("mean", "std"))
-    fine = mean.shape == std.shape == (len(bands),) and np.isfinite(mean).all() and np.isfinite(std).all() and (std > 0).all()
+    fine = (
+        mean.shape == std.shape == (len(bands),)
+        and np.isfinite(mean).all()
+        and np.isfinite(std).all()
+        and (std > 0).all()
+    )
     _must(fine, f"the means {mean} and deviations {std} of {len(bands)} bands")
     _must(isinstance(index, list) and isinstance(provenance, dict), "an index or provenance")
     images = [Entry.from_json(entry, len(classes), version) for entry in index]
     _must(len({image.name for image in images}) == len(images), "two images of one name")
-    return Header(version, classes, bands, known["ignore"], known["block"], mean, std, provenance, {image.name: image for image in images}, digest)
+    return Header(
+        version,
+        classes,
+        bands,
+        known["ignore"],
+        known["block"],
+        mean,
+        std,
+        provenance,
+        {image.name: image for image in images},
+        digest,
+    )
 
 
 def _must(fine: bool, what: str) -> None:

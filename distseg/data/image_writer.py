@@ -15,7 +15,6 @@ from distseg.data.statistics import ClassCounts, Moments
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
-
 _LARGEST = 1e30  # beyond lie the numbers that stand for no data, which would drown all others in means and deviations
 
 
@@ -45,7 +44,8 @@ class ImageWriter:
         check: Callable[[], None],
     ):
         self._check_disk = check
-        self.name, self.split, self.size, self.dtype, self.bands, self.classes, self.ignore = name, split, size, dtype, bands, classes, ignore
+        self.name, self.split, self.size, self.dtype = name, split, size, dtype
+        self.bands, self.classes, self.ignore = bands, classes, ignore
         self.group, self.nodata, self.moments, self.missing = group, nodata, moments, Box.whole(size).pixels
         self.counts = ClassCounts(len(classes), size) if labels else None
         self.without_data = 0  # pixels
@@ -53,8 +53,8 @@ class ImageWriter:
         pixels = group.create_dataset("pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize))
         self._chunks = {"pixels": ChunkWriter(pixels)}
         if labels:
-            chunk = layout.label_chunk(size)
-            self._chunks["labels"] = ChunkWriter(group.create_dataset("labels", size, "u1", chunks=chunk, compression="gzip", compression_opts=1))
+            packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
+            self._chunks["labels"] = ChunkWriter(group.create_dataset("labels", size, "u1", **packed))
         self._digests: dict[str, str] = {}
 
     def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None) -> None:
@@ -86,8 +86,9 @@ class ImageWriter:
         """The image's line in the index; ValueError unless all of it is written."""
         if self.missing:
             raise ValueError(f"image {self.name!r}: {self.missing} of its {Extents(self.size)} pixels were never written")
-        totals = self.counts.totals if self.counts else None
-        return Entry(self.name, self.split, self.size, self.dtype, self.counts is not None, totals, self.nodata, self.without_data, self._digests)
+        labels, totals = self.counts is not None, self.counts.totals if self.counts else None
+        known = self.name, self.split, self.size, self.dtype, labels, totals
+        return Entry(*known, self.nodata, self.without_data, self._digests)
 
     def _finish(self) -> None:
         for what, chunks in self._chunks.items():
@@ -137,7 +138,7 @@ class ImageWriter:
 
 
 def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
-    """The index of the first number that is none, or must stand for no data, but is not known to (``missing``); None where all are fine."""
+    """The index of the first number that is none, or must stand for no data, but is not among the ``missing``; None if all are fine."""
     if pixels.dtype.kind != "f":
         return None
     fine = np.isfinite(pixels)

@@ -3,8 +3,8 @@
 ::
 
     attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std, digest
-    index                 JSON: a list of images, each with name, split, size, dtype, labels, counts (pixels of each class), nodata
-                          (the number that stands for no data, null for none), missing (pixels without data), digests
+    index                 JSON: a list of images, each with name, split, size, dtype, labels, counts (pixels of each class),
+                          nodata (the number that stands for no data, or null), missing (pixels without data), digests
     provenance            JSON: where the data come from
     images/NAME/pixels    (C, *size), any integer or float type, in chunks for reading windows, not compressed:
                           measured on the Blue Marble, lzf halves the file and makes reading a window five times slower
@@ -12,9 +12,10 @@
     images/NAME/counts    (classes, *blocks) uint32, pixels of each class in blocks of ``block`` pixels a side
     images/NAME/sums      of ``pixels`` and of ``labels``: XXH3, 64 bits, of each chunk as it is stored
 
-Everything is under a checksum: a chunk under its own in ``sums``, so that a chunk in another's place is found too; the sums, and the
-counts, under those in the image's entry of the index (``digests``); index, provenance and attributes under ``digest``, which so tells stores
-of different content apart. Digests are XXH3 of 128 bits: they find damage, they are no signature. HDF5's own structures have checksums too.
+Everything is under a checksum: a chunk under its own in ``sums``, so that a chunk in another's place is found too; the sums,
+and the counts, under those in the image's entry of the index (``digests``); index, provenance and attributes under
+``digest``, which so tells stores of different content apart. Digests are XXH3 of 128 bits: they find damage, they are no
+signature. HDF5's own structures have checksums too.
 
 Version 1 had no checksums, and neither ``nodata`` nor ``missing``.
 """
@@ -70,5 +71,8 @@ def check_name(name: str, where: str) -> None:
     Raises:
         ValueError: naming ``where`` it is from.
     """
-    if name in ("", ".", "..") or "/" in name or not name.isprintable() and any(ord(c) < 32 or ord(c) == 127 for c in name):
-        raise ValueError(f"{where}: the name of an image is not empty, no '.' or '..', and has no '/' or control characters, got {name!r}: rename it")
+    if name in ("", ".", "..") or "/" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
+        raise ValueError(
+            f"{where}: the name of an image is not empty, no '.' or '..', and has no '/' or control characters, "
+            f"got {name!r}: rename it"
+        )

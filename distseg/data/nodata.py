@@ -1,7 +1,8 @@
 """Pixels without data: a number that a file declares, or the user, stands for "nothing was measured here".
 
-As in GDAL and rasterio the number counts band by band: such a value is left out of a band's mean and deviation, and a network sees
-0 in its place, the mean of the normalised band. A pixel where all bands have it has no data at all, and its label is ignored.
+As in GDAL and rasterio the number counts band by band: such a value is left out of a band's mean and deviation, and a
+network sees 0 in its place, the mean of the normalised band. A pixel where all bands have it has no data at all, and its
+label is ignored.
 """
 
 from __future__ import annotations

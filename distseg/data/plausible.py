@@ -1,4 +1,4 @@
-"""Sizes in headers are claims: whether a file of so many bytes can hold such an image, and memory take it, before room is made for it."""
+"""Sizes in headers are claims: can a file of so many bytes hold such an image, and memory take it? Asked before room is made."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from distseg.extents import Extents
 from distseg.report.units import si
 
-# The most that a byte of a file can stand for, in bytes of pixels: deflate's longest match, 258 bytes, takes two bits. A JPEG takes a bit for
-# 64 pixels of a band at least, but for arithmetic coding, which few files have and which packs plain areas closer still.
+# The most that a byte of a file can stand for, in bytes of pixels: deflate's longest match, 258 bytes, takes two bits. A JPEG
+# takes a bit for 64 pixels of a band, but for arithmetic coding, which few files have and which packs plain areas closer still.
 MOST_PACKED = {"PNG": 1032, "JPEG": 8 * 64 * 64, "MPO": 8 * 64 * 64, "BMP": 1032}
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -24,20 +24,23 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
     stored, claimed = os.path.getsize(path), -(-Extents(size).volume * pixel_bits // 8)
     if claimed > stored * packed:
         raise ValueError(
-            f"{path} says that it has {Extents(size)} pixels, {si(claimed, 'B')}, but a file of {stored} bytes holds at most {si(stored * packed, 'B')}: "
-            "it is damaged, or no image"
+            f"{path} says that it has {Extents(size)} pixels, {si(claimed, 'B')}, but a file of {stored} bytes "
+            f"holds at most {si(stored * packed, 'B')}: it is damaged, or no image"
         )
 
 
-def check_memory(path: Path, size, needed: int) -> None:
+def check_memory(path: Path, what: str, needed: int) -> None:
     """Refuse to decode what does not fit into memory.
+
+    Args:
+        what: is decoded, such as ``its 97x131 pixels are``.
 
     Raises:
         ValueError: naming what it takes and what is free.
     """
     if needed > (free := free_memory()):
         raise ValueError(
-            f"{path} has {Extents(size)} pixels and is decoded whole, which takes {si(needed, 'B')} of memory, but {si(free, 'B')} are free: "
+            f"{path}: {what} decoded at once, which takes {si(needed, 'B')} of memory, but {si(free, 'B')} are free: "
             "convert it to tiled TIFF or npy, which are read in parts"
         )
 
@@ -56,7 +59,7 @@ def _of_machine() -> int:
 
 
 def _of_job() -> int:
-    """What the control groups of this process leave, from its own up to the outermost; files in the page cache make room."""
+    """What the control groups of this process leave, its own and those around it; files in the page cache make room."""
     found = [1 << 62]
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -70,7 +73,11 @@ def _of_job() -> int:
         else:
             continue
         folder = top / path.lstrip("/")
-        found += [left for group in (folder, *folder.parents) if group.is_relative_to(top) and (left := _of_group(group, *names)) is not None]
+        found += [
+            left
+            for group in (folder, *folder.parents)
+            if group.is_relative_to(top) and (left := _of_group(group, *names)) is not None
+        ]
     return min(found)
 
 

@@ -62,11 +62,15 @@ def prepare_folder(
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
     provenance = {
-        "images": str(images_dir), "masks": None if masks_dir is None else str(masks_dir), "seed": seed, "values": dict(values or {}), "nodata": to_json(nodata),
-    }  # fmt: skip
-    pixels, most = (sum(bytes_of(pair.size, pair.bands, pair.dtype, labels) for pair in pairs) for labels in (False, masks_dir is not None))
-    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, most)
-    room(Path(output), pixels, "the pixels of the store")
+        "images": str(images_dir),
+        "masks": None if masks_dir is None else str(masks_dir),
+        "seed": seed,
+        "values": dict(values or {}),
+        "nodata": to_json(nodata),
+    }
+    expected = _bytes(pairs, labels=masks_dir is not None)
+    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected)
+    room(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
     _check_masks(pairs, classes, ignore, values or {}, absent)
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
@@ -78,7 +82,7 @@ def prepare_folder(
 
 
 def summary(store: Store) -> str:
-    """A table: of each split the images, their sizes and pixels, the share of each class among the labelled, and of pixels without data; and notes."""
+    """A table: of each split the images, their sizes and pixels, the shares of classes among the labelled, of no data; and notes."""
     splits = sorted(store.splits, key=_split_order)
     return "\n".join([store.path, table([_row(store, split) for split in splits]), *_notes(store, splits)])
 
@@ -88,6 +92,10 @@ def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
     return strips(Box.whole(size), min(_STRIP_PIXELS, _STRIP_BYTES / pixel_bytes), chunk_edge(len(size)))
 
 
+def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
+    return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels) for pair in pairs)
+
+
 def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
     if bands is not None and len(bands) != pair.bands:
         raise ValueError(f"{len(bands)} bands are named ({', '.join(bands)}), but {pair.image} has {pair.bands}")
@@ -95,10 +103,15 @@ def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
 
 def _check_nodata(value: int | float | None, pair: Pair) -> None:
     if value is not None and fitting(value, pair.dtype) is None:
-        raise ValueError(f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can be that: leave it out, or name another number")
+        raise ValueError(
+            f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can be that: "
+            "leave it out, or name another number"
+        )
 
 
-def _check_masks(pairs: Sequence[Pair], classes: Sequence[str], ignore: int, values: Mapping[int, int], absent: Sequence[str]) -> None:
+def _check_masks(
+    pairs: Sequence[Pair], classes: Sequence[str], ignore: int, values: Mapping[int, int], absent: Sequence[str]
+) -> None:
     if all(pair.mask is None for pair in pairs):
         return
     pixels = sum(Extents(pair.size).volume for pair in pairs)
@@ -106,7 +119,14 @@ def _check_masks(pairs: Sequence[Pair], classes: Sequence[str], ignore: int, val
         Survey(pairs, classes, ignore, values, absent, shown).check()
 
 
-def _copy(pair: Pair, writer: StoreWriter, values: Mapping[int, int], dims: int | None, nodata: int | float | None, shown: SilentProgress) -> None:
+def _copy(
+    pair: Pair,
+    writer: StoreWriter,
+    values: Mapping[int, int],
+    dims: int | None,
+    nodata: int | float | None,
+    shown: SilentProgress,
+) -> None:
     image = open_image(pair.image, dims)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
     target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=nodata)
@@ -147,7 +167,8 @@ def _row(store: Store, split: str) -> dict:
 
 def _notes(store: Store, splits: list[str]) -> list[str]:
     """What may surprise whoever trains on it: classes without a pixel."""
-    counts = {split: [store.class_counts(name) for name in store.split(split) if store.has_labels(name)] for split in splits}
+    labelled = {split: [name for name in store.split(split) if store.has_labels(name)] for split in splits}
+    counts = {split: [store.class_counts(name) for name in names] for split, names in labelled.items()}
     totals = {split: np.sum(found, axis=0) for split, found in counts.items() if found}
     notes = []
     for k, name in enumerate(store.classes):

@@ -16,11 +16,12 @@ import numpy as np
 
 from distseg.data.nodata import fitting, parse
 from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
+from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
 _MOST_TRAILING_BANDS = 4
-_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # which Pillow may open; others start programs (EPS), or are read another way (TIFF)
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
 _TIFF = ("TIFF",)
 _NODATA_TAG = 42113  # GDAL's
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -142,14 +143,15 @@ def _mapped(path: Path) -> np.ndarray:
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
-            raise ValueError(f"{path} is of version {version[0]}.{version[1]} of npy, which only arrays of named fields need: store plain numbers")
+            raise ValueError(f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store plain numbers")
         shape, by_columns, dtype = _HEADERS[version](file)
         if dtype.hasobject or dtype.kind not in "biuf":
             raise ValueError(f"{path} holds {dtype}, but pixels are whole or real numbers: convert it")
         offset = file.tell()
     needed, there = math.prod(int(n) for n in shape) * dtype.itemsize, os.path.getsize(path) - offset
     if needed > there or min(shape, default=0) < 1:
-        raise ValueError(f"its header says that it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes, but it has {there}")
+        words = f"it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes"
+        raise ValueError(f"its header says that {words}, but it has {there}")
     return np.memmap(path, dtype, "r", offset, shape, "F" if by_columns else "C")
 
 
@@ -168,7 +170,8 @@ class PillowReader(Reader):
             self.bands, self.dtype = sample.shape[0], plain(sample.dtype)
             if tiff and (told := image.tag_v2.get(_NODATA_TAG)) is not None:
                 self.nodata = declared(path, told, self.dtype)
-        check_memory(path, self.size, 2 * sample.nbytes * math.prod(self.size))  # Pillow's and ours
+        pillows_and_ours = 2 * sample.nbytes * math.prod(self.size)
+        check_memory(path, f"its {Extents(self.size)} pixels are", pillows_and_ours)
 
     def _read(self, box: Box) -> np.ndarray:
         if self._array is None:
@@ -195,7 +198,7 @@ def _tiny(image):
 
 @contextmanager
 def pillow(path: Path, formats: Sequence[str] = _FORMATS):
-    """Open with Pillow, as one of some formats. Its limit on the number of pixels is lifted: huge images are what distseg is for."""
+    """Open with Pillow, as one of ``formats``. Its limit on pixels is lifted: huge images are what distseg is for."""
     from PIL import Image
 
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None

@@ -1,8 +1,8 @@
 """The store: one HDF5 file with all images, their labels, and what training must know of them beforehand.
 
 A rank opens the file itself and reads the windows it needs. The file is finished (``writer.py`` sees to that), so it is
-read without locks, as parallel file systems like it. What is in it: ``layout.py``. What is read is what was written, or an error names
-the image and the place.
+read without locks, as parallel file systems like it. What is in it: ``layout.py``. What is read is what was written, or an
+error names the image and the place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Sequence
 import numpy as np
 
 from distseg.data import hdf5, header, layout
-from distseg.data.chunks import ChunkReader, Damage
+from distseg.data.chunks import AGAIN, ChunkReader, Damage
 from distseg.data.nodata import absent
 from distseg.data.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
 from distseg.extents import Extents
@@ -30,7 +30,7 @@ _told: set[str] = set()  # stores without checksums, of which this process has s
 class Store:
     """Windows of images and labels, channels first. Safe for several threads; a forked process opens its own handle.
 
-    ``digest`` tells stores of different content apart; that of a store of version 1, which has no checksums, tells its header only.
+    ``digest`` tells stores of different content apart; of version 1, which has no checksums, stores of different headers.
 
     Args:
         constants: mean and standard deviation of each band by which pixels are normalised, such as those that a network was trained with;
@@ -112,7 +112,7 @@ class Store:
         found = self.reader(name, "counts")
         table = found.read(Box.whole(found.shape))
         if self.version > 1 and layout.digest(table) != self._entry(name).digests["counts"]:
-            raise Damage(f"{self.path} is damaged: the counts of image {name!r} are not those that were written: copy the store again, or prepare it anew")
+            raise Damage(f"{self.path} is damaged: the counts of image {name!r} are not those that were written: {AGAIN}")
         return table.astype(np.int64)
 
     def class_counts(self, name: str) -> list[int]:
@@ -146,11 +146,12 @@ class Store:
             found = hdf5.dataset(self._handle, f"images/{name}/{what}")
             shape, dtype = self._expected(entry, what)
             if (found.shape, found.dtype) != (shape, dtype):
-                raise Damage(f"{self.path} is damaged: the {words} are {found.shape} of {found.dtype}, the index says {shape} of {dtype}: copy the store again, or prepare it anew")
+                told = f"the {words} are {found.shape} of {found.dtype}, the index says {shape} of {dtype}"
+                raise Damage(f"{self.path} is damaged: {told}: {AGAIN}")
             sums = self._sums(entry, what) if self.version > 1 and what != "counts" else None
             return ChunkReader(self._descriptor, found, self.path, words, sums, leading=int(what == "pixels"))
         except (OSError, RuntimeError, KeyError) as e:  # HDF5's words
-            raise Damage(f"{self.path} is damaged: the {words} can not be found ({e}): copy the store again, or prepare it anew") from e
+            raise Damage(f"{self.path} is damaged: the {words} can not be found ({e}): {AGAIN}") from e
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and type."""
@@ -162,22 +163,25 @@ class Store:
 
     def _sums(self, entry: header.Entry, what: str) -> np.ndarray:
         found = hdf5.dataset(self._handle, f"images/{entry.name}/sums/{what}")
-        fits = found.dtype == np.uint64 and found.chunks is None and found.id.get_storage_size() <= self._handle.id.get_filesize()
-        sums = found[()] if fits else np.zeros(0)
+        fits = found.chunks is None and found.id.get_storage_size() <= self._handle.id.get_filesize()
+        sums = found[()] if fits and found.dtype == np.uint64 else np.zeros(0)
         if layout.digest(sums) != entry.digests[what]:
-            raise Damage(f"{self.path} is damaged: the checksums of the {what} of image {entry.name!r} are not those that were written: copy the store again, or prepare it anew")
+            words = f"the checksums of the {what} of image {entry.name!r} are not those that were written"
+            raise Damage(f"{self.path} is damaged: {words}: {AGAIN}")
         return sums
 
     def _check_size(self) -> None:
         """Of the pixels, which are not packed, the file must have all."""
         needed = sum(entry.dtype.itemsize * self.bands * Extents(entry.size).volume for entry in self._images.values())
         if needed > (size := os.fstat(self._descriptor).st_size):
-            raise ValueError(f"{self.path} is damaged or cut off: its images take {needed} bytes, the file has {size}: copy it again, or prepare it anew")
+            words = f"its images take {needed} bytes, the file has {size}"
+            raise ValueError(f"{self.path} is damaged or cut off: {words}: {AGAIN}")
 
     def _say_version(self) -> None:
         if self.version < 2 and self.path not in _told:
             _told.add(self.path)
-            print(f"distseg: {self.path} is a store of version {self.version}, which has no checksums: damage in it may go unseen; prepare it anew to have them", file=sys.stderr)
+            words = "which has no checksums: damage in it may go unseen; prepare it anew to have them"
+            print(f"distseg: {self.path} is a store of version {self.version}, {words}", file=sys.stderr)
 
     def _entry(self, name: str) -> header.Entry:
         if name not in self._images:

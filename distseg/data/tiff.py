@@ -24,9 +24,10 @@ _BANDS = "SCQI"  # samples, channels, and pages that say nothing about what they
 _UNNAMED = "QI"
 _PALETTE = 3  # photometric interpretation
 _DEFLATE = (8, 32946)
-_MOST_PACKED = {1: 1, 5: 2731, 32773: 64, **dict.fromkeys(_DEFLATE, 1032)}  # bytes of pixels that a byte of a segment can stand for, by compression
+# Bytes of pixels that a byte of a segment can stand for, by compression: none, LZW, PackBits, deflate.
+_MOST_PACKED = {1: 1, 5: 2731, 32773: 64, **dict.fromkeys(_DEFLATE, 1032)}
 _MORE = 1 << 16  # bytes that a segment may have beyond its pixels
-_LARGE = 1 << 20
+_LARGE = 1 << 18  # bytes; less unpacks to 270 MB at most
 
 
 def open_tiff(path: Path, dims: int | None = None) -> Reader:
@@ -87,10 +88,12 @@ class TiffReader(Reader):
             raise ValueError(f"{path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy")
 
     def _mapped(self, shape: list[int]) -> np.ndarray:
-        stored, there = np.dtype(self._series.dtype).newbyteorder(self._file.byteorder), os.path.getsize(self.path) - self._series.dataoffset
+        stored = np.dtype(self._series.dtype).newbyteorder(self._file.byteorder)
+        there = os.path.getsize(self.path) - self._series.dataoffset
         needed = math.prod(int(n) for n in shape) * stored.itemsize
         if needed > there:
-            raise ValueError(f"its header says that it holds {Extents(shape)} numbers of {stored}, {needed} bytes, but it has {there}")
+            words = f"it holds {Extents(shape)} numbers of {stored}, {needed} bytes"
+            raise ValueError(f"its header says that {words}, but it has {there}")
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_segments(self) -> None:
@@ -99,9 +102,11 @@ class TiffReader(Reader):
         needed = math.prod(int(n) for n in layout.chunked)
         for page in self._series.pages:
             if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
-                raise ValueError(f"its header says that {Extents(self.size)} pixels are in {needed} strips or tiles, but lists {len(page.dataoffsets)}")
+                words = f"{Extents(self.size)} pixels are in {needed} strips or tiles"
+                raise ValueError(f"its header says that {words}, but lists {len(page.dataoffsets)}")
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
-        check_memory(self.path, layout.chunks[: 3 if layout.imagedepth > 1 else 2], 3 * self._segment_bytes)
+        size = Extents(layout.chunks[: 3 if layout.tiledepth > 1 else 2])
+        check_memory(self.path, f"a strip or tile of {size} pixels is", 3 * self._segment_bytes)
 
     @property
     def _pages_axes(self) -> str:

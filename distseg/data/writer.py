@@ -93,7 +93,9 @@ class StoreWriter:
                 self.partial.unlink(missing_ok=True)
             self._lock.close()
 
-    def add_image(self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None) -> ImageWriter:
+    def add_image(
+        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None
+    ) -> ImageWriter:
         """A new image of ``size`` pixels, to be written in blocks that cover it.
 
         Args:
@@ -111,8 +113,11 @@ class StoreWriter:
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
         self._added += bytes_of(size, len(self.bands), dtype, labels)
-        self._images[name] = ImageWriter(group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk)
-        return self._images[name]
+        image = ImageWriter(
+            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk
+        )  # fmt: skip
+        self._images[name] = image
+        return image
 
     def _finish(self) -> None:
         index = [image.entry() for image in self._images.values()]
@@ -120,8 +125,12 @@ class StoreWriter:
             raise ValueError("no image is in the split 'train', from which the store takes mean and deviation of each band: put one there")
         for band, pixels in zip(self.bands, self.moments.pixels):
             if not pixels:
-                raise ValueError(f"band {band} has no data in any pixel of the split 'train': leave the band out, or say which number stands for no data (--nodata)")
-        header.write(self.file, self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance, index)
+                raise ValueError(
+                    f"band {band} has no data in any pixel of the split 'train': leave the band out, "
+                    "or say which number stands for no data (--nodata)"
+                )
+        known = self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance
+        header.write(self.file, *known, index)
         with self._room_told():
             self._growing.close()
             to_disk(self.partial)

@@ -283,7 +283,7 @@ def test_threads_come_and_go_and_disks_take_their_time():
 
 def test_even_who_gets_nothing_comes_to_the_limit(monkeypatch):
     seen = iter([Look(0, 1, 0, {1: (0, 0)}), Look(400, 1, 0, {1: (0, 400)})])
-    monkeypatch.setattr("mpirunner.effort.look", lambda pid: next(seen))
+    monkeypatch.setattr("mpirunner.effort.look", lambda pids: next(seen))
     assert Effort(1).look() == 400 / SLOWEST
 
 

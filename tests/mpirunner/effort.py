@@ -53,25 +53,26 @@ def _spent(before: dict, after: dict) -> tuple[float, float]:
 
 
 class Effort:
-    """The clock of a process and all that it started."""
+    """The clock of a process and all that it started; or of several, which a function finds anew at each look."""
 
-    def __init__(self, pid: int):
-        self.pid, self.seconds, self._last = pid, 0.0, look(pid)
+    def __init__(self, of: int | Callable[[], list[int]]):
+        self._found = of if callable(of) else lambda: [of]
+        self.seconds, self._last = 0.0, look(self._found())
 
     def now(self) -> float:
         """Seconds at the last look, which is at most ``EVERY`` old."""
         return self.seconds if time.monotonic() - self._last.wall < EVERY else self.look()
 
     def look(self) -> float:
-        before, self._last = self._last, look(self.pid)
+        before, self._last = self._last, look(self._found())
         passed = self._last.wall - before.wall
         self.seconds += max(passed / SLOWEST, passed - lost(before, self._last))
         return self.seconds
 
 
-def within(seconds: float, pid: int, happened: Callable[[], object]) -> bool:
-    """Wait until ``happened()``, at most for so many seconds of the effort of ``pid``. Returns whether it has."""
-    clock = Effort(pid)
+def within(seconds: float, of: int | Callable[[], list[int]], happened: Callable[[], object]) -> bool:
+    """Wait until ``happened()``, at most for so many seconds of effort. Returns whether it has."""
+    clock = Effort(of)
     while not happened():
         if clock.now() > seconds:
             return False
@@ -82,18 +83,18 @@ def within(seconds: float, pid: int, happened: Callable[[], object]) -> bool:
 # what the kernel tells
 
 
-def look(pid: int) -> Look:
+def look(pids: list[int]) -> Look:
     try:
-        threads, states = _threads(pid)
+        threads, states = _threads(pids)
         idle = _idle()
     except (OSError, AttributeError):  # not Linux
         return Look(time.monotonic())
     return Look(time.monotonic(), len(idle), sum(idle), threads, "D" in states)
 
 
-def _threads(pid: int) -> tuple[dict[int, tuple[float, float]], str]:
-    """The counts and states of all threads of a process and of those below it."""
-    found, states, todo = {}, "", [pid]
+def _threads(pids: list[int]) -> tuple[dict[int, tuple[float, float]], str]:
+    """The counts and states of all threads of these processes and of those below them."""
+    found, states, todo = {}, "", [*pids]
     for process in todo:  # which grows
         for thread in _listed(f"/proc/{process}/task"):
             try:

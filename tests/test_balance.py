@@ -93,13 +93,13 @@ def test_refuses_more_stages_than_layers(split, stages):
         split(stages)
 
 
-def test_150_layers_on_8_stages_within_a_second():
+def test_150_layers_on_8_stages_take_less_than_a_second_of_processor_time():
     rng = np.random.default_rng(0)
     seconds = sums(rng.random(150))
     peaks = np.stack([(8 - stage) * sums(rng.random(150)) for stage in range(8)])
-    start = time.perf_counter()
+    start = time.process_time()
     balance = fastest_split(seconds, 8, peaks, 130)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(balance) == 8 and sum(balance) == 150
 
 

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -202,7 +201,7 @@ def test_what_a_lone_process_tells_open_mpi_does_not_reach_a_job_that_it_starts(
     source = "import os; from distseg.launch import world; before = dict(os.environ); world(); assert dict(os.environ) == before"
     inherited = ("OMPI_", "PMIX_", "PRTE_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(inherited)} | {"PYTHONPATH": str(Path(distseg.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", source], env=environment, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", source], env=environment, check=True)
 
 
 PROGRAM = """
@@ -231,8 +230,7 @@ end_as_one(main)
 def test_a_real_job_ends_within_seconds_and_says_why_once(mpirun, tmp_path, body, message):
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM).format(body=body))
-    start = time.monotonic()
     done = mpirun(3, script, timeout=20, env={"PYTHONPATH": str(Path(distseg.__file__).parents[1])})
-    assert time.monotonic() - start < 10
+    assert done.seconds < 10
     assert done.returncode != 0
     assert done.stderr.count(message) == 1 and done.stderr.count("distseg: error") == 1, str(done)

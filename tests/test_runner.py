@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpirunner import launch, marks
+from mpirunner.effort import EVERY, SLOWEST, Effort, Look, lost
 
 pytestmark = pytest.mark.last
 
@@ -42,12 +43,14 @@ def test_hang(comm):
 
 @pytest.mark.parallel(3)
 def test_death(comm):
+    comm.Barrier()  # all have come through setup
     if comm.rank == 2:
         os.kill(os.getpid(), 11)
     comm.Barrier()
 
 @pytest.mark.parallel(3)
 def test_silent_exit(comm):
+    comm.Barrier()
     if comm.rank == 0:
         os._exit(0)
     comm.Barrier()
@@ -94,6 +97,42 @@ def test_command(mpirun):
 
 def test_command_hangs(mpirun):
     mpirun(2, "-c", "import time; time.sleep(1000)", timeout=1)
+"""
+
+STARVED = """
+import time, pytest
+
+def work(seconds):
+    while time.process_time() < seconds:
+        pass
+
+@pytest.mark.timeout(LIMIT)
+def test_works():
+    work(time.process_time() + WORK)
+
+@pytest.mark.timeout(LIMIT)
+def test_sleeps():
+    time.sleep(1000)
+
+@pytest.mark.timeout(LIMIT)
+def test_spins():
+    work(float("inf"))
+
+@pytest.mark.parallel(2)
+@pytest.mark.timeout(LIMIT)
+def test_ranks_work(comm):
+    work(time.process_time() + WORK / 2)
+    comm.Barrier()
+
+@pytest.mark.parallel(2)
+@pytest.mark.timeout(LIMIT)
+def test_ranks_wait(comm):
+    if comm.rank == 0:
+        time.sleep(1000)
+    comm.Barrier()
+
+def test_command(mpirun):
+    mpirun(1, "-c", "import time\\nwhile time.process_time() < WORK: pass", timeout=LIMIT)
 """
 
 
@@ -203,3 +242,72 @@ def test_marks_are_read_as_written():
     assert marks.sizes(mark(1, 2).mark) == marks.sizes(mark([1, 2]).mark) == [1, 2]
     with pytest.raises(ValueError, match=r"not \[0\]: write parallel\(4\)"):
         marks.sizes(mark(0).mark)
+
+
+# limits beside other work
+
+
+def looks(seconds: float, cores: int, idle: float, **threads: tuple[float, float]) -> float:
+    """The seconds lost between two looks, of which the first found the same threads."""
+    before = Look(100.0, cores, 7.0, dict.fromkeys(threads, (5.0, 3.0)))
+    after = Look(100.0 + seconds, cores, 7.0 + idle, {name: (5.0 + ran, 3.0 + waited) for name, (ran, waited) in threads.items()})
+    return lost(before, after)
+
+
+@pytest.mark.parametrize(
+    "seconds, found",
+    [  # cores, idle seconds of all of them, each thread's seconds (on a core, in wait for one)
+        (0, dict(cores=2, idle=12, a=(0, 0))),  # asleep, nobody else
+        (0, dict(cores=1, idle=0, a=(0, 0))),  # asleep, beside others
+        (0, dict(cores=2, idle=12, a=(12, 0))),  # at work, nobody else
+        (0, dict(cores=2, idle=0, a=(12, 0))),  # at work, and others on the other core
+        (0, dict(cores=2, idle=0, **{k: (4, 8) for k in "abcdef"})),  # 6 ranks, nobody else: they wait for each other
+        (9, dict(cores=1, idle=0, a=(3, 9))),  # at work, beside 3 others
+        (6, dict(cores=1, idle=0, a=(2, 6))),  # so too, and asleep for 4 s
+        (6, dict(cores=2, idle=0, **{k: (2, 10) for k in "abcdef"})),  # 6 ranks, beside 6 others
+        (6, dict(cores=1, idle=0, a=(3, 6), **{k: (0, 0) for k in "bcdef"})),  # 5 of the ranks wait asleep
+        (0, dict(cores=2, idle=11.4, **{k: (0.1, 0) for k in "abcdef"})),  # all ask again and again, asleep in between: a hang
+    ],
+)
+def test_seconds_are_lost_only_where_others_take_a_core_that_the_job_wants(seconds, found):
+    assert looks(12, **found) == pytest.approx(seconds)
+
+
+def test_threads_come_and_go_and_disks_take_their_time():
+    before = Look(0, 1, 0, {1: (5, 5), 2: (50, 50)})
+    assert lost(before, Look(4, 1, 0, {1: (6, 8)})) == 3, "of a thread that has ended nothing is known"
+    assert lost(before, Look(4, 1, 0, {1: (5, 5), 2: (50, 50), 3: (1, 3)})) == 3, "a new one has all that it has from these seconds"
+    assert lost(before, Look(4, 1, 4, {1: (5, 5), 2: (50, 50)}, disk=True)) == 4
+    assert lost(Look(0), Look(4)) == 0, "where nothing can be known"
+
+
+def test_even_who_gets_nothing_comes_to_the_limit(monkeypatch):
+    seen = iter([Look(0, 1, 0, {1: (0, 0)}), Look(400, 1, 0, {1: (0, 400)})])
+    monkeypatch.setattr("mpirunner.effort.look", lambda pids: next(seen))
+    assert Effort(1).look() == 400 / SLOWEST
+
+
+def test_a_quiet_or_a_sleeping_process_has_the_walls_clock():
+    began, clock = time.monotonic(), Effort(os.getpid())
+    time.sleep(2 * EVERY)
+    assert clock.look() == pytest.approx(time.monotonic() - began, rel=0.2)
+
+
+def test_limits_stretch_for_who_is_starved_but_not_for_who_hangs(tmp_path):
+    """All on one core, beside three others: a quarter of it is left, so that honest work takes longer than its limit."""
+    (tmp_path / "test_starved.py").write_text(STARVED.replace("LIMIT", "1.5").replace("WORK", "0.9"))
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # as will be theirs
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        output = pytest_on(tmp_path, "--durations=0")
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in others:
+            process.kill()
+            process.wait()
+    assert verdicts(output) == [
+        ("test_works", "PASSED"), ("test_sleeps", "FAILED"), ("test_spins", "FAILED"),
+        ("test_ranks_work[ranks=2]", "PASSED"), ("test_ranks_wait[ranks=2]", "FAILED"), ("test_command", "PASSED"),
+    ], output  # fmt: skip
+    assert output.count("timed out after 1.5 s") >= 3, output

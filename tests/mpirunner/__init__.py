@@ -14,7 +14,7 @@ time on imports. A job a module: what its tests leave behind (messages, Horovod'
 With `parallel_batch = session` in pytest.ini all modules share a job: faster by an import of torch a module and rank.
 
     @pytest.mark.parallel([2, 4])            # bare: 1, 2, 4 and 6 ranks; the test's id says ranks=4
-    @pytest.mark.timeout(20)                 # seconds; 60 unless said
+    @pytest.mark.timeout(20)                 # seconds, of which a busy machine makes more; 60 unless said
     def test_sum(comm, ranks, shared_path):  # MPI.COMM_WORLD; its size; one folder for all (tmp_path: one each)
         assert comm.allreduce(1) == ranks
 
@@ -24,5 +24,6 @@ With `parallel_batch = session` in pytest.ini all modules share a job: faster by
 
 A file a job: `plugin` (options, fixtures), `marks` (what a test asks for, order), `parent` (verdicts), `job` (one mpirun
 and what its ranks tell), `rank` (the same, seen from inside), `merge` (many reports -> one), `launch` (command line,
-environment, end of processes), `command` (a real command line under mpirun), `limit` (a hang in a test without ranks).
+environment, end of processes), `command` (a real command line under mpirun), `limit` (a hang in a test without ranks),
+`effort` (the clock of all limits: other work on the machine does not fail a test).
 """

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 
 from . import launch
+from .effort import POLL, Effort, within
 
-STARTUP = 180.0  # seconds until the first test must have started: 8 ranks import torch on 2 busy cores
-GRACE = 3.0  # seconds that the other ranks get to end a test that failed on one
-POLL = 0.01  # seconds
+# Seconds of the job's effort, as all limits here: a busy machine stretches them (see `effort`).
+STARTUP = 180.0  # until the first test must have started: 8 ranks import torch on 2 cores
+GRACE = 3.0  # that the other ranks get to end a test that failed on one
+CLOSE = 20.0  # that the ranks get to end after the last test
 
 
 @dataclass
 class Told:
     """What the ranks told about one test."""
 
-    started: float | None = None  # this process's clock, s
+    started: float | None = None  # by the job's clock, s
     failed: float | None = None  # when a report of a failure was first seen
     ended: set[int] = field(default_factory=set)  # ranks
     reports: dict[str, dict[int, dict]] = field(default_factory=lambda: defaultdict(dict))  # when -> rank -> report
@@ -32,7 +34,6 @@ class Told:
 class Job:
     def __init__(self, n: int, tests: list[str], files: list[str], config: pytest.Config):
         self.n = n
-        self.launched = time.monotonic()
         self.startup: float | None = None  # seconds until the first test started
         self.told: dict[str, Told] = defaultdict(Told)
         self.broken: str | None = None  # why the ranks could not even collect
@@ -46,6 +47,7 @@ class Job:
             n, ["-m", "mpirunner", str(self.folder)], self.folder, env={"PYTHONPATH": _python_path()},
             stdout=None if shown else self._log, stderr=None if shown else self._log, cwd=config.invocation_params.dir,
         )  # fmt: skip
+        self.clock = Effort(self.process.pid)
 
     def wait(self, test: str, limit: float) -> str | None:
         """Until all ranks have ended the test. Returns what went wrong with the job, or None; the tests' own failures
@@ -61,7 +63,7 @@ class Job:
             time.sleep(POLL)
 
     def _problem(self, told: Told, limit: float, exited: bool) -> str | None:
-        now = time.monotonic()
+        now = self.clock.now()
         if self.broken:
             return f"the job of {self.n} ranks could not collect its tests:\n{self.broken}"
         if told.missing:
@@ -69,7 +71,7 @@ class Job:
         if exited:
             return f"the job of {self.n} ranks died (status {self.process.returncode})"
         if told.started is None:
-            if self.startup is None and now - self.launched > STARTUP:
+            if self.startup is None and now > STARTUP:
                 return f"the job of {self.n} ranks did not start within {STARTUP:g} s"
         elif now - told.started > limit:
             return f"timed out after {limit:g} s"
@@ -95,26 +97,24 @@ class Job:
         if event["event"] == "broken":
             self.broken = event["text"]
             return
-        told, now = self.told[event["test"]], time.monotonic()
+        told = self.told[event["test"]]
         match event["event"]:
             case "missing":
                 told.missing = True
             case "start":
-                told.started = told.started or now
-                self.startup = self.startup or now - self.launched
+                told.started = told.started or self.clock.look()
+                self.startup = self.startup or told.started
             case "report":
                 told.reports[event["report"]["when"]][rank] = event["report"]
                 if event["report"]["outcome"] == "failed":
-                    told.failed = told.failed or now
+                    told.failed = told.failed or self.clock.look()
             case "end":
                 told.ended.add(rank)
                 told.agreed &= event["agreed"]
 
     def close(self) -> str | None:
         """After the last test: waits for a clean end. Returns what was wrong with it, or None."""
-        deadline = time.monotonic() + 20
-        while self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(POLL)
+        within(CLOSE, self.process.pid, lambda: self.process.poll() is not None)
         status = self.process.poll()
         problem = None
         if status != 0:

@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from functools import lru_cache
 from pathlib import Path
+
+from .effort import within
 
 MARK = "MPIRUNNER_JOB"
 
@@ -27,8 +28,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "PYTHONFAULTHANDLER": "1",  # a killed rank says where it was
     "HOROVOD_CYCLE_TIME": "10",  # ms; its thread asks all ranks that often, and here ranks outnumber cores
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",  # it warns only: its clock would end a job that is starved
 }
 
 OPEN_MPI = {
@@ -127,16 +127,15 @@ def end(process: subprocess.Popen, folder: Path, patience: float = 3.0) -> None:
     """Ends every process of a job. The ranks get SIGABRT, so that Python's fault handler writes their stacks;
     mpirun sees them die, tidies up (shared memory, folders) and ends by itself. What is still there then is killed."""
     _signal([pid for pid in members(folder) if pid != process.pid], signal.SIGABRT)
-    try:
-        process.wait(patience)
-    except subprocess.TimeoutExpired:
-        pass
+    within(patience, process.pid, lambda: process.poll() is not None)
     _signal([process.pid] if process.poll() is None else [], signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + patience
-    while (left := members(folder)) and time.monotonic() < deadline:
-        _signal(left, signal.SIGKILL)
-        time.sleep(0.02)
+    within(patience, os.getpid(), lambda: not _killed(members(folder)))
+
+
+def _killed(pids: list[int]) -> list[int]:
+    _signal(pids, signal.SIGKILL)
+    return pids
 
 
 def _signal(pids: list[int], number: int) -> None:

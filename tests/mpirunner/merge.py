@@ -1,7 +1,6 @@
 """The reports of all ranks about one test -> the one report that pytest shows. Passed means: passed on every rank."""
 
 import re
-import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -76,7 +75,7 @@ def _broken(item, job: Job, when: str, of_ranks: dict[int, pytest.TestReport], p
     failing = {rank: report for rank, report in of_ranks.items() if report.failed}
     parts = [*_tracebacks(failing, job.n), ("", "\n".join([problem, *job.traces()]))]
     started = job.told[item.nodeid].started
-    return _report(item, when, RanksRepr(parts), _sections(of_ranks), time.monotonic() - started if started else 0.0)
+    return _report(item, when, RanksRepr(parts), _sections(of_ranks), job.clock.look() - started if started else 0.0)
 
 
 def _report(item, when: str, longrepr: RanksRepr, sections=(), duration: float = 0.0) -> pytest.TestReport:

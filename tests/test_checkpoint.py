@@ -123,7 +123,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch, bro
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os if broken == "fsync" else saving, broken, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="(?i)no space"):
         save(tmp_path, 2, 0.9)
     monkeypatch.undo()
     assert {p: p.read_bytes() for p in before} == before
@@ -143,7 +143,7 @@ def test_an_index_cut_off_in_the_middle_leaves_the_old_one(tmp_path, monkeypatch
         return write(self, text)
 
     monkeypatch.setattr(Path, "write_text", cut)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="(?i)no space"):
         save(tmp_path, 2, 0.9)
     assert find(tmp_path, "last").name == "step-00000001"
 

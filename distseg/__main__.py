@@ -1,6 +1,16 @@
 """``python -m distseg`` is the console command ``distseg``."""
 
-from distseg.cli import main
+import sys
+
+
+def main() -> None:
+    try:
+        from distseg.cli import main
+    except KeyboardInterrupt:  # so soon
+        print("distseg: interrupted", file=sys.stderr)
+        sys.exit(130)
+    main()
+
 
 if __name__ == "__main__":
     main()

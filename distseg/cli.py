@@ -25,7 +25,6 @@ from distseg.job import job
 from distseg.launch import JointFailure, end_as_one
 from distseg.signals import listening
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the fields' documentation is the flags' help
 register_type(Extents, serializer=str, deserializer=Extents)
 
 _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
@@ -46,23 +45,40 @@ submit    a batch job, a sweep or a scaling study: its script, printed or handed
 distseg COMMAND --help lists a command's flags."""
 
 
+_HELP = {"-h", "--help"}
+
+
 def main(arguments: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))
+    # The fields' documentation is the flags' help. To find it takes longer than all else of a command line.
+    set_parsing_settings(docstring_parse_attribute_docstrings=bool(_HELP & set(arguments)))
+    try:
+        end_as_one(lambda: _command(arguments))
+    except OSError as e:  # its last words could not be written, as to a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"distseg: error: the output can not be written ({e.strerror}): write it elsewhere", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _command(arguments: list[str]) -> int | None:
+    if not arguments or arguments[0] in _HELP:
         print(_USAGE)
-        return
-    if arguments[0] == "--version":
+        return 0
+    name, *flags = arguments
+    if name == "--version":
         from distseg import __version__
 
         print(__version__)
-        return
-    end_as_one(lambda: _command(arguments[0])(arguments[1:]))
-
-
-def _command(name: str) -> Callable[[list[str]], int | None]:
+        return 0
     if name not in _COMMANDS:
         raise JointFailure(f"unknown command {name!r}{suggestion(name, _COMMANDS)}: choose {', '.join(_COMMANDS)}")
-    return _COMMANDS[name]
+    try:
+        return _COMMANDS[name](flags)
+    except SystemExit as e:  # argparse's, after --help
+        return e.code
 
 
 def _joint(read: Callable) -> Callable:
@@ -94,7 +110,7 @@ def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = 
     arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
-    if {"-h", "--help"} & set(arguments):
+    if _HELP & set(arguments):
         arguments, given = ["--help"], []
     typed = {argument.partition("=")[0] for argument in arguments}
     arguments, read = _without_files(arguments)
@@ -318,6 +334,10 @@ def _plot(arguments: list[str]) -> int:
             raise ValueError(f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, or plot overlay")
     if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
         raise ValueError(f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one")
+    for path in parsed.paths:
+        if not (os.path.isfile(path) or parsed.what == "curves" and os.path.isdir(path)):
+            kind = "the folder of a run, or a log" if parsed.what == "curves" else "a prediction, NAME.h5"
+            raise ValueError(f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: {parsed.what} are drawn from {kind}")
     _check_file(parsed.output, "--output")
     from distseg.commands import run_plot
 

@@ -22,6 +22,7 @@ def _extents(section, *names: str) -> None:
 
 
 _LARGEST = 2**63 - 1  # what files and other programs hold
+_MOST_IMAGES = 10**6  # a step
 
 
 def _name(section, field: str) -> str:
@@ -353,3 +354,11 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self):
+        images = self.mesh.samples * self.train.accumulate * self.data.images
+        if images > _MOST_IMAGES:
+            raise ValueError(
+                f"mesh.samples {self.mesh.samples} x train.accumulate {self.train.accumulate} x data.images {self.data.images} are {images} images a step, "
+                f"more than {_MOST_IMAGES}: lower one of them"
+            )

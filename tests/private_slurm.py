@@ -125,7 +125,11 @@ class PrivateSlurm:
             if now["JobState"] in states.split("|") and int(now["Restarts"]) >= restarts:
                 return now
             if time.monotonic() > deadline or now["JobState"] in _OVER:
-                raise RuntimeError(f"job {job} should be {states} within {seconds:.0f} s, but is {now['JobState']} ({now['Reason']}) after {now['Restarts']} restarts")
+                told = Path(now["StdOut"]).read_text(errors="replace")[-3000:] if Path(now["StdOut"]).exists() else "(no log)"
+                raise RuntimeError(
+                    f"job {job} should be {states} within {seconds:.0f} s, but is {now['JobState']} ({now['Reason']}, "
+                    f"exit code {now['ExitCode']}) after {now['Restarts']} restarts\n--- its log\n{told}"
+                )
             time.sleep(0.2)
 
     def __exit__(self, *_) -> None:

@@ -129,8 +129,8 @@ def test_a_training_that_is_cut_off_queues_again_and_ends_as_if_nothing_had_happ
     from test_train import write_store
 
     write_store(tmp_path / "store.h5")
-    limit = ["--time", "00:10:00"] if cut == "signal" else ["--time", "00:02:00", "--warn", "30"]
-    steps = 60 if cut == "signal" else round(50 / pace(slurm, tmp_path))  # of each of 3 epochs: longer than the limit, on a fast and on a busy machine
+    limit = ["--time", "00:10:00"] if cut == "signal" else ["--time", "00:03:00", "--warn", "30"]
+    steps = 60 if cut == "signal" else round(60 / pace(slurm, tmp_path))  # of each of 3 epochs: longer than the limit, on a fast and on a busy machine
     for name in ("whole", "cut"):
         (tmp_path / f"{name}.yaml").write_text(CONFIG.format(steps=steps, output=f"runs/{name}"))
     whole = submit(slurm, tmp_path, "whole.yaml", "--time", "01:00:00")
@@ -170,7 +170,7 @@ def tell(path: Path, folder: Path, job: str, seen: list[tuple[str, str]], slurm:
 STORY = """\
 # A job that Slurm cuts off
 
-A log of a true run, written by `make slurm` (`jobs/try_slurm.sh`): {version}, one node, two ranks on two cores. A training that takes longer than its job's limit of two minutes
+A log of a true run, written by `make slurm` (`jobs/try_slurm.sh`): {version}, one node, two ranks on two cores. A training that takes longer than its job's limit of three minutes
 is told so by Slurm, writes a checkpoint, ends with code 75, queues again and goes on, until all its epochs are done. A second job with the same config and an hour's limit is not cut off.
 
 **The same loss curve**: all {steps} steps have the same loss, rate and norm of the gradient in both logs, bit for bit. Some of them:
@@ -199,7 +199,7 @@ is told so by Slurm, writes a checkpoint, ends with code 75, queues again and go
 
 ## Its script
 
-Made and handed in by `distseg submit cut.yaml --system slurm --gpus 0 --cores 2 --processes 2 --time 00:02:00 --warn 30 --submit`.
+Made and handed in by `distseg submit cut.yaml --system slurm --gpus 0 --cores 2 --processes 2 --time 00:03:00 --warn 30 --submit`.
 
 ```bash
 {script}

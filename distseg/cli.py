@@ -74,7 +74,7 @@ def _command(arguments: list[str]) -> int | None:
         print(__version__)
         return 0
     if name not in _COMMANDS:
-        raise JointFailure(f"unknown command {name!r}{suggestion(name, _COMMANDS)}: choose {', '.join(_COMMANDS)}")
+        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}")
     try:
         return _COMMANDS[name](flags)
     except SystemExit as e:  # argparse's, after --help

@@ -153,6 +153,8 @@ MODULES = {
         def fails(**fields): raise KeyError("boom")
         def none(**fields): pass
         def leaves(**fields): raise SystemExit(0)
+        def seven(**fields): return nn.Sequential(nn.Conv2d(7, 3, 3, padding=1))
+        def two(**fields): return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1))
         def shrinks(**fields): return nn.Sequential(nn.Conv2d(3, 2, 3))
         def blind(**fields): return nn.Sequential(nn.Linear(3, 2))
         class Dict(nn.Module):
@@ -185,7 +187,7 @@ MANIFESTS = {  # of what the manifest's config is changed into
 }
 
 TABLE = {
-    "no such command": (["trian"], "unknown command 'trian': did you mean train[?]: choose prepare, train"),
+    "no such command": (["trian"], "unknown command 'trian': choose prepare, train"),
     "a flag misspelt": (["train", "--model.dpth", "2"], "--model.dpth 2: did you mean --model.depth[?]"),
     "a section for a flag": (["train", "--model", "unet"], "--model is a section: give its fields, such as --model.name VALUE"),
     "words for a number": (["train", "--model.depth", "deep"], "--model.depth takes a whole number or null, got 'deep'"),
@@ -365,6 +367,9 @@ TABLE = {
     "other bands than the store's": ([*TRAIN, "--model.in_channels", "5"], "model.in_channels is 5, but the data has 2"),
     "no such class": ([*TRAIN, "--data.crop", "8x8", "--data.focus_class", "moon"], "moon"),
     "a crop of other dims": ([*TRAIN, "--data.crop", "8"], "data.crop is 8, but image .* has 2 dims"),
+    "a network of other bands": ([*TRAIN[:5], "--model.name", "nets:seven"], "model 'nets:seven' does not take images of 2 bands: .*: let it take in_channels"),
+    "a network of other classes": ([*TRAIN[:5], "--model.name", "nets:two"], "model 'nets:two' gives 2 channels, but 3 are wanted, one a class: let it take out_channels"),
+    "a scratch folder nowhere": ([*TRAIN, "--memory", "4GB", "--spatial.scratch", "nowhere"], "spatial.scratch is nowhere, which is no folder: make it, or name another"),
     "no GPU": ([*TRAIN, "--run.device", "cuda"], "run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto"),
     # runs of others
     "no run": (["evaluate"], "name the folder of a run or of a checkpoint first: distseg evaluate RUN"),

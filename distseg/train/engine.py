@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import nullcontext
 from typing import Callable, ContextManager, Sequence
@@ -226,6 +227,8 @@ def check_in_time(config: Config) -> None:
         raise ValueError(f"{what} has all forward passes go first, as feature maps wait in files: set pipeline.schedule to gpipe or auto")
     if spatial.exchanges or spatial.halo is not None or spatial.norm_scope == "window":
         raise ValueError(f"{what} reads exact windows: leave out spatial.exchange_every, spatial.halo and spatial.norm_scope window")
+    if spatial.scratch not in (None, "memory") and not os.path.isdir(spatial.scratch):
+        raise ValueError(f"spatial.scratch is {spatial.scratch}, which is no folder: make it, or name another")
     if config.run.memory is None and spatial.tiles_per_rank.volume == 1:
         raise ValueError(f"{what}, but in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank")
 

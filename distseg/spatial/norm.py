@@ -227,7 +227,7 @@ class _JointNorm(torch.autograd.Function):
         for j, b, i in images:
             c = ctx.coefficients[j][b]
             tilt, shift = _tilt_and_shift(c, s1[i], s2[i]) if ctx.live else (torch.zeros_like(c.hat),) * 2
-            own = ctx.own[j] if ctx.live else Box.whole(xs[j].shape[2:])
+            own = ctx.own[j] if ctx.live else _nowhere(xs[j])
             _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
 
@@ -283,7 +283,7 @@ class _PendingNorm(torch.autograd.Function):
             image = g[b : b + 1], x[b : b + 1]
             none = torch.zeros_like(c.hat)
             ctx.pending.collect(i, *image, c)
-            _kernels(x).gradient(*image, c.affine, none, none, Box.whole(x.shape[2:]), out=dx[b : b + 1])
+            _kernels(x).gradient(*image, c.affine, none, none, _nowhere(x), out=dx[b : b + 1])
         return None, None, None, dx
 
 
@@ -308,6 +308,11 @@ def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, pixel
         sums = sums.unflatten(-1, (norm.groups, -1)).sum(-1)
     s1, s2 = add(sums, norm.comm) / pixels.unsqueeze(-1)
     return norm.per_channel(s1, channels), norm.per_channel(s2, channels)
+
+
+def _nowhere(x: Tensor) -> Box:
+    """No cell: where tilt and shift are those of a constant."""
+    return Box.whole((0,) * (x.dim() - 2))
 
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:

@@ -143,7 +143,7 @@ def test_all_kernels_give_the_norm_and_its_activation(name, layout, dtype, toler
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype, little", [(torch.float64, 4e-15), (torch.float32, 1e-6), (torch.bfloat16, 2e-4)])
+@pytest.mark.parametrize("dtype, little", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-4)])
 def test_pytorchs_kernels_are_as_exact_as_ours_on_windows_with_halos(name, layout, dtype, little, monkeypatch):
     """Rounded once: tilt and shift in bfloat16 would make the gradient wrong by up to 2e-2."""
     torch.manual_seed(0)

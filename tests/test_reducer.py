@@ -77,7 +77,7 @@ def test_auto_takes_what_is_there(comm, monkeypatch, capsys):
     mesh = Mesh(comm, tiles=(2, 1))
     monkeypatch.setattr(reducer, "horovod_works", lambda: False)
     assert make_reducer("auto", mesh).name == "mpi"
-    assert ("Horovod is not installed" in capsys.readouterr().out) == (comm.rank == 0)
+    assert ("Horovod with PyTorch is not installed, gradients are summed by MPI" in capsys.readouterr().out) == (comm.rank == 0)
     with pytest.raises(ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto"):
         make_reducer("horovod", mesh)
 

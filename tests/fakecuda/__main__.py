@@ -41,8 +41,8 @@ def _config(settings: dict) -> sections.Config:
 
 def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[str, int]:
     config, model, images = prepare(config, Extents(case["image"]))
-    mesh = mesh_at(config.mesh.samples, config.mesh.tiles, config.mesh.stages, case.get("tile", (0, 0)), stage, told)
     waits = Waits()
+    mesh = mesh_at(config.mesh.samples, config.mesh.tiles, config.mesh.stages, case.get("tile", (0, 0)), stage, waits.order, told)
     with stand_in(waits), FakeTensorMode(allow_non_fake_inputs=True), waits:
         engine = Engine(config, mesh, model, images.size, torch.device("cuda", 0), case.get("precision", "fp32"), case.get("channels_last", False))
         plant(engine, case.get("plant"))

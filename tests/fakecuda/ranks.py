@@ -6,32 +6,38 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from torch import Tensor
+
 from distseg.extents import Extents
 from distseg.mesh import MeshShape
 
+from .order import Order
 
-class _Done:
-    """A request that is complete."""
+
+class _Request:
+    """Complete as soon as somebody asks."""
 
     def __init__(self, what=None):
-        self.what = what
+        self.what, self.complete = what, False
 
     def Test(self) -> bool:
+        self.complete = True
         return True
 
     def test(self):
-        return True, self.what
+        return self.Test(), self.what
 
 
 class Comm:
     """Rank ``rank`` of ``size``.
 
     Args:
+        order: of the stream of this rank's device, which is told of messages.
         told: objects on their way, by source, target and tag; shared by the ranks that a test plays one after another.
     """
 
-    def __init__(self, size: int = 1, rank: int = 0, told: dict | None = None):
-        self.size, self.rank, self.told = size, rank, {} if told is None else told
+    def __init__(self, size: int, rank: int, order: Order, told: dict):
+        self.size, self.rank, self.order, self.told = size, rank, order, told
 
     def allgather(self, x):
         return [x] * self.size
@@ -44,37 +50,41 @@ class Comm:
 
     def Iallgather(self, send, received):
         received[...] = send
-        return _Done()
+        return _Request()
 
     def Iallreduce(self, send, total):
         if isinstance(send, np.ndarray):
             total[...] = send
-        return _Done()
+        return _Request()
 
-    def Isend(self, message, to, tag):
-        return _Done()
+    def Isend(self, message: Tensor, to, tag):
+        self.order.send(message, request := _Request())
+        return request
 
-    def Irecv(self, message, source, tag):
-        return _Done()
+    def Irecv(self, message: Tensor, source, tag):
+        self.order.receive(message, request := _Request())
+        return request
 
     def isend(self, what, to, tag):
         self.told[self.rank, to, tag] = what
-        return _Done()
+        return _Request()
 
     def irecv(self, size, source, tag):
-        return _Done(self.told[source, self.rank, tag])
+        return _Request(self.told[source, self.rank, tag])
 
 
 class FakeMesh(SimpleNamespace):
     """One rank's place in a mesh, as :class:`distseg.mesh.Mesh`."""
 
 
-def mesh_at(samples: int, tiles, stages: int, tile, stage: int, told: dict) -> FakeMesh:
+def mesh_at(samples: int, tiles, stages: int, tile, stage: int, order: Order, told: dict) -> FakeMesh:
+    """The place of one rank, of the first sample group."""
     shape = MeshShape(samples, Extents(tiles), stages)
     number = 0
     for n, t in zip(shape.tiles, tile):
         number = number * n + t
+    comm = lambda size, rank: Comm(size, rank, order, told)
     return FakeMesh(
-        shape=shape, sample=0, tile=tuple(tile), stage=stage, world=Comm(shape.size, number * stages + stage), pipeline=Comm(stages, stage, told),
-        tiles=Comm(shape.tiles.volume, number), groups=Comm(samples, 0), replicas=Comm(samples * shape.tiles.volume, number),
+        shape=shape, sample=0, tile=tuple(tile), stage=stage, world=comm(shape.size, number * stages + stage), pipeline=comm(stages, stage),
+        tiles=comm(shape.tiles.volume, number), groups=comm(samples, 0), replicas=comm(samples * shape.tiles.volume, number),
     )  # fmt: skip

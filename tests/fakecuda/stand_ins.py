@@ -12,10 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distseg.comm import halo, transport
 from distseg.spatial import exchange, parallelize
 from distseg.train import engine
 
-from .waits import Stream, Waits
+from .waits import Event, Stream, Waits
 
 _PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (exchange, "links_of"))
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.uint8: np.uint8, torch.int64: np.int64}
@@ -60,9 +61,11 @@ def stand_in(waits: Waits):
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),  # or autocast is off without a word
         patch("torch.cuda.is_bf16_supported", lambda *_: True),
         patch("torch.cuda.current_stream", lambda device=None: Stream(waits)),
-        patch("torch.cuda.Event", lambda **_: Stream(waits)),
+        patch("torch.cuda.Event", lambda **_: Event(waits)),
         patch("torch.cuda.memory_allocated", lambda device=None: 0),
         patch("torch.cuda.device_count", lambda: 1),
+        patch.object(halo, "message", lambda x: x),  # to ranks that look where it lies, not what it is
+        patch.object(transport, "message", lambda x: x),
         patch.object(engine, "broadcast", lambda model, comm: None),
         *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
     ]

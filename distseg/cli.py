@@ -90,8 +90,8 @@ def _verify(arguments: list[str]) -> int:
     from distseg.launch import set_up
 
     comm = world()
-    set_up(comm, "cpu", parsed.run.threads)
-    report = verify.verify(_config(parsed), comm, parsed.image, parsed.dump)
+    device = set_up(comm, parsed.run.device, parsed.run.threads)
+    report = verify.verify(_config(parsed), comm, parsed.image, parsed.dump, device)
     if report is not None:
         report.update(tolerance=parsed.tolerance, passed=verify.passed(report, parsed.tolerance))
         print(json.dumps(report) if parsed.json else verify.summary(report, parsed.tolerance), flush=True)

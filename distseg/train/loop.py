@@ -31,7 +31,7 @@ from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.metrics import scores
 from distseg.train.optim import learning_rate
 from distseg.train.step import InTimeStep
-from distseg.train.precision import choose
+from distseg.train.precision import choose, gpu_lines
 
 
 def train(config: Config, world) -> dict | None:
@@ -175,6 +175,7 @@ def _introduction(config: Config, engine: Engine, image, parameters: int, loader
         f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}"
         + (", channels_last" if engine.channels_last else ""),
         f"{config.train.epochs} epochs of {loader.steps_per_epoch} steps, {mesh.shape.samples * config.train.accumulate * config.data.images} images a step",
+        *gpu_lines(engine.device, engine.precision, mesh.shape.size),
     ]
     if config.spatial.exchanges:
         points = len(engine.exchange.layout(image).points)

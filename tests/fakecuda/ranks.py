@@ -28,6 +28,10 @@ class _Request:
         return self.Test(), self.what
 
 
+class Untold(Exception):
+    """A rank asks for what another is to tell first."""
+
+
 class Comm:
     """Rank ``rank`` of ``size``.
 
@@ -70,6 +74,8 @@ class Comm:
         return _Request()
 
     def irecv(self, size, source, tag):
+        if (source, self.rank, tag) not in self.told:
+            raise Untold(f"rank {self.rank} asks rank {source}, which has not played yet")
         return _Request(self.told[source, self.rank, tag])
 
 

@@ -22,10 +22,14 @@ _PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.uint8: np.uint8, torch.int64: np.int64}
 
 
-def _numpy(tensor: FakeTensor) -> np.ndarray:
-    """Ones, of the tensor's shape."""
-    assert tensor.device.type == "cpu", f"numpy of a tensor on {tensor.device}"
-    return np.ones(tuple(tensor.shape), _NUMPY[tensor.dtype])
+def _numpy_of(waits: Waits):
+    def numpy(tensor: FakeTensor) -> np.ndarray:
+        """Ones, of the tensor's shape; it is the host's, or MPI's, to read and write."""
+        assert tensor.device.type == "cpu", f"numpy of a tensor on {tensor.device}"
+        waits.order.host([tensor], [tensor])
+        return np.ones(tuple(tensor.shape), _NUMPY[tensor.dtype])
+
+    return numpy
 
 
 def _converted(module: nn.Module, function, recurse: bool = True) -> nn.Module:
@@ -53,17 +57,18 @@ def _with_numbers(plan):
 
 
 @contextmanager
-def stand_in(waits: Waits):
-    """Inside, a step runs on fake tensors."""
+def stand_in(waits: Waits, direct: bool = False):
+    """Inside, a step runs on fake tensors. ``direct``: as if MPI took pointers to a GPU's memory."""
     patches = [
         patch.object(nn.Module, "_apply", _converted),
-        patch.object(FakeTensor, "numpy", _numpy),
+        patch.object(FakeTensor, "numpy", _numpy_of(waits)),
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),  # or autocast is off without a word
         patch("torch.cuda.is_bf16_supported", lambda *_: True),
         patch("torch.cuda.current_stream", lambda device=None: Stream(waits)),
         patch("torch.cuda.Event", lambda **_: Event(waits)),
         patch("torch.cuda.memory_allocated", lambda device=None: 0),
         patch("torch.cuda.device_count", lambda: 1),
+        *(patch.object(module, "cuda_aware", lambda: direct) for module in (halo, transport)),
         patch.object(halo, "message", lambda x: x),  # to ranks that look where it lies, not what it is
         patch.object(transport, "message", lambda x: x),
         patch.object(engine, "broadcast", lambda model, comm: None),

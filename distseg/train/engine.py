@@ -63,6 +63,8 @@ class Engine:
             check_in_time(config)
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # with pipeline.placement devices another than the launcher chose
             self.autocast = autocast(precision, device)
             self.exact = receptive_field(model)
             self.reach = used_reach(self.exact, config.spatial)

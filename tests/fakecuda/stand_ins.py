@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distseg.comm import halo, transport
+from distseg.geometry.tile import Reach
 from distseg.spatial import exchange, parallelize
 from distseg.train import engine
 
@@ -57,8 +58,9 @@ def _with_numbers(plan):
 
 
 @contextmanager
-def stand_in(waits: Waits, direct: bool = False):
-    """Inside, a step runs on fake tensors. ``direct``: as if MPI took pointers to a GPU's memory."""
+def stand_in(waits: Waits, direct: bool = False, reach: Reach | None = None):
+    """Inside, a step runs on fake tensors. ``direct``: as if MPI took pointers to a GPU's memory; ``reach``: the model's, which takes
+    seconds to find for a deep one."""
     patches = [
         patch.object(nn.Module, "_apply", _converted),
         patch.object(FakeTensor, "numpy", _numpy_of(waits)),
@@ -68,12 +70,15 @@ def stand_in(waits: Waits, direct: bool = False):
         patch("torch.cuda.Event", lambda **_: Event(waits)),
         patch("torch.cuda.memory_allocated", lambda device=None: 0),
         patch("torch.cuda.device_count", lambda: 1),
+        patch("torch.cuda.set_device", lambda device: None),
         *(patch.object(module, "cuda_aware", lambda: direct) for module in (halo, transport)),
         patch.object(halo, "message", lambda x: x),  # to ranks that look where it lies, not what it is
         patch.object(transport, "message", lambda x: x),
         patch.object(engine, "broadcast", lambda model, comm: None),
         *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
     ]
+    if reach is not None:
+        patches.append(patch.object(engine, "receptive_field", lambda model: reach))
     with ExitStack() as stack:
         for p in patches:
             stack.enter_context(p)

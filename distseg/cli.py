@@ -166,8 +166,8 @@ def _verify(arguments: list[str]) -> int:
         from distseg import verify
         from distseg.launch import set_up
 
-        set_up(comm, "cpu", config.run.threads)
-        report = verify.verify(config, comm, flags["image"], flags["dump"])
+        device = set_up(comm, config.run.device, config.run.threads)
+        report = verify.verify(config, comm, flags["image"], flags["dump"], device)
         if report is not None:
             report.update(tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"]))
             print(json.dumps(report) if flags["json"] else verify.summary(report, flags["tolerance"]), flush=True)

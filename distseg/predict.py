@@ -17,6 +17,7 @@ import torch
 from distseg.comm.collective import Alone, set_timeout
 from distseg.check import check_effects
 from distseg.comm.replicas import broadcast
+from distseg.comm.staging import upload
 from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
@@ -132,7 +133,7 @@ class Predictor:
         with closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead:
 
             def load(i: int) -> torch.Tensor:
-                x = torch.from_numpy(next(ahead)).unsqueeze(0).to(self.device, self._dtype)  # windows are asked for in order, each once
+                x = upload(torch.from_numpy(next(ahead)).unsqueeze(0), self.device, self._dtype)  # windows are asked for in order, each once
                 return x.contiguous(memory_format=last_format(x.dim())) if self.channels_last else x
 
             with self._evaluating(workers, exchange), self.autocast():

@@ -89,12 +89,13 @@ class StoreImages:
         return pieces(self.store, [self.samples[n] for n in numbers], grid, per_rank, coordinates, reach)
 
 
-def verify(config: Config, world, image: Extents | None = None, dump: str | None = None) -> dict:
-    """Run the step both ways; the report on rank 0, None elsewhere. Collective.
+def verify(config: Config, world, image: Extents | None = None, dump: str | None = None, device=torch.device("cpu")) -> dict:
+    """Run the step both ways, serially on the CPU; the report on rank 0, None elsewhere. Collective.
 
     Args:
         image: size of random images; by default those of ``data.store``.
         dump: a safetensors file for the initial weights, the input, the labels and the distributed gradients.
+        device: of this rank's part of the distributed step.
     """
     with together(world):
         config, model, images = prepare(config, image)
@@ -105,19 +106,24 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         if initial is not None:
             materialise(initial, config.model.seed)
             initial.double()
-    engine = Engine(config, mesh, model, images.size, precision="fp64")
+    engine = Engine(config, mesh, model, images.size, device, precision="fp64")
     with together(world):
         own = own_pieces(config, mesh, images, engine.reading)
     loss = engine.backward(own)
-    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}
     engine.update(config.optim.lr)
-    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
-    outcome = _of_all_stages(mesh, Outcome(loss, gradients, {n: p.detach() for n, p in model.named_parameters()}, buffers))
+    buffers = {name: _copy(b) for name, b in model.named_buffers() if b.is_floating_point()}
+    outcome = _of_all_stages(mesh, Outcome(loss, gradients, {n: _copy(p) for n, p in model.named_parameters()}, buffers))
     report = None
     with together(world):
         if world.rank == 0:
             report = _compare_with_serial(config, engine, initial, images, outcome, dump) | {"notes": told}
     return report
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU, where the serial program's are."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _of_all_stages(mesh: Mesh, own: Outcome) -> Outcome | None:
@@ -191,6 +197,7 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
     errors = {part: relative_errors(getattr(outcome, part), tensors, terms.get(part, {})) for part, tensors in wanted.items()}
     loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
     return {
+        "device": engine.device.type,
         "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
         "images": [str(Extents(w.labels.shape)) for w in wholes],
         "halo": list(engine.reading.halo),
@@ -319,6 +326,8 @@ def summary(report: dict, tolerance: float) -> str:
         f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, images {', '.join(report['images'])}, "
         f"{_borders(report)}{', tiles in time' if report['in_time'] else ''}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
     ]
+    if report["device"] != "cpu":
+        lines.append(f"computed on {report['device']}, compared with the serial program on the CPU")
     lines += [f"approximation: {text}" for text in report["approximations"]]
     lines += [f"note: {text}" for text in [*report["notes"], *_apart(report)]]
     lines.append(f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} against {report['loss']['serial']:.15g}")

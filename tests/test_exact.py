@@ -10,6 +10,7 @@ import pytest
 
 from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
 from distseg.extents import Extents
+from distseg.kernels import norm as compiled
 from distseg.verify import verify
 
 TOLERANCE = 1e-12
@@ -57,6 +58,14 @@ LOSSES = ["cross_entropy", "binary_cross_entropy", "dice", "focal", "cross_entro
 def test_every_norm_on_every_number_of_ranks(comm, norm):
     grid = {1: "1x1", 2: "2x1", 3: "1x3", 4: "2x2", 6: "3x2", 8: "2x4"}[comm.size]
     check(comm, "97x131", tiles=grid, norm=norm)
+
+
+@pytest.mark.parallel([1, 4])
+@pytest.mark.parametrize("norm", NORMS[:3])
+def test_every_norm_without_compiled_kernels(comm, norm, monkeypatch):
+    """As on a GPU: PyTorch's kernels, in passes."""
+    monkeypatch.setattr(compiled, "available", lambda x: False)
+    check(comm, "61x75", tiles={1: "1x1", 4: "2x2"}[comm.size], norm=norm, exchange_every={1: "all", 4: "1"}[comm.size])
 
 
 @pytest.mark.parallel([2, 6])

@@ -1,10 +1,14 @@
 """The compiled norm kernels against their formulas in float64: any layout, any number of channels, parts of images."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import warnings
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,15 +129,164 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_built_once_a_machine(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with warnings.catch_warnings(action="error"):
-        assert build.library.__wrapped__() is not None
-    (built,) = tmp_path.rglob("*.so")
-    before = built.stat().st_mtime_ns
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("built again"))
-    assert build.library.__wrapped__() is not None
-    assert built.stat().st_mtime_ns == before
+class TestCache:
+    """What may be loaded: whole, and written by nobody but this user or root."""
+
+    @pytest.fixture
+    def cache(self, monkeypatch, tmp_path) -> Path:
+        """With a library that was built before. No compiler and no loader: a loaded file must not be cut in its process's hands."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(build, "ctypes", SimpleNamespace(CDLL=_looked_at))
+        self.builds = []
+
+        def compiled(compiler, place):
+            self.builds.append(place)
+            (place / "norm.so").write_bytes(b"library")
+            (place / "norm.so").chmod(0o755)
+            return place / "norm.so"
+
+        monkeypatch.setattr(build, "_compiled", compiled)
+        self.load()
+        assert len(self.builds) == 1
+        return tmp_path / "distseg" / "kernels"
+
+    def load(self) -> None:
+        with warnings.catch_warnings(action="error"):
+            assert build.library.__wrapped__() == b"library"
+
+    def the_file(self, cache: Path) -> Path:
+        (found,) = cache.glob("*.so")
+        return found
+
+    def built_anew(self, cache: Path) -> bool:
+        """Whether it is, and kept for the next time."""
+        before = len(self.builds)
+        self.load()
+        now = len(self.builds)
+        self.load()
+        assert len(self.builds) == now and build._whole(self.the_file(cache))
+        return now > before
+
+    def test_built_once_a_machine(self, cache):
+        before = self.the_file(cache).stat().st_mtime_ns
+        assert not self.built_anew(cache)
+        assert self.the_file(cache).stat().st_mtime_ns == before
+        assert cache.stat().st_mode & 0o77 == 0 and sorted(p.name for p in cache.iterdir()) == sorted([self.the_file(cache).name, "lock"])
+
+    def test_cut(self, cache):
+        os.truncate(self.the_file(cache), 3)
+        assert self.built_anew(cache)
+
+    def test_another_content(self, cache):
+        with open(self.the_file(cache), "ab") as file:
+            file.write(b", and more")  # which would load
+        assert self.built_anew(cache)
+
+    @pytest.mark.parametrize("mode", [0o775, 0o757])
+    def test_a_file_that_others_may_write(self, cache, mode):
+        self.the_file(cache).chmod(mode)
+        assert self.built_anew(cache)
+
+    def test_a_file_of_somebody_else(self, cache, monkeypatch):
+        real = os.fstat
+        monkeypatch.setattr(build.os, "fstat", lambda handle: _of(12345, real(handle)) if len(self.builds) == 1 else real(handle))
+        assert self.built_anew(cache)
+
+    def test_a_planted_link_is_not_followed(self, cache, tmp_path):
+        """Neither to a library, though its content be right, nor where something is written."""
+        good, victim = tmp_path / "elsewhere.so", tmp_path / "victim"
+        victim.write_text("precious")
+        name = self.the_file(cache)
+        name.rename(good)
+        name.symlink_to(good)
+        assert self.built_anew(cache) and good.exists() and not self.the_file(cache).is_symlink()
+        (cache / "lock").unlink()
+        (cache / "lock").symlink_to(victim)
+        self.the_file(cache).unlink()
+        self.load()
+        assert victim.read_text() == "precious"
+
+    def test_a_pipe_holds_nobody(self, cache):
+        name = self.the_file(cache)
+        name.unlink()
+        os.mkfifo(name)
+        assert self.built_anew(cache)
+
+    def test_a_library_that_does_not_load_is_built_anew(self, cache):
+        """As of another system's compiler; its checksum is right."""
+        path = self.the_file(cache)
+        name = path.stem.rpartition("-")[0]
+        path.unlink()
+        (cache / f"{name}-{build._digest(b'nothing')}.so").write_bytes(b"nothing")
+        assert self.built_anew(cache)
+
+    def test_an_own_cache_that_others_may_write_is_closed_to_them(self, cache):
+        for folder in (cache, cache.parent):
+            folder.chmod(0o777)
+        assert not self.built_anew(cache) and not (cache.stat().st_mode | cache.parent.stat().st_mode) & 0o77
+
+    def test_below_a_folder_that_others_may_write(self, cache, tmp_path):
+        above = tmp_path
+        above.chmod(0o777)
+        with pytest.warns(UserWarning, match=f"compiled for this process alone: others can write to {above}: chmod go-w it, or .* XDG_CACHE_HOME"):
+            assert build.library.__wrapped__() is not None
+        assert len(self.builds) == 2 and not self.builds[1].exists() and cache not in self.builds[1].parents
+
+    def test_a_cache_that_can_not_be_written(self, cache, monkeypatch):
+        """A private folder, which is gone when the library is loaded; told by nobody, as it is so on every rank of some clusters."""
+        self.the_file(cache).unlink()
+        monkeypatch.setattr(build, "_alone", _refusing)
+        self.load()
+        assert not self.builds[-1].exists() and cache not in self.builds[-1].parents and not list(cache.glob("*.so"))
+
+    def test_no_home_at_all(self, cache, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        self.load()
+        assert not self.builds[-1].exists()
+
+    def test_what_a_killed_build_left_goes(self, cache):
+        self.the_file(cache).unlink()
+        old, young = cache / "building-old", cache / "building-young"
+        for folder in (old, young):
+            folder.mkdir()
+            (folder / "norm.o").touch()
+        os.utime(old, (0, 0))
+        self.load()
+        assert not old.exists() and young.exists()
+
+
+def _looked_at(path: str) -> bytes:
+    """In the place of the loader: what is in a file, if it is a library."""
+    content = Path(path).read_bytes()
+    if not content.startswith(b"lib"):
+        raise OSError(f"{path}: invalid ELF header")
+    return content
+
+
+def _of(owner: int, status: os.stat_result) -> os.stat_result:
+    fields = list(status)
+    fields[4] = owner
+    return os.stat_result(fields)
+
+
+def _refusing(folder):
+    raise PermissionError(13, "Permission denied", str(folder))
+
+
+def test_ranks_of_a_machine_build_once(tmp_path):
+    """Four processes start at once with an empty cache."""
+    compiler, log, cache = tmp_path / "compiler", tmp_path / "log", tmp_path / "cache"
+    compiler.write_text(f'#!/bin/sh\necho call >> {log}\nexec {os.environ.get("CXX", "c++")} "$@"\n')
+    compiler.chmod(0o755)
+    cache.mkdir()
+    (tmp_path / "short.cpp").write_text("int main_of_nothing() { return 1; }")  # norm.cpp takes seconds
+    script = f"import runpy, pathlib; f = runpy.run_path({build.__file__!r})['_built']; p = pathlib.Path; "
+    script += f"f.__globals__['SOURCE'] = p('{tmp_path}/short.cpp'); print(f(['{compiler}'], p('{cache}')))"
+    ranks = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    (found,) = {rank.communicate()[0].strip() for rank in ranks}
+    assert log.read_text() == "call\n" * 2, "it is compiled and linked once"
+    assert build._whole(Path(found)) and [p.name for p in cache.glob("*norm*")] == [Path(found).name]
 
 
 def test_no_second_openmp_runtime():

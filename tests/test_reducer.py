@@ -1,5 +1,8 @@
 """Gradient buckets and their sum over ranks."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
@@ -77,8 +80,58 @@ def test_auto_takes_what_is_there(comm, monkeypatch, capsys):
     mesh = Mesh(comm, tiles=(2, 1))
     monkeypatch.setattr(reducer, "horovod_works", lambda: False)
     assert make_reducer("auto", mesh).name == "mpi"
-    assert ("Horovod is not installed" in capsys.readouterr().out) == (comm.rank == 0)
+    assert ("Horovod with PyTorch is not installed, gradients are summed by MPI" in capsys.readouterr().out) == (comm.rank == 0)
     with pytest.raises(ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto"):
+        make_reducer("horovod", mesh)
+
+
+class Builds:
+    """In the place of horovod.torch, as it was built."""
+
+    def __init__(self, nccl: bool, cuda: bool):
+        self.nccl_built, self.cuda_built = lambda: int(nccl), lambda: cuda
+
+
+@pytest.fixture
+def horovod_built(monkeypatch):
+    """Horovod is there, built like this; it is not started."""
+
+    def built(nccl: bool, cuda: bool) -> None:
+        monkeypatch.setattr(reducer, "horovod_works", lambda: True)
+        monkeypatch.setattr(reducer, "_process_set", lambda mesh, device: None)
+        package = ModuleType("horovod")
+        package.torch = Builds(nccl, cuda)
+        monkeypatch.setitem(sys.modules, "horovod", package)
+        monkeypatch.setitem(sys.modules, "horovod.torch", package.torch)
+
+    return built
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("nccl, cuda", [(True, True), (True, False), (False, True), (False, False)])
+def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(comm, nccl, cuda, horovod_built, capsys):
+    """Built for MPI alone it would send a GPU's gradients before they are computed."""
+    horovod_built(nccl, cuda)
+    mesh = Mesh(comm, tiles=(2, 1))
+    assert make_reducer("auto", mesh, device="cpu").name == "horovod"
+    lacks = "Horovod is built without NCCL and CUDA and can not sum gradients on GPUs"
+    if nccl or cuda:
+        assert make_reducer("auto", mesh, device="cuda").name == make_reducer("horovod", mesh, device="cuda").name == "horovod"
+        assert lacks not in capsys.readouterr().out
+        return
+    assert make_reducer("auto", mesh, device="cuda").name == "mpi"
+    assert capsys.readouterr().out.count(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)") == (comm.rank == 0)
+    with pytest.raises(ValueError, match=f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod"):
+        make_reducer("horovod", mesh, device="cuda")
+
+
+@pytest.mark.parallel(2)
+def test_one_rank_without_horovod_is_enough(comm, monkeypatch, horovod_built):
+    horovod_built(True, True)
+    monkeypatch.setattr(reducer, "horovod_works", lambda: comm.rank == 0)
+    mesh = Mesh(comm, tiles=(2, 1))
+    assert make_reducer("auto", mesh).name == "mpi"
+    with pytest.raises(ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed"):
         make_reducer("horovod", mesh)
 
 

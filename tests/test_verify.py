@@ -8,6 +8,7 @@ import torch
 from made_store import random_store
 
 from distseg import verify as module
+from distseg.cli import main
 from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.train.engine import Engine
@@ -135,3 +136,22 @@ def test_images_of_a_store(comm, shared_path, loss, out_channels):
     found = replace(CONFIG, mesh=MeshConfig(tiles=Extents("1x2")), loss=LossConfig(loss), data=data, model=replace(CONFIG.model, in_channels=2, out_channels=out_channels))
     report = verify(found, comm, dump=str(shared_path / "dump.safetensors"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
+@pytest.mark.parallel(1)
+def test_the_step_runs_on_the_device_that_is_named(comm, monkeypatch, capsys):
+    devices = []
+
+    class Noted(Engine):
+        def __init__(self, config, mesh, model, image, device, **more):
+            devices.append(device)
+            super().__init__(config, mesh, model, image, device, **more)
+
+    monkeypatch.setattr(module, "Engine", Noted)
+    report = verify(CONFIG, comm, SIZE, device=torch.device("cpu", 0))
+    assert devices == [torch.device("cpu", 0)] and report["device"] == "cpu" and "computed on" not in summary(report, 1e-12)
+    assert "\ncomputed on cuda, compared with the serial program on the CPU\n" in summary({**report, "device": "cuda"}, 1e-12)
+    if not torch.cuda.device_count():
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", "--image", "13x18", "--run.device", "cuda"])
+        assert ended.value.code == 2 and "run.device is cuda, but this node shows no GPU to PyTorch" in capsys.readouterr().err

@@ -20,20 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distseg.comm.staging import upload
 from distseg.watch import waits, watched
 
 
-def gather(x: Tensor, comm) -> Tensor:
-    """Every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64 on the device of ``x``.
+def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
+    """Every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64 on the device of ``x``, or on ``home``.
 
     The order makes what is computed from it the same on every rank, bit by bit.
     """
     if comm.size == 1:
-        return x.detach().to(torch.float64).unsqueeze(0)
+        return x.detach().to(home or x.device, torch.float64).unsqueeze(0)
     send = _host(x)
     received = np.empty((comm.size, *send.shape))
     wait(comm.Iallgather(send, received), f"numbers of all {comm.size} ranks that share them")
-    return torch.from_numpy(received).to(x.device)
+    return upload(torch.from_numpy(received), home or x.device)
 
 
 def add(x: Tensor, comm) -> Tensor:
@@ -43,7 +44,7 @@ def add(x: Tensor, comm) -> Tensor:
     send = _host(x)
     total = np.empty_like(send)
     wait(comm.Iallreduce(send, total), f"a sum over {comm.size} ranks")
-    return torch.from_numpy(total).to(x.device)
+    return upload(torch.from_numpy(total), x.device)
 
 
 _timeout = 0.0  # seconds; 0: none

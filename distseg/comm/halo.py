@@ -2,15 +2,14 @@
 
 Forward, a tile's cells are copied to all tiles that want them; the adjoint adds what these return. All neighbours are
 served at once, one message each a layer, whatever the number of tiles and images: corners, neighbours of neighbours where
-the halo is wider than a tile, and several tiles a rank come out of intersecting boxes, with no case of their own. (The
-CUDA paths have not been run on a GPU yet.)
+the halo is wider than a tile, and several tiles a rank come out of intersecting boxes, with no case of their own. Messages keep
+the rules of :mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from itertools import product
 from typing import NamedTuple, Sequence
 
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import wait
-from distseg.comm.transport import cuda_aware, message
+from distseg.comm.cuda_aware import cuda_aware
+from distseg.comm.staging import Buffers, settled
+from distseg.comm.transport import message
 from distseg.geometry.footprint import Span
 from distseg.geometry.tile import Box
 from distseg.memory_format import lies_last
@@ -83,22 +84,6 @@ class Side(NamedTuple):
     size: tuple[int, ...]
 
 
-class Buffers:
-    """Flat buffers for messages, used again once a message is through."""
-
-    def __init__(self, device: torch.device, pinned: bool = False):
-        self.device, self.pinned = device, pinned
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-
-    def take(self, size: int) -> Tensor:
-        """(size,) bytes."""
-        free = self._free[size]
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
-
-    def give(self, buffer: Tensor) -> None:
-        self._free[buffer.numel()].append(buffer)
-
-
 # Messages on their way, with their buffers and whose these are: they must live on even if their exchange does not.
 _leaving: list[tuple[object, Tensor, Buffers]] = []
 
@@ -114,7 +99,7 @@ class Mail:
     def __init__(self, comm, device=torch.device("cpu")):
         self.comm, self.device = comm, torch.device(device)
         self.staged = self.device.type == "cuda" and not cuda_aware()
-        self.buffers = Buffers(torch.device("cpu") if self.staged else self.device, pinned=self.staged)
+        self.buffers = Buffers(self.device, self.staged)
         self.bytes_sent = self.messages_sent = 0
 
     def post(self, sizes: dict[int, int], tag: int) -> dict[int, tuple[object, Tensor]]:
@@ -128,9 +113,9 @@ class Mail:
     def send(self, packed: dict[int, Tensor], tag: int) -> None:
         """Start to send a flat tensor of bytes to each rank."""
         _forget()
-        if self.device.type == "cuda":
-            packed = {rank: self.buffers.take(x.numel()).copy_(x, non_blocking=True) for rank, x in packed.items()} if self.staged else packed
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.staged:
+            packed = {rank: self.buffers.take(x.numel()).copy_(x, non_blocking=True) for rank, x in packed.items()}
+        settled(self.device)
         for rank, x in packed.items():
             _leaving.append((self.comm.Isend(message(x), rank, tag), x, self.buffers))
             self.bytes_sent, self.messages_sent = self.bytes_sent + x.numel(), self.messages_sent + 1
@@ -146,7 +131,8 @@ class Mail:
         return buffer
 
     def done(self, buffer: Tensor) -> None:
-        self.buffers.give(buffer)
+        """Take back the bytes of a receive, whose readers are queued."""
+        self.buffers.give(buffer, read_by_stream=True)
 
 
 def _forget() -> None:
@@ -263,8 +249,6 @@ class HaloExchange:
             buffer = self.mail.arrived(under_way, f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles")
             here = buffer.to(self.mail.device, non_blocking=True)
             yield rank, self._parts(here, strips[rank])
-            if here is not buffer:
-                torch.cuda.current_stream(self.mail.device).synchronize()
             self.mail.done(buffer)
 
     def _bytes(self, strips: list[Strip]) -> int:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections import deque
 from itertools import groupby
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
 
 from distseg.comm.collective import timeout, wait
+from distseg.comm.staging import Buffers, settled
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -88,23 +91,48 @@ class LoneReducer:
 
 
 class MpiReducer:
-    """Flat buckets over mpi4py: works wherever MPI does."""
+    """Flat buckets over mpi4py: works wherever MPI does. Those of a GPU go through the host's memory, two at a time."""
 
     name = "mpi"
 
     def __init__(self, comm, fp16: bool = False):
         self.comm, self.fp16 = comm, fp16
+        self._buffers: dict[torch.device, Buffers] = {}
 
     def sum(self, buckets: list[Tensor]) -> None:
+        under_way: deque[Callable[[], None]] = deque()
+        for bucket in buckets:
+            under_way.append(self._start(bucket))
+            if not bucket.is_cuda or len(under_way) > 1:  # of one device's buckets one is copied while another travels
+                under_way.popleft()()
+        while under_way:
+            under_way.popleft()()
+
+    def _start(self, bucket: Tensor) -> Callable[[], None]:
+        """Begin to sum a bucket; what is returned ends it."""
         from mpi4py import MPI
 
-        for bucket in buckets:
-            # MPI knows no 16-bit floats: they are summed in float32, which also keeps what fp16 compression saved of accuracy.
-            wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
-            host = wire.cpu()
-            wait(self.comm.Iallreduce(MPI.IN_PLACE, host.numpy()))
-            if host.data_ptr() != bucket.data_ptr():
-                bucket.copy_(host)
+        # MPI knows no 16-bit floats: they are summed in float32, which also keeps what fp16 compression saved of accuracy.
+        wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
+        host, give = self._on_the_host(wire) if wire.is_cuda else (wire, None)
+        request = self.comm.Iallreduce(MPI.IN_PLACE, host.numpy())
+
+        def end() -> None:
+            wait(request)
+            if host is not bucket:
+                bucket.copy_(host.to(bucket.device, non_blocking=True))
+            if give:
+                give()
+
+        return end
+
+    def _on_the_host(self, wire: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """A copy for MPI, and what gives its memory back (:mod:`distseg.comm.staging`)."""
+        buffers = self._buffers.setdefault(wire.device, Buffers(wire.device, staged=True))
+        buffer = buffers.take(wire.numel() * wire.element_size())
+        host = buffer.view(wire.dtype).copy_(wire, non_blocking=True)
+        settled(wire.device)
+        return host, lambda: buffers.give(buffer, read_by_stream=True)
 
 
 class HorovodReducer:
@@ -143,17 +171,38 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
     """The reducer of ``mesh.reducer`` for this rank's replicas (collective).
 
     Raises:
-        ValueError: Horovod asked for by name, but not installed.
+        ValueError: Horovod asked for by name, but on some rank it is not installed, or not built for ``device``.
     """
-    if kind == "horovod" and not horovod_works():
-        raise ValueError("mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto, or install Horovod (docs/install.md)")
+    lacks = None if kind == "mpi" or (kind == "auto" and mesh.replicas.size == 1) else _first(mesh.world.allgather(horovod_lacks(device)))
+    if kind == "horovod" and lacks:
+        raise ValueError(f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod (docs/install.md)")
     if mesh.replicas.size == 1:
         return LoneReducer()
-    if kind == "mpi" or not horovod_works():
+    if kind == "mpi" or lacks:
         if kind == "auto" and mesh.world.rank == 0:
-            print("distseg: Horovod is not installed, gradients are summed by MPI (mesh.reducer: mpi)")
+            print(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)", flush=True)
         return MpiReducer(mesh.replicas, fp16)
     return HorovodReducer(_process_set(mesh, device), fp16)
+
+
+def horovod_lacks(device: str) -> str | None:
+    """What keeps Horovod from summing gradients on such a device, if anything."""
+    if not horovod_works():
+        return "Horovod with PyTorch is not installed"
+    if device != "cuda":
+        return None
+    from mpi4py import MPI  # noqa: F401  before Horovod (see _process_set)
+
+    import horovod.torch as hvd
+
+    # Without CUDA it has no events to wait for: it would send a GPU's gradients before the kernels that compute them are done.
+    if hvd.nccl_built() or hvd.cuda_built():
+        return None
+    return "Horovod is built without NCCL and CUDA and can not sum gradients on GPUs"
+
+
+def _first(texts: list[str | None]) -> str | None:
+    return next(filter(None, texts), None)
 
 
 def _threads() -> set[int]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg import rng
+from distseg.comm.staging import upload
 from distseg.geometry.tile import Box, Place
 from distseg.spatial.context import Context
 
@@ -37,7 +38,7 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        return x * self.mask(x).to(x.device, x.dtype)
+        return x * upload(self.mask(x), x.device, x.dtype)
 
     def mask(self, x: Tensor) -> Tensor:
         """(B, C, 1, ...) by channel, (B, C, *size) by element."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distseg.comm.staging import upload
 from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
 from distseg.geometry.layout import Link, Part
 from distseg.geometry.receptive import POINTWISE, receptive_field
@@ -230,7 +231,7 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
         first = torch.arange(part.made.start[i], part.made.stop[i]) * s[i] - p[i]
         low, high = (-p[i], part.size[i] + p[i]) if pool.count_include_pad else (0, part.size[i])
         cells = (first + k[i]).clamp(max=high) - first.clamp(min=low)
-        y = y * (k[i] / cells.to(y)).view(-1, *(1,) * (dims - 1 - i))
+        y = y * (k[i] / upload(cells, y.device, y.dtype)).view(-1, *(1,) * (dims - 1 - i))
     return y
 
 

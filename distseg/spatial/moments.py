@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distseg.comm.staging import upload
 from distseg.kernels import norm as compiled
 from distseg.memory_format import channels_last
 
@@ -40,6 +41,13 @@ class Moments(NamedTuple):
         count, mean, m2 = messages.split((self.count.numel(), self.mean.numel(), self.m2.numel()), 1)
         return Moments(count.view(-1, *self.count.shape), mean.view(-1, *self.mean.shape), m2.view(-1, *self.m2.shape))
 
+    def on(self, device: torch.device) -> "Moments":
+        """The same on another device, in one copy."""
+        if self.mean.device == device:
+            return self
+        (count,), (mean,), (m2,) = self.unpacked(upload(self.packed(), device).unsqueeze(0))
+        return Moments(count, mean, m2)
+
 
 def combine(parts: Moments) -> Moments:
     """The moments of all values from those of parts stacked along dim 0."""
@@ -60,8 +68,7 @@ def of_channels(x: Tensor) -> Moments:
         count = torch.tensor(x.numel() / x.shape[1], dtype=torch.float64)
         return Moments(count, *compiled.moments(x))
     if x.is_cuda:
-        var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())], correction=0)
-        return _moments(x, mean, var)
+        return _moments(x, *_on_gpu(x))
     # Running statistics in float32 make the kernel answer in float32; of a bfloat16 input alone it would answer in bfloat16.
     dtype = torch.promote_types(x.dtype, torch.float32)
     like = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
@@ -80,13 +87,21 @@ def of_channels(x: Tensor) -> Moments:
     return parts[0] if len(parts) == 1 else combine(stack(parts))
 
 
+def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance in float32 or wider, by Welford's sums in a tree; a 16-bit image is widened as it is read, where it lies densely."""
+    if x.is_contiguous() or x.is_contiguous(memory_format=channels_last(x.dim())):
+        return torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
+    var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())], correction=0)
+    return mean, var
+
+
 def _rows_of_chunk(x: Tensor) -> int:
     """Rows (of dim 2) whose pixels a kernel may add one after another without losing digits that count."""
     return max(1, _CHUNK.get(x.dtype, _USUAL_CHUNK) // max(1, x[0, 0, 0].numel()))
 
 
 def _moments(x: Tensor, mean: Tensor, var: Tensor) -> Moments:
-    count = torch.tensor(x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
+    count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)  # which a GPU need not wait for, as for a copied number
     return Moments(count, mean.double(), var.double() * count)
 
 

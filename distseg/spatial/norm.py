@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone, add, gather
+from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
@@ -77,13 +78,16 @@ class DistributedNorm(nn.Module):
     def is_local(self, xs: list[Tensor]) -> bool:
         """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
 
-        Not in float64, where its plain sums lose digits, nor for group norm in channels_last, where it is slower.
+        Not in float64, where its plain sums lose digits, nor for group norm in channels_last, where it is slower, or in 16 bits on a
+        GPU, where autocast has it answer in float32.
         """
         x = xs[0]
         if compiled.available(x) or not self.live or self.masks(xs)[0] is not None:
             return False
         alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
-        return alone and x.dtype != torch.float64 and (self.kind != "group" or x.is_contiguous())
+        if not alone or x.dtype == torch.float64:
+            return False
+        return self.kind != "group" or (x.is_contiguous() and not (x.is_cuda and x.dtype != torch.float32))
 
     def local(self, x: Tensor) -> Tensor:
         """The norm of whole images (B, C, *size) by PyTorch."""
@@ -100,7 +104,7 @@ class DistributedNorm(nn.Module):
         var = torch.ones_like(mean)
         y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1: mean and unbiased variance of the batch
         if self.tracks and self.training and self.context.tracking:
-            count = torch.tensor(x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
+            count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
             self.seen.append(Moments(count, mean.double(), var.double() * (count - 1)))
         return y
 
@@ -130,33 +134,44 @@ class DistributedNorm(nn.Module):
         """For each window what a dropout scales the channels of its images by, (B, C) float64; None where there is none."""
         if not (self.training and self.dropout):
             return [None] * len(xs)
-        return [self.dropout[0].channels_of(place, x.shape[1]) for place, x in zip(self.context.places, xs)]
+        return [upload(self.dropout[0].channels_of(place, x.shape[1]), x.device) for place, x in zip(self.context.places, xs)]
 
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[tuple[int, Moments]]:
-        """Moments of the channels of window ``index``, with the row of the statistics each belongs to."""
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Part"]:
+        """Moments of the channels of window ``index``, image by image."""
         owned = self.owned(x, index)
         parts = [of_channels(owned[b : b + 1]) for b in range(len(x))]
         if mask is not None:
-            parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask.to(x.device))]
-        return list(zip(self.rows(index), parts))
+            parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
+        return [Part(row, part, owned.shape[2:].numel()) for row, part in zip(self.rows(index), parts)]
 
-    def statistics(self, parts: list[tuple[int, Moments]]) -> Moments:
+    def statistics(self, parts: list["Part"]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
-        by_row: dict[int, list[Moments]] = {}
-        for row, part in parts:
-            by_row.setdefault(row, []).append(part)
-        mine = stack([combine(stack(by_row[row])) for row in sorted(by_row)])
+        by_row: dict[int, list[Part]] = {}
+        for part in parts:
+            by_row.setdefault(part.row, []).append(part)
+        mine = stack([combine(stack([part.moments for part in by_row[row]])) for row in sorted(by_row)])
         if self.kind == "group":
             mine = by_group(mine, self.groups)
-        everyone = combine(mine.unpacked(gather(mine.packed(), self.comm)))
-        if everyone.count.min() < 2:
-            raise ValueError(
-                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of this image has {int(everyone.count.min())}: "
-                "take a larger image or crop, or a smaller model.depth"
-            )
+        others = self.comm.size > 1
+        everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, torch.device("cpu") if others else None)))  # where messages come to
+        # What is known on the host is not read from a GPU, which would have to be waited for.
+        self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
+        everyone = everyone.on(mine.mean.device)
         if self.tracks and self.training and self.context.tracking:
             self.seen.append(combine(everyone))
         return everyone
+
+    def _least(self, by_row: dict[int, list["Part"]], statistics: Moments) -> int:
+        """The fewest values that a statistic of this rank alone is of."""
+        channels = next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
+        return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
+
+    def _check_count(self, count) -> None:
+        if count < 2:
+            raise ValueError(
+                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of this image has {int(count)}: "
+                "take a larger image or crop, or a smaller model.depth"
+            )
 
     def known(self) -> Moments:
         """The statistics of a norm that is not live: the running ones, of one row, for any number of pixels."""
@@ -172,13 +187,21 @@ class DistributedNorm(nn.Module):
         rows, channels = self.rows(index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
         return [
-            _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, None if mask is None else mask[b].to(x.device))
+            _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, None if mask is None else mask[b])
             for b, i in enumerate(rows)
         ]
 
     def per_channel(self, values: Tensor, channels: int) -> Tensor:
         """(I, K) -> (I, C)."""
         return values.repeat_interleave(channels // values.shape[-1], -1)
+
+
+class Part(NamedTuple):
+    """What an image of a window adds to the statistics: their row, the moments of its channels, and the pixels these are of."""
+
+    row: int
+    moments: Moments
+    pixels: int
 
 
 class Coefficients(NamedTuple):
@@ -227,7 +250,7 @@ class _JointNorm(torch.autograd.Function):
         for j, b, i in images:
             c = ctx.coefficients[j][b]
             tilt, shift = _tilt_and_shift(c, s1[i], s2[i]) if ctx.live else (torch.zeros_like(c.hat),) * 2
-            own = ctx.own[j] if ctx.live else Box.whole(xs[j].shape[2:])
+            own = ctx.own[j] if ctx.live else _nowhere(xs[j])
             _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
 
@@ -283,7 +306,7 @@ class _PendingNorm(torch.autograd.Function):
             image = g[b : b + 1], x[b : b + 1]
             none = torch.zeros_like(c.hat)
             ctx.pending.collect(i, *image, c)
-            _kernels(x).gradient(*image, c.affine, none, none, Box.whole(x.shape[2:]), out=dx[b : b + 1])
+            _kernels(x).gradient(*image, c.affine, none, none, _nowhere(x), out=dx[b : b + 1])
         return None, None, None, dx
 
 
@@ -308,6 +331,11 @@ def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, pixel
         sums = sums.unflatten(-1, (norm.groups, -1)).sum(-1)
     s1, s2 = add(sums, norm.comm) / pixels.unsqueeze(-1)
     return norm.per_channel(s1, channels), norm.per_channel(s2, channels)
+
+
+def _nowhere(x: Tensor) -> Box:
+    """No cell: where tilt and shift are those of a constant."""
+    return Box.whole((0,) * (x.dim() - 2))
 
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:

@@ -55,8 +55,8 @@ class Map:
         self.put(box, self.take(box).add_(self._inward(x)))
 
     def room(self, box: Box) -> Tensor:
-        """A tensor for a part of the map as it lies there, in the host's memory."""
-        return torch.empty(self._shape(box), dtype=self.dtype)
+        """A tensor for a part of the map as it lies there, in the host's memory; pinned, where a GPU reads it next."""
+        return torch.empty(self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
     def take(self, box: Box) -> Tensor:
         """:meth:`read`, as it lies."""
@@ -81,7 +81,7 @@ class Map:
         return (x.movedim(1, -1) if self.last else x).to("cpu").contiguous()
 
     def _outward(self, x: Tensor) -> Tensor:
-        return (x.movedim(-1, 1) if self.last else x).to(self.device)
+        return (x.movedim(-1, 1) if self.last else x).to(self.device, non_blocking=True)
 
     def _move(self, how, values: Tensor, box: Box, what: str) -> None:
         """Between ``values`` and the part ``box`` of the map, by runs of cells that lie side by side in both."""

@@ -14,6 +14,7 @@ from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.check import check_effects
+from distseg.comm.staging import upload
 from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
@@ -66,6 +67,8 @@ class Engine:
             check_effects(config)
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # with pipeline.placement devices another than the launcher chose
             self.autocast = autocast(precision, device)
             check_trainable(model)
             self.exact = receptive_field(model)
@@ -150,10 +153,10 @@ class Engine:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
         if pixels is not None:
-            pixels = pixels.to(self.device, dtype, non_blocking=True)
+            pixels = upload(pixels, self.device, dtype)
             pixels = pixels.contiguous(memory_format=last_format(pixels.dim())) if self.channels_last else pixels
         if labels is not None:
-            labels = labels.to(self.devices[-1], non_blocking=True)
+            labels = upload(labels, self.devices[-1])
         return Piece(pixels, labels, piece.place)
 
     def to_blocks(self, piece: Piece | Block) -> Block:

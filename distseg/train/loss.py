@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distseg.comm.staging import upload
 from distseg.config import LossConfig
 
 
@@ -35,7 +36,7 @@ class CrossEntropy:
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         c = self.config
-        weights = None if self.weights is None else self.weights.to(logits)
+        weights = None if self.weights is None else upload(self.weights, logits.device, logits.dtype)
         total = F.cross_entropy(
             logits, labels.long(), weights, ignore_index=c.ignore_index, reduction="sum", label_smoothing=c.label_smoothing
         )
@@ -43,8 +44,12 @@ class CrossEntropy:
 
     def counts(self, labels: Tensor) -> Tensor:
         valid = labels != self.config.ignore_index
-        weight = valid.count_nonzero() if self.weights is None else self.weights.to(labels.device)[labels[valid].long()].sum()
-        return torch.stack((torch.zeros(()), torch.as_tensor(weight, dtype=torch.float64).cpu()))
+        if self.weights is None:
+            return _beside_a_sum(valid.count_nonzero())
+        if labels.device.type == "cpu":
+            return _beside_a_sum(self.weights[labels[valid].long()].sum())
+        weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]  # how many are valid a GPU would have to be asked
+        return _beside_a_sum(weights.where(valid, 0).sum())
 
     def value(self, table: Tensor) -> Tensor:
         return _ratio(table[:, 0].sum(), table[:, 1].sum())
@@ -60,7 +65,7 @@ class PixelMean:
         self.config, self.classes = config, classes
 
     def counts(self, labels: Tensor) -> Tensor:
-        return torch.tensor([0.0, int((labels != self.config.ignore_index).count_nonzero())], dtype=torch.float64)
+        return _beside_a_sum((labels != self.config.ignore_index).count_nonzero())
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = labels != self.config.ignore_index
@@ -96,7 +101,7 @@ class Focal(PixelMean):
             log_p = F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).squeeze(1)
         rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)  # 1 - p; 0 has no finite slope for gamma < 1
         loss = -(rest**self.config.gamma) * log_p
-        return loss if self.weights is None else loss * self.weights.to(loss)[labels]
+        return loss if self.weights is None else loss * upload(self.weights, loss.device, loss.dtype)[labels]
 
 
 class Dice:
@@ -115,7 +120,7 @@ class Dice:
         return torch.cat(((p * t).sum(dims), p.sum(dims), t.sum(dims)))
 
     def counts(self, labels: Tensor) -> Tensor:
-        return torch.zeros(self.sums, dtype=torch.float64)
+        return torch.zeros(self.sums, dtype=torch.float64, device=labels.device)
 
     def value(self, table: Tensor) -> Tensor:
         if self.config.dice_over == "batch":
@@ -155,7 +160,7 @@ class Loss:
         )
 
     def counts(self, labels: Tensor) -> Tensor:
-        """The part of :meth:`rows` that labels determine, zeros elsewhere; float64 on the CPU."""
+        """The part of :meth:`rows` that labels determine, zeros elsewhere; float64."""
         return torch.stack([torch.cat([term.counts(y) for _, term in self.terms]) for y in labels])
 
     def value(self, table: Tensor) -> Tensor:
@@ -215,6 +220,11 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
     if classes == 1:
         return labels.unsqueeze(1).to(like.dtype)
     return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1).long(), 1)
+
+
+def _beside_a_sum(count: Tensor) -> Tensor:
+    """The row (0, count) in float64: a sum that labels tell nothing of, and what it is divided by."""
+    return torch.stack((torch.zeros_like(count), count)).double()
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:

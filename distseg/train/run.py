@@ -26,7 +26,7 @@ from distseg.predict import Predictor
 from distseg.train.checkpoint import load_optimizer, load_weights, read_run_manifest, share
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
-from distseg.train.precision import choose
+from distseg.train.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
 from distseg.train.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
 from distseg.train.step import InTimeStep
@@ -161,6 +161,7 @@ class Run:
             f"model {config.model.name}: {self.parameters:,} parameters, halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}",
             f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}" + (", channels_last" if engine.channels_last else ""),
             f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} images a step",
+            *gpu_lines(engine.device, engine.precision, mesh.shape.size),
         ]
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)

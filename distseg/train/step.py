@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import add
+from distseg.comm.staging import upload
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.schedule import Action, Backward, Forward, orders
@@ -57,6 +58,7 @@ class LossHead:
     def clear(self) -> None:
         """Begin a step."""
         self.table = torch.zeros(self.at.total, self.loss.sums, dtype=torch.float64)
+        self._noted: list[tuple[list[int], Tensor]] = []  # rows of the table that are on a GPU still
         self.slope: Tensor | None = None
         self.value: float | None = None
 
@@ -66,7 +68,10 @@ class LossHead:
 
     def note(self, unit: Unit, rows: list[Tensor]) -> None:
         for piece, found in zip(unit.pieces, rows):
-            self.table[self._at(unit, piece)] += found.detach().double().cpu()
+            if found.is_cuda:
+                self._noted.append((self._at(unit, piece), found.detach().double()))
+            else:
+                self.table[self._at(unit, piece)] += found.detach().double()
 
     def note_counts(self, units: Sequence[Unit]) -> None:
         """The part of the table that labels determine."""
@@ -76,7 +81,7 @@ class LossHead:
     def slopes(self, unit: Unit, rows: list[Tensor]) -> list[Tensor]:
         if self.slope is None:
             self._settle()
-        return [self.slope[self._at(unit, p)].to(found) for p, found in zip(unit.pieces, rows)]
+        return [upload(self.slope[self._at(unit, p)], found.device, found.dtype) for p, found in zip(unit.pieces, rows)]
 
     def settle_beforehand(self) -> None:
         """Take the slope from the table as it is, and begin the table anew."""
@@ -91,7 +96,16 @@ class LossHead:
         return self.value
 
     def _settle(self) -> None:
+        self._fetch()
         self.value, self.slope = self.loss.slope(add(self.table, self.replicas))
+
+    def _fetch(self) -> None:
+        """Bring all rows into the table that were noted on a GPU, which is waited for once."""
+        if self._noted:
+            places, rows = zip(*self._noted)
+            self._noted.clear()
+            for at, found in zip(places, torch.cat([r.to(rows[0].device) for r in rows]).cpu().split([len(r) for r in rows])):
+                self.table[at] += found
 
     def _at(self, unit: Unit, piece: Piece) -> list[int]:
         return [self.at.of(unit.micro_batch, image) for image in piece.place.images]

@@ -1,0 +1,163 @@
+"""What is asked before memory of a GPU is handed to MPI, and the buffers of messages, as far as a CPU can tell (see test_fake_cuda.py)."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distseg.comm.cuda_aware import cuda_aware, says
+from distseg.comm.staging import Buffers, settled, upload
+from distseg.comm.transport import Form
+from distseg.config import TrainConfig
+from distseg.comm.collective import Alone
+from distseg.train import precision
+from distseg.train.precision import choose, gpu_lines
+
+CPU = torch.device("cpu")
+
+
+def open_mpi(answer: int):
+    return SimpleNamespace(MPIX_Query_cuda_support=lambda: answer)
+
+
+def mpich(answer: int, fails: bool = False):
+    def query(kind: int, found) -> int:
+        found._obj.value = answer if kind == 0 else 1
+        return int(fails)
+
+    return SimpleNamespace(MPIX_GPU_query_support=query)
+
+
+OPEN, MPICH, CRAY, MVAPICH = "Open MPI v5.0.7, package: ...", "MPICH Version: 4.2", "MPI VERSION    : CRAY MPICH version 8.1.29", "MVAPICH2-GDR Version: 2.3.7"
+NOTHING = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    "library, version, environment, wanted",
+    [
+        (open_mpi(1), OPEN, {}, True),
+        (open_mpi(0), OPEN, {}, False),
+        (open_mpi(0), OPEN, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False),  # of another MPI of the site
+        (NOTHING, OPEN, {}, False),
+        (mpich(1), MPICH, {}, True),
+        (mpich(0), MPICH, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False),
+        (mpich(1, fails=True), MPICH, {}, False),
+        (NOTHING, CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
+        (NOTHING, CRAY, {}, False),
+        (NOTHING, MPICH, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False),
+        (open_mpi(1), MVAPICH, {}, False),
+        (open_mpi(1), MVAPICH, {"MV2_USE_CUDA": "1"}, True),
+        (open_mpi(1), OPEN, {"DISTSEG_CUDA_AWARE": "0"}, False),
+        (NOTHING, OPEN, {"DISTSEG_CUDA_AWARE": "1"}, True),
+    ],
+)
+def test_what_a_running_mpi_says_of_gpus(library, version, environment, wanted):
+    assert says(library, version, environment) is wanted
+
+
+def test_an_answer_of_ours_that_is_none():
+    with pytest.raises(ValueError, match="DISTSEG_CUDA_AWARE is 'yes': set it to 1 .*, to 0 if not, or leave it out"):
+        says(NOTHING, OPEN, {"DISTSEG_CUDA_AWARE": "yes"})
+
+
+@pytest.mark.parallel(1)
+def test_the_mpi_that_runs_is_asked(comm, monkeypatch):
+    """... and not one that was built for GPUs and lies on PATH."""
+    from mpi4py import MPI
+
+    monkeypatch.delenv("DISTSEG_CUDA_AWARE", raising=False)
+    cuda_aware.cache_clear()
+    asked = ctypes.CDLL(MPI.__file__)
+    if MPI.Get_library_version().startswith("Open MPI"):
+        assert asked.MPIX_Query_cuda_support() in (0, 1)
+    assert cuda_aware() is False, "there is no GPU here"
+    monkeypatch.setenv("DISTSEG_CUDA_AWARE", "1")
+    cuda_aware.cache_clear()
+    assert cuda_aware() is True
+    cuda_aware.cache_clear()
+
+
+def test_on_a_cpu_nothing_waits_and_nothing_is_copied():
+    x = torch.arange(3.0)
+    assert upload(x, CPU) is x and upload(x, CPU, torch.float32) is x and upload(x, CPU, torch.float64).dtype == torch.float64
+    settled(CPU)
+    buffers = Buffers(CPU)
+    a, b = buffers.take(10), buffers.take(10)
+    assert (a.numel(), a.dtype, a.data_ptr() == b.data_ptr()) == (10, torch.uint8, False)
+    buffers.give(a, read_by_stream=True)
+    assert buffers.take(10) is a and buffers.take(11) is not b
+
+
+class Mark:
+    """A mark of a stream that has, or has not, come so far."""
+
+    def __init__(self, there: bool):
+        self.there = there
+
+    def query(self) -> bool:
+        return self.there
+
+    def synchronize(self) -> None:
+        self.there = True
+
+
+def test_a_buffer_is_taken_whose_readers_are_done_else_waited_for():
+    buffers = Buffers(CPU)
+    first, second, third = (torch.empty(4, dtype=torch.uint8) for _ in range(3))
+    marks = [Mark(False), Mark(True), Mark(False)]
+    buffers._free[4] = list(zip((first, second, third), marks))
+    assert buffers.take(4) is second and not marks[0].there
+    assert buffers.take(4) is first and marks[0].there and not marks[2].there, "the one that was given back first"
+    assert buffers.take(4) is third and marks[2].there
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8])
+def test_a_form_within_a_buffer_is_the_tensors(last, dtype):
+    x = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    form = Form.of(x)
+    buffer = torch.empty(form.bytes, dtype=torch.uint8)
+    made = form.within(buffer).copy_(x)
+    assert torch.equal(made, x) and made.stride() == x.stride() and made.data_ptr() == buffer.data_ptr()
+    assert form.empty(CPU).stride() == x.stride() and form.fit(x) is x
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Of a generation."""
+    monkeypatch.setattr(precision, "cuda_aware", lambda: False)
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(
+    "capability, asked, found",
+    [((8, 0), "auto", ("bf16", True)), ((7, 0), "auto", ("fp32", True)), ((9, 0), "fp32", ("fp32", True)), ((9, 0), "fp64", ("fp64", False))],
+)
+def test_precision_and_format_of_a_gpu(gpu, capability, asked, found):
+    gpu(*capability)
+    assert choose(TrainConfig(precision=asked), GPU, Alone()) == found
+
+
+def test_what_is_said_of_a_gpu(gpu, monkeypatch):
+    gpu(8, 0)
+    assert gpu_lines(CPU, "fp32", 4) == [] == gpu_lines(GPU, "bf16", 1) == gpu_lines(GPU, "fp64", 1)
+    assert gpu_lines(GPU, "bf16", 2) == ["MPI takes messages of a GPU through the memory of the host (DISTSEG_CUDA_AWARE)"]
+    assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in TF32, PyTorch's default: 10 bits of mantissa (NVIDIA_TF32_OVERRIDE=0 for all of float32)"]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    gpu(7, 0)
+    assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
+    gpu(8, 0)
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before

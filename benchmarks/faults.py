@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.trials, options.pairs = 2, 1
+        options.trials, options.pairs = 1, 0
     with tempfile.TemporaryDirectory(prefix="distseg-faults-") as folder:
         bench = Bench(Path(folder), random.Random(options.seed))
         trials = [bench.trial(fault) for fault in bench.faults(options.trials, ["1x2 tiles"] if options.quick else list(MESHES))]

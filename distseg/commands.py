@@ -108,7 +108,7 @@ def run_plot(what: str, paths: list[str], store: str | None, box: str | None, ou
 def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     name = Path(path).stem
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
-        classes = hdf5.dataset(f, "classes")
+        classes = hdf5.dataset(f, "classes").open()
         if classes.shape != store.size(name) or classes.dtype != np.uint8:
             sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))
             raise ValueError("{} has {} pixels of {}, but the image {} of the store {}: give the store that was predicted".format(path, next(sizes), classes.dtype, name, next(sizes)))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from made_store import CLASSES, made_store, random_image, random_store, write_image
 
+from distseg.data import store as store_module
 from distseg.data.statistics import Moments
 from distseg.data.store import Store, StoreWriter
 from distseg.disk import NoRoom
@@ -217,6 +218,21 @@ def test_the_digest_tells_stores_apart(tmp_path):
     stores["label"][1][30, 30] = 2
     digests = {name: made_store(tmp_path / f"{name}.h5", {"a": ("val", *both), "b": ("train", pixels, labels)}).digest for name, both in stores.items()}
     assert digests["same"] == digests["again"] and len(set(digests.values())) == 3
+
+
+def test_few_readers_are_kept_and_all_are_right(tmp_path, monkeypatch):
+    """Of many images, and of images with many chunks, those opened first make room."""
+    images = {f"i{k}": ("train", *random_image((300, 300), seed=k)) for k in range(6)}
+    store = made_store(tmp_path / "s.h5", images)
+    for most in (dict(_READERS_KEPT=3), dict(_CHUNKS_KEPT=10), dict(_CHUNKS_KEPT=1)):
+        with monkeypatch.context() as patch:
+            for name, value in most.items():
+                patch.setattr(store_module, name, value)
+            store = Store(store.path)
+            for name in [*images, *images]:
+                assert np.array_equal(store.read(name, ODD), images[name][1][(slice(None), *ODD.slices)])
+                assert np.array_equal(store.labels(name, ODD), images[name][2][ODD.slices])
+            assert len(store._readers) <= 3 and store._chunks_kept == sum(reader.chunks for reader in store._readers.values())
 
 
 # bad files

@@ -6,17 +6,19 @@ go on, and in less time than HDF5 takes without checking anything (docs/data.md)
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import zlib
+from dataclasses import dataclass
 from itertools import product
 from typing import Iterator, Sequence
 
 import h5py
 import numpy as np
 
-from distseg.data.hdf5 import is_gzipped
-from distseg.data.layout import chunk_sum
+from distseg.data.hdf5 import Data
+from distseg.data.layout import chunk_sum, digest
 from distseg.geometry.tile import Box
 
 _DEFLATE_RATIO = 1032  # no stream of deflate grows by more
@@ -30,6 +32,14 @@ class Damage(ValueError):
     """A part of a store is not what was written: the message names the image and the place."""
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Where in a file the checksums of a dataset's chunks begin, and their own."""
+
+    at: int
+    digest: str
+
+
 class ChunkWriter:
     """Writes boxes into a chunked dataset of a growing file; each chunk goes to the file once it is whole.
 
@@ -38,11 +48,9 @@ class ChunkWriter:
 
     def __init__(self, dataset: h5py.Dataset):
         self._dataset, self._chunk, self._shape = dataset, dataset.chunks, dataset.shape
-        self._packed = is_gzipped(dataset)
+        self._packed = dataset.compression == "gzip"
         self.sums = np.zeros(_grid(self._shape, self._chunk), np.uint64)
-        self._pending: dict[
-            tuple[int, ...], tuple[np.ndarray, int]
-        ] = {}  # chunks that are not whole, and what they miss
+        self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}  # chunks that are not whole, and what they miss
 
     def write(self, box: Box, array: np.ndarray) -> None:
         """``array`` (*box.size); each pixel is written once."""
@@ -70,27 +78,28 @@ class ChunkReader:
     Args:
         handle: descriptor of the file.
         path, what: for errors, such as ``pixels of image 'a'``.
-        sums: of the chunks; None where there are none.
+        sums: where the chunks' checksums are; None where there are none.
         leading: dims that come before space, such as bands.
 
     Raises:
         Damage: chunks are missing, or said to lie outside the file, or can't have the size they are said to have.
     """
 
-    def __init__(
-        self, handle: int, dataset: h5py.Dataset, path: str, what: str, sums: np.ndarray | None = None, leading: int = 0
-    ):
-        self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunks
-        self._handle, self._path, self._what, self._sums, self._leading = handle, path, what, sums, leading
-        if self.chunk is None or dataset.fletcher32:
+    def __init__(self, handle: int, dataset: Data, path: str, what: str, sums: Sums | None = None, leading: int = 0):
+        self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunk
+        self._handle, self._path, self._what, self._leading = handle, path, what, leading
+        if self.chunk is None or "fletcher32" in dataset.filters:
             raise Damage(f"{path} is damaged: the {what} are not stored as distseg stores them")
-        self._packed = is_gzipped(dataset)
-        self._bytes = int(np.prod(self.chunk, dtype=object)) * self.dtype.itemsize  # of a chunk that is not packed
+        self._packed = dataset.filters == ("gzip",)
+        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of a chunk that is not packed
         self.grid = _grid(self.shape, self.chunk)
         self._check_size(os.fstat(handle).st_size)
         self._at, self._sizes, self._masks = self._places(dataset)
-        if sums is not None and sums.shape != self.grid:
-            raise Damage(f"{path} is damaged: the {what} have {self.grid} chunks, their checksums are {sums.shape}")
+        self._sums = None if sums is None else self._read_sums(sums)
+
+    @property
+    def chunks(self) -> int:
+        return math.prod(self.grid)
 
     def read(self, box: Box) -> np.ndarray:
         """The pixels (*box.size).
@@ -121,9 +130,15 @@ class ChunkReader:
         box = self.place(index)
         bands = f", bands {box.start[0]} to {box.stop[0] - 1}" if self._leading and self.grid[0] > 1 else ""
         spatial = Box(box.start[self._leading :], box.stop[self._leading :])
-        return Damage(
-            f"{self._path} is damaged: the {self._what} at {spatial}{bands} {how}: {AGAIN}"
-        )
+        return Damage(f"{self._path} is damaged: the {self._what} at {spatial}{bands} {how}: {AGAIN}")
+
+    def _read_sums(self, sums: Sums) -> np.ndarray:
+        data = os.pread(self._handle, 8 * self.chunks, sums.at)
+        if digest(data) != sums.digest:
+            raise Damage(
+                f"{self._path} is damaged: the checksums of the {self._what} are not those that were written: {AGAIN}"
+            )
+        return np.frombuffer(data, "<u8").reshape(self.grid)
 
     def _stored(self, index: tuple[int, ...]) -> memoryview:
         size, at, done = int(self._sizes[index]), int(self._at[index]), 0
@@ -133,9 +148,7 @@ class ChunkReader:
                 done += count
         except OSError as e:
             box = self.place(index)
-            raise OSError(
-                f"{self._path}: the {self._what} at {box} can not be read from the disk ({e.strerror})"
-            ) from e
+            raise OSError(f"{self._path}: the {self._what} at {box} can not be read from the disk ({e.strerror})") from e
         if done < size:
             raise self.damage(index, "are cut off")
         return buffer
@@ -152,8 +165,7 @@ class ChunkReader:
 
     def _check_size(self, file_size: int) -> None:
         """Before anything is made room for: whether a file of this size could hold such data."""
-        chunks = int(np.prod(self.grid, dtype=object))
-        least = chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
+        least = self.chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
         if least > file_size:
             shape = "x".join(map(str, self.shape))
             raise Damage(
@@ -161,7 +173,7 @@ class ChunkReader:
                 f"but the file has {file_size}: {AGAIN}"
             )
 
-    def _places(self, dataset: h5py.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each chunk lies in the file, how many bytes it takes there, and its filter mask."""
         at, sizes, masks = (
             np.full(self.grid, -1, np.int64),
@@ -186,7 +198,7 @@ class ChunkReader:
         return at, sizes, masks
 
 
-def _chunk_list(dataset: h5py.Dataset) -> list:
+def _chunk_list(dataset: Data) -> list:
     found: list = []
     if hasattr(dataset.id, "chunk_iter"):
         dataset.id.chunk_iter(found.append)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -19,7 +20,7 @@ _FILTERS = {
     h5py.h5z.FILTER_DEFLATE: "gzip",
     h5py.h5z.FILTER_FLETCHER32: "fletcher32",
 }  # those that distseg writes and reads
-_LINKS = {h5py.SoftLink: "a soft link", h5py.ExternalLink: "a link into another file"}
+_LINKS = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "a link into another file"}
 _ITSELF = "the file must hold its data itself"
 _VERSION = ("v110", "v110")  # of the format: the first one whose structures all have checksums
 
@@ -52,45 +53,55 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
         raise ValueError(f"{path} is damaged or cut off ({e}): copy it again; {made_by}") from e
 
 
-def dataset(file: h5py.File, name: str) -> h5py.Dataset:
+@dataclass(frozen=True)
+class Data:
+    """A dataset whose data lie in its file."""
+
+    id: h5py.h5d.DatasetID
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...] | None  # None: in one piece
+    filters: tuple[str, ...]
+
+    def open(self) -> h5py.Dataset:
+        return h5py.Dataset(self.id)
+
+
+def dataset(file: h5py.File, name: str) -> Data:
     """The dataset ``a/b/c`` of a file, looked at before anything of it is read.
 
     Raises:
         ValueError: it is missing, behind a link, kept in other files, or packed by a filter that distseg does not use.
     """
-    where, here, found = file.filename, file, ""
-    for part in name.split("/"):
-        found = f"{found}/{part}".lstrip("/")
-        link = here.get(part, getlink=True) if isinstance(here, h5py.Group) else None
-        if link is None:
-            raise ValueError(f"{where} is damaged: it has no {found}")
-        if not isinstance(link, h5py.HardLink):
-            raise ValueError(
-                f"{where}: {found} is {_LINKS.get(type(link), 'a link')}, which is not followed: {_ITSELF}"
-            )
-        here = here[part]
-    if not isinstance(here, h5py.Dataset):
-        raise ValueError(f"{where} is damaged: {found} holds no data")
-    if here.is_virtual or here.external:
-        raise ValueError(
-            f"{where}: the data of {found} are kept in other files, which are not opened: {_ITSELF}"
-        )
-    strange = [number for number in _filters(here) if number not in _FILTERS]
+    where, found = file.filename, _followed(file, name)
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise ValueError(f"{where} is damaged: {name} holds no data")
+    properties = found.get_create_plist()
+    if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
+        raise ValueError(f"{where}: the data of {name} are kept in other files, which are not opened: {_ITSELF}")
+    numbers = [properties.get_filter(k)[0] for k in range(properties.get_nfilters())]
+    strange = [number for number in numbers if number not in _FILTERS]
     if strange:
         raise ValueError(
-            f"{where}: {found} is packed by HDF5's filter {strange[0]}, which distseg does not use: "
+            f"{where}: {name} is packed by HDF5's filter {strange[0]}, which distseg does not use: "
             f"pack it by {' or '.join(_FILTERS.values())}, or not at all"
         )
-    return here
+    chunk = properties.get_chunk() if properties.get_layout() == h5py.h5d.CHUNKED else None
+    return Data(found, found.shape, found.dtype, chunk, tuple(_FILTERS[number] for number in numbers))
 
 
-def is_gzipped(data: h5py.Dataset) -> bool:
-    return _filters(data) == [h5py.h5z.FILTER_DEFLATE]
-
-
-def _filters(data: h5py.Dataset) -> list[int]:
-    properties = data.id.get_create_plist()
-    return [properties.get_filter(k)[0] for k in range(properties.get_nfilters())]
+def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
+    """What has a name, found by hard links only."""
+    root, parts = h5py.h5g.open(file.id, b"/"), name.split("/")
+    for count in range(1, len(parts) + 1):
+        path = "/".join(parts[:count])
+        coded = path.encode("utf-8", "surrogateescape")
+        if not root.links.exists(coded):
+            raise ValueError(f"{file.filename} is damaged: it has no {path}")
+        link = root.links.get_info(coded).type
+        if link != h5py.h5l.TYPE_HARD:
+            raise ValueError(f"{file.filename}: {path} is {_LINKS.get(link, 'a link')}, which is not followed: {_ITSELF}")
+    return h5py.h5o.open(root, coded)
 
 
 def strings(texts: list[str]) -> np.ndarray:

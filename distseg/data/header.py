@@ -14,6 +14,7 @@ from distseg.data import hdf5, layout
 from distseg.data.nodata import from_json, to_json
 
 _MOST_DIMS = 8
+_WRONG = (KeyError, TypeError, ValueError, OSError, RuntimeError, OverflowError, AttributeError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -28,53 +29,45 @@ class Entry:
     counts: list[int] | None  # pixels of each class
     nodata: int | float | None = None
     missing: int = 0  # pixels without data
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # of the sums of pixels and labels, and of the counts; version 1 has none
+    sums: dict[str, int] = field(default_factory=dict)  # where those of pixels and labels begin; version 1 has none
+    digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts
 
     def to_json(self) -> dict:
         return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata)}
 
     @classmethod
-    def from_json(cls, entry: dict, classes: int, version: int) -> "Entry":
-        """Raises ValueError, TypeError or KeyError for an entry that can't be."""
-        name, size, dtype = entry["name"], tuple(entry["size"]), np.dtype(entry["dtype"])
+    def from_json(cls, entry: dict, version: int) -> "Entry":
+        """Raises KeyError, TypeError or ValueError for what is no entry."""
+        known = (
+            entry["name"],
+            entry["split"],
+            tuple(entry["size"]),
+            np.dtype(entry["dtype"]),
+            entry["labels"],
+            entry["counts"],
+        )
+        if version == 1:
+            return cls(*known)
+        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]))
+
+    def check(self, classes: int, version: int) -> None:
+        """Raises ValueError for what can not be."""
+        name, pixels = self.name, math.prod(n for n in self.size if type(n) is int)
         _must(isinstance(name, str), f"the name {name!r}")
         layout.check_name(name, "the index")
-        _must(isinstance(entry["split"], str) and entry["split"] != "", f"the split {entry['split']!r} of {name!r}")
-        _must(
-            0 < len(size) <= _MOST_DIMS and all(type(n) is int and 0 < n < 2**62 for n in size),
-            f"the size {size} of {name!r}",
-        )
-        _must(dtype.kind in "iuf" and isinstance(entry["dtype"], str), f"the type {entry['dtype']!r} of {name!r}")
-        labels, counts = entry["labels"], entry["counts"]
-        _must(type(labels) is bool and (counts is None) != labels, f"labels and counts of {name!r}")
-        if labels:
-            _must(
-                len(counts) == classes
-                and all(type(n) is int and n >= 0 for n in counts)
-                and sum(counts) <= math.prod(size),
-                f"the counts {counts} of {name!r}",
-            )
-        if version == 1:
-            return cls(name, entry["split"], size, dtype, labels, counts)
-        digests = entry["digests"]
-        _must(set(digests) == {"pixels", *(("labels", "counts") if labels else ())}, f"the digests of {name!r}")
-        _must(
-            type(entry["missing"]) is int and 0 <= entry["missing"] <= math.prod(size),
-            f"the pixels without data of {name!r}",
-        )
-        return cls(
-            name,
-            entry["split"],
-            size,
-            dtype,
-            labels,
-            counts,
-            from_json(entry["nodata"]),
-            entry["missing"],
-            dict(digests),
-        )
+        _must(isinstance(self.split, str) and self.split != "", f"the split {self.split!r} of {name!r}")
+        fine = 0 < len(self.size) <= _MOST_DIMS and all(_count(n, 2**62) and n for n in self.size)
+        _must(fine, f"the size {self.size} of {name!r}")
+        _must(self.dtype.kind in "iuf", f"the type {self.dtype} of {name!r}")
+        _must(type(self.labels) is bool and (self.counts is None) != self.labels, f"labels and counts of {name!r}")
+        if self.labels:
+            fine = len(self.counts) == classes and all(_count(n, pixels) for n in self.counts) and sum(self.counts) <= pixels
+            _must(fine, f"the counts {self.counts} of {name!r}")
+        _must(_count(self.missing, pixels), f"the pixels without data of {name!r}")
+        chunked = {"pixels", "labels"} if self.labels else {"pixels"}
+        if version > 1:
+            _must(set(self.sums) == chunked and all(_count(n, 2**62) for n in self.sums.values()), f"the sums of {name!r}")
+            _must(set(self.digests) == chunked | ({"counts"} if self.labels else set()), f"the digests of {name!r}")
 
 
 @dataclass(frozen=True)
@@ -89,6 +82,24 @@ class Header:
     provenance: dict
     images: dict[str, Entry]
     digest: str  # tells stores of different content apart; of version 1, of different headers
+    sums_at: int = 0  # byte of the file where the chunks' checksums begin
+
+    def check(self) -> None:
+        """Raises ValueError for what can not be."""
+        _must(type(self.version) is int and self.version > 0, f"the version {self.version!r}")
+        for what, names in dict(classes=self.classes, bands=self.bands).items():
+            fine = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+            _must(fine, f"the names of its {what}")
+        classes, bands = len(self.classes), len(self.bands)
+        fine = 2 <= classes <= 255 and _count(self.ignore, 255) and classes <= self.ignore
+        _must(fine, f"{classes} classes and the label {self.ignore} to ignore")
+        _must(_count(self.block, 2**31) and self.block > 0, f"blocks of {self.block} pixels")
+        for numbers in (self.mean, self.std):
+            _must(numbers.shape == (bands,) and np.isfinite(numbers).all(), f"{numbers} for {bands} bands")
+        _must((self.std > 0).all(), f"the deviations {self.std}")
+        _must(isinstance(self.provenance, dict), "the provenance")
+        for image in self.images.values():
+            image.check(classes, self.version)
 
 
 def begin(file: h5py.File) -> None:
@@ -98,9 +109,18 @@ def begin(file: h5py.File) -> None:
 
 
 def write(
-    file: h5py.File, classes: list[str], bands: list[str], ignore: int, mean, std, provenance: dict, images: list[Entry]
+    file: h5py.File,
+    classes: list[str],
+    bands: list[str],
+    ignore: int,
+    mean: np.ndarray,
+    std: np.ndarray,
+    provenance: dict,
+    images: list[Entry],
+    sums: np.ndarray,
 ) -> None:
-    """The last to be written: with it the store is complete."""
+    """The last to be written: with it the store is complete. ``sums`` (all chunks) uint64."""
+    file["sums"] = sums
     attributes = file.attrs
     for name, texts in dict(classes=classes, bands=bands).items():
         attributes.create(name, hdf5.strings(texts))
@@ -122,17 +142,7 @@ def read(path: str, file: h5py.File) -> Header:
         return _read(path, file)
     except _Told as e:
         raise ValueError(str(e)) from None
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        OSError,
-        RuntimeError,
-        OverflowError,
-        AttributeError,
-        MemoryError,
-        RecursionError,
-    ) as e:
+    except _WRONG as e:
         text = e.args[0] if isinstance(e, KeyError) and e.args else e
         words = text if str(path) in str(text) else f"{path} is damaged or cut off: its header can not be read ({text})"
         raise ValueError(f"{words}: copy it again, or prepare it anew") from e
@@ -148,55 +158,30 @@ def _read(path: str, file: h5py.File) -> Header:
         raise _Told(f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images")
     version = _plain(known["version"])
     if version > layout.VERSION:
-        raise _Told(
-            f"{path} is a store of version {version}, this distseg reads up to {layout.VERSION}: update distseg"
-        )
+        raise _Told(f"{path} is a store of version {version}, this distseg reads up to {layout.VERSION}: update distseg")
     if not ("complete" in known and bool(_plain(known["complete"]))):
         raise _Told(f"{path} is unfinished, its writer was stopped: prepare it anew")
     texts = {name: _text(file, name) for name in ("index", "provenance")}
     digest = _digest(file, texts)
     if version > 1 and digest != _plain(known["digest"]):
         raise ValueError("it is not the one that was written, its checksum differs")
-    attributes = {name: _plain(known[name]) for name in ("classes", "bands", "ignore", "block", "mean", "std")}
-    return _checked(version, attributes, json.loads(texts["index"]), json.loads(texts["provenance"]), digest)
-
-
-def _checked(version: int, known: dict[str, Any], index: list, provenance: dict, digest: str) -> Header:
-    classes, bands = known["classes"], known["bands"]
-    _must(type(version) is int and version > 0, f"the version {version!r}")
-    for what, names in dict(classes=classes, bands=bands).items():
-        _must(
-            isinstance(names, list) and names and all(isinstance(name, str) for name in names),
-            f"the names of its {what}",
-        )
-    _must(
-        2 <= len(classes) <= 255 and type(known["ignore"]) is int and len(classes) <= known["ignore"] <= 255,
-        f"{len(classes)} classes and the label {known['ignore']} to ignore",
-    )
-    _must(type(known["block"]) is int and known["block"] > 0, f"blocks of {known['block']} pixels")
-    mean, std = (np.array(known[name], np.float64) for name in ("mean", "std"))
-    fine = (
-        mean.shape == std.shape == (len(bands),)
-        and np.isfinite(mean).all()
-        and np.isfinite(std).all()
-        and (std > 0).all()
-    )
-    _must(fine, f"the means {mean} and deviations {std} of {len(bands)} bands")
-    _must(isinstance(index, list) and isinstance(provenance, dict), "an index or provenance")
-    images = [Entry.from_json(entry, len(classes), version) for entry in index]
+    index, provenance = json.loads(texts["index"]), json.loads(texts["provenance"])
+    images = [Entry.from_json(entry, version) for entry in index]
     _must(len({image.name for image in images}) == len(images), "two images of one name")
-    return Header(
+    named = {name: _plain(known[name]) for name in ("classes", "bands", "ignore", "block")}
+    numbers = {name: np.array(_plain(known[name]), np.float64) for name in ("mean", "std")}
+    sums_at = _sums_at(file) if version > 1 else 0
+    found = Header(
         version,
-        classes,
-        bands,
-        known["ignore"],
-        known["block"],
-        mean,
-        std,
-        provenance,
-        {image.name: image for image in images},
-        digest,
+        **named,
+        **numbers,
+        provenance=provenance,
+        images={i.name: i for i in images},
+        digest=digest,
+        sums_at=sums_at,
     )
+    found.check()
+    return found
 
 
 def _must(fine: bool, what: str) -> None:
@@ -204,11 +189,22 @@ def _must(fine: bool, what: str) -> None:
         raise ValueError(f"{what} can not be")
 
 
+def _count(value: Any, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _sums_at(file: h5py.File) -> int:
+    found = hdf5.dataset(file, "sums")
+    if found.chunk is not None or found.dtype != np.uint64 or found.id.get_offset() is None:
+        raise ValueError("its checksums are not stored as distseg stores them")
+    return found.id.get_offset()
+
+
 def _text(file: h5py.File, name: str) -> str:
     found = hdf5.dataset(file, name)
     if found.shape != () or found.id.get_storage_size() > file.id.get_filesize():
         raise ValueError(f"its {name} is no text")
-    return _plain(found[()])
+    return _plain(found.open()[()])
 
 
 def _digest(file: h5py.File, texts: dict[str, str]) -> str:

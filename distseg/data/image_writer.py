@@ -55,6 +55,7 @@ class ImageWriter:
         if labels:
             packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
             self._chunks["labels"] = ChunkWriter(group.create_dataset("labels", size, "u1", **packed))
+        self._sums: dict[str, np.ndarray] = {}
         self._digests: dict[str, str] = {}
 
     def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None) -> None:
@@ -82,18 +83,20 @@ class ImageWriter:
             self._finish()
         self._check_disk()
 
-    def entry(self) -> Entry:
-        """The image's line in the index; ValueError unless all of it is written."""
+    def entry(self, first: int) -> tuple[Entry, np.ndarray]:
+        """The image's line in the index, and the checksums of its chunks, which begin at ``first``; ValueError unless all is written."""
         if self.missing:
             raise ValueError(f"image {self.name!r}: {self.missing} of its {Extents(self.size)} pixels were never written")
         labels, totals = self.counts is not None, self.counts.totals if self.counts else None
         known = self.name, self.split, self.size, self.dtype, labels, totals
-        return Entry(*known, self.nodata, self.without_data, self._digests)
+        starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
+        places = {what: int(start) for what, start in zip(self._sums, starts)}
+        entry = Entry(*known, self.nodata, self.without_data, places, self._digests)
+        return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _finish(self) -> None:
         for what, chunks in self._chunks.items():
-            self.group.create_dataset(f"sums/{what}", data=chunks.sums)
-            self._digests[what] = layout.digest(chunks.sums)
+            self._sums[what], self._digests[what] = chunks.sums, layout.digest(chunks.sums)
         self._chunks.clear()
         if self.counts:
             table = self.counts.table.astype("<u4")

@@ -4,13 +4,14 @@
 
     attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std, digest
     index                 JSON: a list of images, each with name, split, size, dtype, labels, counts (pixels of each class),
-                          nodata (the number that stands for no data, or null), missing (pixels without data), digests
+                          nodata (the number that stands for no data, or null), missing (pixels without data), sums
+                          (where in ``sums`` those of its pixels and labels begin), digests
     provenance            JSON: where the data come from
     images/NAME/pixels    (C, *size), any integer or float type, in chunks for reading windows, not compressed:
                           measured on the Blue Marble, lzf halves the file and makes reading a window five times slower
     images/NAME/labels    (*size) uint8, gzip 1: a fortieth of the size, as quick as raw
     images/NAME/counts    (classes, *blocks) uint32, pixels of each class in blocks of ``block`` pixels a side
-    images/NAME/sums      of ``pixels`` and of ``labels``: XXH3, 64 bits, of each chunk as it is stored
+    sums                  (all chunks) uint64, XXH3 of each chunk as it is stored: image by image, first its pixels, then its labels
 
 Everything is under a checksum: a chunk under its own in ``sums``, so that a chunk in another's place is found too; the sums,
 and the counts, under those in the image's entry of the index (``digests``); index, provenance and attributes under

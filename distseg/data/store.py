@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Sequence
@@ -16,13 +17,13 @@ from typing import Sequence
 import numpy as np
 
 from distseg.data import hdf5, header, layout
-from distseg.data.chunks import AGAIN, ChunkReader, Damage
+from distseg.data.chunks import AGAIN, ChunkReader, Damage, Sums
 from distseg.data.nodata import absent
 from distseg.data.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
-_READERS_KEPT = 512  # of which each knows where the chunks of an image lie
+_READERS_KEPT, _CHUNKS_KEPT = 1 << 14, 1 << 20  # of which each knows where its chunks lie: 20 MB and 30 MB
 _MADE_BY = "'distseg prepare' writes a store from images"
 _told: set[str] = set()  # stores without checksums, of which this process has said so
 
@@ -54,7 +55,7 @@ class Store:
             if len(constants[0]) != self.bands:
                 raise ValueError(f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on")
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
-        self.provenance, self._images = found.provenance, found.images
+        self.provenance, self._images, self._sums_at = found.provenance, found.images, found.sums_at
         self._check_size()
         self.splits: dict[str, list[str]] = {}  # the names of the images of each, in the order they were written
         for name, entry in self._images.items():
@@ -128,16 +129,27 @@ class Store:
         """
         if self._process != os.getpid():
             self._open()
-        if (name, what) not in self._readers:
-            if len(self._readers) >= _READERS_KEPT:
-                self._readers.clear()
-            self._readers[name, what] = self._new_reader(name, what)
-        return self._readers[name, what]
+        found = self._readers.get((name, what))
+        if found is None:
+            found = self._new_reader(name, what)
+            self._keep((name, what), found)
+        return found
+
+    def _keep(self, key: tuple[str, str], reader: ChunkReader) -> None:
+        """For the next time, in the place of those that were opened first."""
+        with self._lock:
+            if key in self._readers:  # another thread was quicker
+                return
+            self._readers[key] = reader
+            self._chunks_kept += reader.chunks
+            while self._readers and (self._chunks_kept > _CHUNKS_KEPT or len(self._readers) > _READERS_KEPT):
+                self._chunks_kept -= self._readers.pop(next(iter(self._readers))).chunks
 
     def _open(self) -> None:
         self._handle, self._process = hdf5.opened(self.path, "store", _MADE_BY), os.getpid()
         self._descriptor = os.dup(self._handle.id.get_vfd_handle())
         self._readers: dict[tuple[str, str], ChunkReader] = {}
+        self._lock, self._chunks_kept = threading.Lock(), 0
         weakref.finalize(self, os.close, self._descriptor)
 
     def _new_reader(self, name: str, what: str) -> ChunkReader:
@@ -148,7 +160,7 @@ class Store:
             if (found.shape, found.dtype) != (shape, dtype):
                 told = f"the {words} are {found.shape} of {found.dtype}, the index says {shape} of {dtype}"
                 raise Damage(f"{self.path} is damaged: {told}: {AGAIN}")
-            sums = self._sums(entry, what) if self.version > 1 and what != "counts" else None
+            sums = Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what]) if what in entry.sums else None
             return ChunkReader(self._descriptor, found, self.path, words, sums, leading=int(what == "pixels"))
         except (OSError, RuntimeError, KeyError) as e:  # HDF5's words
             raise Damage(f"{self.path} is damaged: the {words} can not be found ({e}): {AGAIN}") from e
@@ -160,15 +172,6 @@ class Store:
         if what == "labels":
             return entry.size, np.dtype(np.uint8)
         return (len(self.classes), *(-(-n // self.block) for n in entry.size)), np.dtype("<u4")
-
-    def _sums(self, entry: header.Entry, what: str) -> np.ndarray:
-        found = hdf5.dataset(self._handle, f"images/{entry.name}/sums/{what}")
-        fits = found.chunks is None and found.id.get_storage_size() <= self._handle.id.get_filesize()
-        sums = found[()] if fits and found.dtype == np.uint64 else np.zeros(0)
-        if layout.digest(sums) != entry.digests[what]:
-            words = f"the checksums of the {what} of image {entry.name!r} are not those that were written"
-            raise Damage(f"{self.path} is damaged: {words}: {AGAIN}")
-        return sums
 
     def _check_size(self) -> None:
         """Of the pixels, which are not packed, the file must have all."""

@@ -120,7 +120,7 @@ class StoreWriter:
         return image
 
     def _finish(self) -> None:
-        index = [image.entry() for image in self._images.values()]
+        index, sums = self._entries()
         if not any(image.split == "train" for image in index):
             raise ValueError("no image is in the split 'train', from which the store takes mean and deviation of each band: put one there")
         for band, pixels in zip(self.bands, self.moments.pixels):
@@ -130,13 +130,22 @@ class StoreWriter:
                     "or say which number stands for no data (--nodata)"
                 )
         known = self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance
-        header.write(self.file, *known, index)
+        header.write(self.file, *known, index, sums)
         with self._room_told():
             self._growing.close()
             to_disk(self.partial)
             os.replace(self.partial, self.path)
             self._finished = True
             to_disk(self.path.parent)
+
+    def _entries(self) -> tuple[list[header.Entry], np.ndarray]:
+        """The lines of the index, and the checksums of all chunks."""
+        index, sums, first = [], [np.zeros(0, np.uint64)], 0
+        for image in self._images.values():
+            entry, found = image.entry(first)
+            index.append(entry), sums.append(found)
+            first += found.size
+        return index, np.concatenate(sums)
 
     def _check_disk(self) -> None:
         with self._room_told():

@@ -222,7 +222,7 @@ def test_interrupted(tmp_path, arguments):
 
 def test_a_store_interrupted_leaves_nothing(tmp_path):
     (tmp_path / "images").mkdir()
-    np.lib.format.open_memmap(tmp_path / "images/large.npy", "w+", np.uint8, (60000, 60000, 1)).flush()  # takes no room
+    np.save(tmp_path / "images/large.npy", np.random.default_rng(0).integers(0, 256, (12000, 12000, 1), np.uint8))
     before = {p.name for p in tmp_path.iterdir()} | {"nets.py"}
     process = program(tmp_path, "prepare", "images", "store.h5", "--classes", "a,b", "--split", "1,0,0")
     growing = tmp_path / "store.h5.partial"

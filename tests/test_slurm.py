@@ -157,10 +157,11 @@ def note(seen: list[tuple[str, str]], now: dict) -> None:
 
 def tell(path: Path, folder: Path, job: str, seen: list[tuple[str, str]], slurm: PrivateSlurm) -> None:
     """Write what happened as a page of the documentation."""
-    rows = curve(folder / "runs/cut")
+    rows, whole = curve(folder / "runs/cut"), curve(folder / "runs/whole")
     log = "\n".join(line for line in (folder / f"cut.{job}.log").read_text().splitlines() if "find-available" not in line)
-    pick = [0, 1, len(rows) // 2, len(rows) - 2, len(rows) - 1]
-    table = "\n".join(f"| {rows[i]['step']} | {rows[i]['loss']!r} | {curve(folder / 'runs/whole')[i]['loss']!r} |" for i in pick)
+    cuts = [int(step) for step in re.findall(r"ends after step (\d+)", log)]
+    pick = sorted({1, *cuts, *(step + 1 for step in cuts), len(rows)})
+    table = "\n".join(f"| {step} | {rows[step - 1]['loss']!r} | {whole[step - 1]['loss']!r} |" for step in pick)
     path.write_text(STORY.format(
         version=slurm.run("sinfo", "--version").strip(), config=(folder / "cut.yaml").read_text().strip(), script=(folder / "cut.sbatch").read_text().strip(),
         states="\n".join(f"{clock}  {state}" for clock, state in seen), log=log.replace(str(folder), "..."), steps=len(rows), table=table,
@@ -173,7 +174,7 @@ STORY = """\
 A log of a true run, written by `make slurm` (`jobs/try_slurm.sh`): {version}, one node, two ranks on two cores. A training that takes longer than its job's limit of three minutes
 is told so by Slurm, writes a checkpoint, ends with code 75, queues again and goes on, until all its epochs are done. A second job with the same config and an hour's limit is not cut off.
 
-**The same loss curve**: all {steps} steps have the same loss, rate and norm of the gradient in both logs, bit for bit. Some of them:
+**The same loss curve**: all {steps} steps have the same loss, rate and norm of the gradient in both logs, bit for bit. The first, those on both sides of each cut, the last:
 
 | step | loss, cut off | loss, in one go |
 |---:|---:|---:|

@@ -224,14 +224,21 @@ def test_a_store_interrupted_leaves_nothing(tmp_path):
     (tmp_path / "images").mkdir()
     np.save(tmp_path / "images/large.npy", np.random.default_rng(0).integers(0, 256, (12000, 12000, 1), np.uint8))
     before = {p.name for p in tmp_path.iterdir()} | {"nets.py"}
-    process = program(tmp_path, "prepare", "images", "store.h5", "--classes", "a,b", "--split", "1,0,0")
-    growing = tmp_path / "store.h5.partial"
+    for _ in range(5):
+        code, err = interrupted_prepare(tmp_path)
+        if "Exception ignored" not in err:  # Python loses an interrupt that falls into the end of a weak reference; the next one does
+            break
+    assert code == 130 and err.splitlines()[-1] == "distseg: interrupted" and "Traceback" not in err, err
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+def interrupted_prepare(folder) -> tuple[int, str]:
+    process = program(folder, "prepare", "images", "store.h5", "--classes", "a,b", "--split", "1,0,0", "--overwrite")
+    growing = folder / "store.h5.partial"
     while process.poll() is None and not (growing.exists() and growing.stat().st_size > 20000):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate()
-    assert process.returncode == 130 and err.splitlines()[-1] == "distseg: interrupted" and "Traceback" not in err, err
-    assert {p.name for p in tmp_path.iterdir()} == before
+    return process.wait(), process.communicate()[1]
 
 
 def test_the_working_directory_is_where_own_networks_are_looked_for(tmp_path):

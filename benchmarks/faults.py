@@ -28,7 +28,6 @@ from distseg.data.store import StoreWriter
 from distseg.geometry.tile import Box
 
 QUESTION = "Does a run whose rank is killed, stopped or signalled anywhere end in time, name it, and go on as if nothing had happened?"
-LIMIT = 8.0  # run.timeout, s
 GRACE = 5.0  # s that the end of a job may take after that
 MESHES = {  # name: (ranks, flags)
     "1": (1, []),
@@ -54,7 +53,7 @@ spatial: {norm_scope: step}
 data: {store: store.h5, crop: 32x32, epoch_samples: 12, images: 2, augment: [flip]}
 optim: {lr: 0.01}
 train: {epochs: 2, checkpoint_minutes: 0.01, check_replicas: 2, tensorboard: false, precision: fp64}
-run: {timeout: 8, threads: 1}
+run: {threads: 1}
 """
 
 
@@ -62,16 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
     parser.add_argument("--trials", type=int, default=110, help="faults (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=30, help="changes of mesh (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=8.0, help="run.timeout, in seconds (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.trials, options.pairs = 1, 0
+        options.trials, options.pairs, options.limit = 1, 0, 60.0
     with tempfile.TemporaryDirectory(prefix="distseg-faults-") as folder:
-        bench = Bench(Path(folder), random.Random(options.seed))
+        bench = Bench(Path(folder), random.Random(options.seed), options.limit)
         trials = [bench.trial(fault) for fault in bench.faults(options.trials, ["1x2 tiles"] if options.quick else list(MESHES))]
         pairs = [bench.change(*pair) for pair in bench.pairs(options.pairs)]
     rows = [*summary(trials), _pairs_row(pairs)]
-    notes = f"Limit {LIMIT:g} s; a stopped or hanging job has to end within {GRACE:g} s after it. Each resumed run's log is compared with that of a run without a fault."
+    notes = f"Limit {options.limit:g} s; a stopped or hanging job has to end within {GRACE:g} s after it. Each resumed run's log is compared with that of a run without a fault."
     report("faults", QUESTION, Rows(rows, {"trials": trials, "pairs": pairs}), options, {"trials": options.trials, "pairs": options.pairs, "seed": options.seed}, notes)
     if any(trial["wrong"] for trial in trials) or any(pair["error"] > 1e-12 for pair in pairs):
         sys.exit(1)
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 class Bench:
     """A folder with a store, whole runs to compare with, and the trials."""
 
-    def __init__(self, folder: Path, chance: random.Random):
-        self.folder, self.chance, self._whole, self._numbers = folder, chance, {}, count()
+    def __init__(self, folder: Path, chance: random.Random, limit: float):
+        self.folder, self.chance, self.limit, self._whole, self._numbers = folder, chance, limit, {}, count()
         (folder / "config.yaml").write_text(CONFIG)
         _write_store(folder / "store.h5")
 
@@ -116,7 +116,7 @@ class Bench:
         code, said = self._train(fault["mesh"], run, fault)
         ended = time.time()
         struck = float((run / "fault").read_text() or 0) if (run / "fault").exists() else None
-        wrong = _judge(fault, code, said, struck, ended)
+        wrong = _judge(fault, code, said, struck, ended, self.limit)
         tries = 0
         while code != 0 and tries < 3:
             code, said = self._train(fault["mesh"], run)
@@ -165,12 +165,12 @@ class Bench:
         ranks, flags = MESHES[mesh]
         never = {"rank": -1, "place": "", "count": 0, "signal": "SIGKILL"}
         program = ["-m", "benchmarks.faulty", str(run), json.dumps(fault or never), "train", str(self.folder / "config.yaml")]
-        more = ["--data.store", str(self.folder / "store.h5"), "--train.output", str(run / "run"), "--train.resume", "true"]
+        more = ["--data.store", str(self.folder / "store.h5"), "--train.output", str(run / "run"), "--train.resume", "true", "--run.timeout", str(self.limit)]
         done = subprocess.run(command(ranks, [*program, *flags, *more]), env=job_environment(1) | {"HOROVOD_CYCLE_TIME": "5"}, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout + done.stderr
 
 
-def _judge(fault: dict, code: int, said: str, struck: float | None, ended: float) -> list[str]:
+def _judge(fault: dict, code: int, said: str, struck: float | None, ended: float, limit: float) -> list[str]:
     """What is wrong with the end of a job that met with a fault."""
     how, wrong = fault["signal"], []
     if struck is None:
@@ -179,10 +179,10 @@ def _judge(fault: dict, code: int, said: str, struck: float | None, ended: float
     if how == "SIGSTOP":
         if code == 0 or "run.timeout" not in said or f"rank {fault['rank']}" not in said and "ranks " not in said:
             wrong.append(f"status {code}, and nobody is named: {said[-300:]}")
-        if seconds > LIMIT + GRACE:
+        if seconds > limit + GRACE:
             wrong.append(f"it took {seconds:.1f} s to end")
     elif how == "SIGKILL":
-        if code == 0 or seconds > GRACE + LIMIT:
+        if code == 0 or seconds > limit + GRACE:
             wrong.append(f"status {code} after {seconds:.1f} s")
     elif how == "SIGUSR1":
         if code != 0:

@@ -46,5 +46,7 @@ def says(library, version: str, environment: Mapping[str, str]) -> bool:
 
 def _of_ours(value: str) -> bool:
     if value not in ("0", "1"):
-        raise ValueError(f"{_OURS} is {value!r}: set it to 1 if MPI takes pointers to a GPU's memory, to 0 if not, or leave it out, and MPI is asked")
+        raise ValueError(
+            f"{_OURS} is {value!r}: set it to 1 if MPI takes pointers to a GPU's memory, to 0 if not, or leave it out, and MPI is asked"
+        )
     return value == "1"

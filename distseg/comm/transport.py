@@ -78,7 +78,8 @@ class Transport:
         self.comm, self.device = comm, torch.device(device)
         self.staged = self.device.type == "cuda" and not cuda_aware()
         self.buffers = Buffers(self.device, self.staged)
-        self._sending: list[tuple[object, object, Tensor | None]] = []  # what is sent lives until its request is complete, a buffer behind it
+        # What is sent lives until its request is complete; behind it the buffer that it is in, if it is in one.
+        self._sending: list[tuple[object, object, Tensor | None]] = []
 
     def send(self, x: Tensor, to: int, tag: int) -> None:
         """Start to send a dense tensor; it must not change before :meth:`flush`."""

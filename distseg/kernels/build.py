@@ -43,7 +43,9 @@ def library() -> ctypes.CDLL | None:
         return _loaded(shlex.split(os.environ.get("CXX", "c++")))
     except (OSError, subprocess.SubprocessError) as e:
         reason = getattr(e, "stderr", None) or str(e)
-        warnings.warn(f"distseg's norm kernels could not be built, so PyTorch's slower ones are used (name a C++ compiler as CXX): {reason.strip()[-500:]}")
+        warnings.warn(
+            f"distseg's norm kernels could not be built, so PyTorch's slower ones are used (name a C++ compiler as CXX): {reason.strip()[-500:]}"
+        )
         return None
 
 
@@ -180,7 +182,8 @@ def _lock(handle: int, until: float) -> None:
 def _compiled(compiler: list[str], place: Path) -> Path:
     """In two steps, so that the OpenMP runtime is the one that PyTorch has loaded, with the same threads, and not another."""
     compiled, linked = place / "norm.o", place / "norm.so"
-    for command in ([*_FLAGS.split(), "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)], ["-shared", str(compiled), "-o", str(linked)]):
+    first = [*_FLAGS.split(), "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)]
+    for command in (first, ["-shared", str(compiled), "-o", str(linked)]):
         subprocess.run([*compiler, *command], check=True, capture_output=True, text=True, timeout=_LONGEST)
     linked.chmod(linked.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # which some users' umask would leave on
     return linked

@@ -82,7 +82,7 @@ class DistributedNorm(nn.Module):
         GPU, where autocast has it answer in float32.
         """
         x = xs[0]
-        if compiled.available(x) or not self.live or self.masks(xs)[0] is not None:
+        if compiled.available(x) or not self.live or (self.training and self.dropout):
             return False
         alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
         if not alone or x.dtype == torch.float64:
@@ -136,24 +136,26 @@ class DistributedNorm(nn.Module):
             return [None] * len(xs)
         return [upload(self.dropout[0].channels_of(place, x.shape[1]), x.device) for place, x in zip(self.context.places, xs)]
 
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Part"]:
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         """Moments of the channels of window ``index``, image by image."""
         owned = self.owned(x, index)
         parts = [of_channels(owned[b : b + 1]) for b in range(len(x))]
         if mask is not None:
             parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
-        return [Part(row, part, owned.shape[2:].numel()) for row, part in zip(self.rows(index), parts)]
+        pixels = owned.shape[2:].numel()
+        return [Contribution(row, part, pixels) for row, part in zip(self.rows(index), parts)]
 
-    def statistics(self, parts: list["Part"]) -> Moments:
+    def statistics(self, parts: list["Contribution"]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
-        by_row: dict[int, list[Part]] = {}
+        by_row: dict[int, list[Contribution]] = {}
         for part in parts:
             by_row.setdefault(part.row, []).append(part)
         mine = stack([combine(stack([part.moments for part in by_row[row]])) for row in sorted(by_row)])
         if self.kind == "group":
             mine = by_group(mine, self.groups)
         others = self.comm.size > 1
-        everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, torch.device("cpu") if others else None)))  # where messages come to
+        home = torch.device("cpu") if others else None  # where messages come to
+        everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, home)))
         # What is known on the host is not read from a GPU, which would have to be waited for.
         self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
         everyone = everyone.on(mine.mean.device)
@@ -161,7 +163,7 @@ class DistributedNorm(nn.Module):
             self.seen.append(combine(everyone))
         return everyone
 
-    def _least(self, by_row: dict[int, list["Part"]], statistics: Moments) -> int:
+    def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> int:
         """The fewest values that a statistic of this rank alone is of."""
         channels = next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
         return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
@@ -196,7 +198,7 @@ class DistributedNorm(nn.Module):
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """What an image of a window adds to the statistics: their row, the moments of its channels, and the pixels these are of."""
 
     row: int

@@ -141,7 +141,8 @@ class Engine:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
-        return memory_in_use(self.device) + weights * (1 + state_copies(self.config.optim)) + cast
+        gradients = 0 if self.device.type == "cuda" else weights  # which a GPU has at once, a CPU once they are written
+        return memory_in_use(self.device) + gradients + weights * state_copies(self.config.optim) + cast
 
     @property
     def reading(self) -> Reach:

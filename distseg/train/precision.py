@@ -36,7 +36,8 @@ def gpu_lines(device: torch.device, precision: str, ranks: int) -> list[str]:
         return []
     lines = [f"float32 convolutions in {_tf32(device)}"] if precision == "fp32" else []
     if ranks > 1:
-        lines.append(f"MPI takes messages {'straight from the GPU' if cuda_aware() else 'of a GPU through the memory of the host'} (DISTSEG_CUDA_AWARE)")
+        way = "straight from the GPU" if cuda_aware() else "of a GPU through the memory of the host"
+        lines.append(f"MPI takes messages {way} (DISTSEG_CUDA_AWARE)")
     return lines
 
 

@@ -259,7 +259,7 @@ def _write(path: Path, script: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as growing:
         growing.write_text(script)
-        growing.chmod(0o777 & ~_umask())
+    path.chmod(0o777 & ~_umask())
 
 
 def _umask() -> int:

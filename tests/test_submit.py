@@ -64,6 +64,13 @@ def test_a_script_for_slurm(capsys, folder):
     assert "# 2 samples x (2x2) tiles x 1 stages: 8 processes, on 2 nodes of 4\n" in text and "not run here" in text
 
 
+@pytest.mark.parametrize("config", [["--config", "c.yaml"], ["--config=c.yaml"]])
+def test_the_config_may_be_named_with_its_flag(capsys, folder, config):
+    with pytest.raises(SystemExit) as end:
+        main(["submit", *PERLMUTTER, *config])
+    assert end.value.code == 0 and command(capsys.readouterr().out).endswith("train c.yaml      --train.resume true")
+
+
 def test_a_script_for_cpus_has_no_line_about_gpus(capsys, folder):
     text = script(capsys, *CPU)
     assert "gpus" not in text.replace("--gpus 0", "") and "#SBATCH --cpus-per-task=2\n" in text and "#SBATCH --ntasks-per-node=8\n" in text
@@ -259,11 +266,11 @@ def test_what_can_not_be_is_told_before_anything_is_written(capsys, folder, argu
     assert sorted(p.name for p in folder.iterdir()) == before and Path("there").read_text() == "mine" and Path("c.yaml").read_text() == CONFIG
 
 
-@pytest.mark.parametrize("config", [[], ["--config", "{mesh: {samples: 4}}"]])
-def test_without_a_config(capsys, config):
+@pytest.mark.parametrize("config", [[], ["c.yaml", "--config", "c.yaml"], ["c.yaml", "--config=c.yaml"]])
+def test_without_one_config(capsys, folder, config):
     with pytest.raises(SystemExit):
         main(["submit", *config, *PERLMUTTER])
-    assert capsys.readouterr().err == "distseg: error: name the config that is to be trained, a file, first: distseg submit CONFIG.yaml ...\n"
+    assert capsys.readouterr().err == "distseg: error: name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ...\n"
 
 
 def test_a_script_is_written_whole_and_over_nothing_else(capsys, folder):

@@ -98,9 +98,7 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
         arguments: the flags as they were written.
         read: settings from other flags.
     """
-    if not asked.config or asked.config[-1] is None:
-        raise ValueError("name the config that is to be trained, a file, first: distseg submit CONFIG.yaml ...")
-    path = str(asked.config[-1])
+    path = _config_file(arguments)
     jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
     scripts = [(job, render(job)) for job in jobs]  # all of them before one is written
     _note_missing_store(config.data.store)
@@ -117,6 +115,16 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
         if not asked.submit:
             print(job.script)
     return 0
+
+
+def _config_file(arguments: list[str]) -> str:
+    """The config among the flags: first without a flag, or with ``--config``."""
+    named = [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
+    named += [path for flag, path in zip(arguments, arguments[1:]) if flag == "--config"]
+    named += [word for word in arguments[:1] if not word.startswith("-")]
+    if len(named) != 1 or not Path(named[0]).is_file():
+        raise ValueError("name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ...")
+    return named[0]
 
 
 def _jobs(
@@ -251,7 +259,7 @@ def _write(path: Path, script: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as growing:
         growing.write_text(script)
-        growing.chmod(0o777 & ~_umask())
+    path.chmod(0o777 & ~_umask())
 
 
 def _umask() -> int:

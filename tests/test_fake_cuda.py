@@ -25,7 +25,7 @@ def case(waits, *, tile=(0, 0), image="64x64", precision="fp32", last=False, dir
         reach: halo and stride of a network for which they take long to find.
         predict: in tiles of this size, once the step is done; its waits are those of the prediction.
     """
-    network = dict(depth=1, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, dropout=0.1, groups=2)
+    network = dict(depth=1, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, dropout=0.1, groups=2 if norm == "group" else None)
     config = {"model": {**network, **sections.pop("model", {})}, "mesh": {"reducer": "mpi", **sections.pop("mesh", {})}, **sections}
     config["loss"] = {"name": loss, **sections.pop("loss_fields", {})}
     config.pop("loss_fields", None)

@@ -237,10 +237,10 @@ def test_command_as_json(capsys):
         (["--memory", "1GB"], "no split into 6 stages fits"),
         (["--memory", "lots"], "memory is written as 16GB"),
         (["--stages", "200"], "109 layers can't be cut into 200 stages"),
-        (["--device", "k80"], "unknown device 'k80': choose v100, cpu"),
+        (["--device", "k80"], "unknown --device 'k80': choose v100, cpu"),
         (["--costs", "measured", "--device", "v100"], "leave it out"),
         (["--model", "resnet"], "unknown model 'resnet'"),
-        (["--micro-batches", "0"], "at least one micro-batch, got 0"),
+        (["--micro-batches", "0"], "--micro-batches is a whole number from 1 to 1000000, got 0"),
     ],
 )
 def test_command_refuses(capsys, arguments, words):

@@ -108,6 +108,8 @@ def run_plot(what: str, paths: list[str], store: str | None, box: str | None, ou
 def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     name = Path(path).stem
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
+        if "classes" not in f:
+            raise ValueError(f"{path} is no prediction (it has no classes): give the NAME.h5 that 'distseg predict' wrote")
         classes = hdf5.dataset(f, "classes").open()
         if classes.shape != store.size(name) or classes.dtype != np.uint8:
             sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))

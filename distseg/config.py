@@ -8,6 +8,7 @@ without effect beside others are refused by :mod:`distseg.check`.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import List, Literal, Optional, Union
 
@@ -299,6 +300,8 @@ class TrainConfig:
 
     def __post_init__(self):
         _at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
+        if not isinstance(self.resume, bool) and not re.fullmatch(r"best|last|step-\d{8,}", str(self.resume)):
+            raise ValueError(f"train.resume is true, false, best, last or a name such as step-00000600, got {self.resume!r}")
         _at_least(self, 0, "check_replicas", "validate_every", "max_minutes", "job_minutes", "checkpoint_minutes")
         _between(self, -_LARGEST, _LARGEST, "seed")
         _path(self, "output")

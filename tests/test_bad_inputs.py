@@ -26,7 +26,7 @@ from distseg.extents import Extents
 from distseg.geometry.receptive import receptive_field
 from distseg.models.unet import unet
 from distseg.spatial.parallelize import parallelize
-from distseg.train.checkpoint import find
+from distseg.train.checkpoint import digest_of, find
 from distseg.train.loop import train
 
 BASE = {"image": "29x43", "model.depth": "2", "model.num_convs": "1", "model.base_channels": "4"}
@@ -187,7 +187,7 @@ MANIFESTS = {  # of what the manifest's config is changed into
 }
 
 TABLE = {
-    "no such command": (["trian"], "unknown command 'trian': choose prepare, train"),
+    "no such command": (["trian"], "unknown command 'trian': choose prepare, check, train"),
     "a flag misspelt": (["train", "--model.dpth", "2"], "--model.dpth 2: did you mean --model.depth[?]"),
     "a section for a flag": (["train", "--model", "unet"], "--model is a section: give its fields, such as --model.name VALUE"),
     "words for a number": (["train", "--model.depth", "deep"], "--model.depth takes a whole number or null, got 'deep'"),
@@ -453,7 +453,7 @@ def _change(path: Path, changes: dict) -> None:
             manifest["config"][section][field] = value
         else:
             del manifest["config"][section]
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))  # whoever changes it can do that as well
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -80,7 +80,7 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
         with skip_store({}):
             y = copy.deepcopy(model).to("meta").eval()(torch.empty(1, bands, *(256,) * dims, device="meta"))
     except RuntimeError as e:
-        if "channels" in str(e):
+        if "channel" in str(e):
             raise ValueError(f"model {name!r} does not take images of {bands} bands: {blame(e)}: let it take in_channels") from e
         return  # such as a size that it does not like; what is wrong with it shows later
     except Exception:

@@ -189,7 +189,7 @@ class TestBudget:
         (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time spill reads exact windows: leave out spatial.exchange_every"),
         (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"leave out spatial.exchange_every, spatial.halo"),
         (dict(memory="4GB", placement="devices", balance=[10, 19]), r"torchgpipe does not: set pipeline.placement to line or v"),
-        (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"/nowhere can not be used .*spatial.scratch"),
+        (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
         (dict(in_time="together", memory="4GB"), r"run.memory is given, but with spatial.in_time together nothing can be cut to fit it"),
         (dict(memory="1MB"), r"run.memory is 1 MB, but this process .* takes \d+ MB already"),
         (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),

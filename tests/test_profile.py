@@ -71,7 +71,7 @@ def test_as_a_command_without_a_pipeline(comm, capsys, shared_path):
 @pytest.mark.parallel(1)
 def test_what_can_not_be_profiled(comm, capsys):
     code, _, err = run(capsys, "profile", "--image", "16x20", "--steps", "0")
-    assert code == 2 and "--steps is at least 1, got 0" in err
+    assert code == 2 and "--steps is a whole number from 1 to 1000000, got 0" in err
     code, _, err = run(capsys, "profile", "--image", "16x20", "--pipeline.placement", "devices", "--pipeline.devices", "[cpu, cpu]")
     assert code == 2 and "torchgpipe's threads can't be watched" in err
     code, _, err = run(capsys, "profile")

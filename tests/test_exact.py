@@ -78,7 +78,7 @@ def test_every_up_sampling(comm, up):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("over", ["image", "batch"])
 def test_every_loss(comm, loss, over):
-    check(comm, "61x75", tiles={1: "1x1", 4: "1x2"}[comm.size], samples={1: 1, 4: 2}[comm.size], loss=loss, dice_over=over, images=2)
+    check(comm, "61x75", tiles={1: "1x1", 4: "1x2"}[comm.size], samples={1: 1, 4: 2}[comm.size], loss=loss, **({"dice_over": over} if "dice" in loss else {}), images=2)
 
 
 @pytest.mark.parallel(3)
@@ -116,7 +116,7 @@ def test_frozen_batch_norm_one_tile_after_another(comm):
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("loss", ["cross_entropy", "dice"])
 def test_accumulation_without_norms_keeps_the_gradient(comm, loss):
-    check(comm, "61x75", tiles="1x2", norm="none", loss=loss, dice_over="batch", accumulate=3)
+    check(comm, "61x75", tiles="1x2", norm="none", loss=loss, **({"dice_over": "batch"} if "dice" in loss else {}), accumulate=3)
 
 
 @pytest.mark.parallel(2)

@@ -205,7 +205,7 @@ def test_it_learns_and_its_log_tells(comm, folder):
 
 @pytest.mark.parallel(2)
 def test_a_loss_that_is_no_number_ends_the_run_with_advice(comm, folder):
-    plan = replace(config(folder, tiles="1x2", norm="none"), optim=OptimConfig(name="sgd", lr=1e30))
+    plan = replace(config(folder, tiles="1x2", norm="none"), optim=OptimConfig(name="sgd", lr=1e18))
     with pytest.raises(JointFailure, match="lower optim.lr"):
         train(plan, comm)
 

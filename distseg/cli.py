@@ -21,6 +21,7 @@ from jsonargparse.typing import register_type
 from distseg.config import Config
 from distseg.config_file import Setting, check_value, read_settings, sections, settings_of, suggestion
 from distseg.extents import Extents, parse_bytes
+from distseg.interrupt import interruptible
 from distseg.job import job
 from distseg.launch import JointFailure, end_as_one
 from distseg.signals import listening
@@ -56,7 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     # The fields' documentation is the flags' help. To find it takes longer than all else of a command line.
     set_parsing_settings(docstring_parse_attribute_docstrings=bool(_HELP & set(arguments)))
     try:
-        end_as_one(lambda: _command(arguments))
+        with interruptible():
+            end_as_one(lambda: _command(arguments))
     except OSError as e:  # its last words could not be written, as to a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"distseg: error: the output can not be written ({e.strerror}): write it elsewhere", file=sys.stderr, flush=True)

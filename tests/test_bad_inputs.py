@@ -195,7 +195,7 @@ TABLE = {
     "a number for a list": (["train", "--data.augment", "1"], r"--data.augment takes a list such as \[a, b\], got '1'"),
     "a word that is no choice": (["train", "--data.augment", "[flop]"], "--data.augment takes one of 'flip', 'turn', 'colour', got 'flop'"),
     "a flag without a value": (["train", "--model.depth"], "--model.depth: expected one argument"),
-    "no boolean": (["train", "--train.resume", "[maybe]"], "train.resume"),
+    "no boolean": (["train", "--train.tensorboard", "maybe"], "--train.tensorboard takes true or false, got 'maybe'"),
     "no size": (["train", "--data.crop", "axb"], "--data.crop: expected whole numbers joined by 'x', such as 97x131, got 'axb'"),
     "an empty size": (["train", "--data.crop", "0x3"], "--data.crop: sizes and grids are positive, got 0x3"),
     "a value of thousands of digits": (["train", "--model.depth", "9" * 5000], "--model.depth is a whole number of thousands of digits"),

@@ -1,0 +1,174 @@
+"""Config files are data, whatever is in them: settings, or one clear error; and flags are the same settings."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distseg.check import check_effects
+from distseg.cli import _config, _parse, _parser
+from distseg.config import Config
+from distseg.config_file import check_value, read_settings, sections, settings_of
+from distseg.extents import Extents
+from distseg.train.loss import Loss
+from distseg.trained import taken_over
+
+PARSER = _parser("train")
+NAMES = [f"{section}.{field}" for section, names in sections().items() for field in names]
+QUICK = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+def config_of(text: str, tmp_path, *flags: str) -> Config:
+    (tmp_path / "c.yaml").write_text(text, newline="")
+    return _config(_parse(PARSER, [str(tmp_path / "c.yaml"), *flags]))
+
+
+def test_a_file_and_flags_say_the_same(tmp_path):
+    text = """
+# a comment
+model: {depth: 2, dropout: 1e-1, norm: null}
+mesh:
+  tiles: 1x2
+pipeline:
+  balance: [3, 4]
+loss:
+  name: cross_entropy + dice
+  class_weights: [1, 2.5, 1e1]
+data:
+  store: "a, b [c].h5"
+  augment:
+    - flip
+    - "turn"
+train:
+  tensorboard: no
+  output: runs/ünï
+run:
+  memory: 4GB
+"""
+    found = config_of(text, tmp_path)
+    flags = ["--model.depth=2", "--model.dropout=0.1", "--mesh.tiles=1x2", "--pipeline.balance=[3,4]", "--loss.name=cross_entropy + dice", "--loss.class_weights=[1,2.5,10]"]
+    flags += ["--data.store=a, b [c].h5", "--data.augment=[flip,turn]", "--train.tensorboard=false", "--train.output=runs/ünï", "--memory=4GB"]
+    assert found == _config(_parse(PARSER, flags))
+    assert (found.model.dropout, found.loss.class_weights, found.data.augment, found.run.memory) == (0.1, [1.0, 2.5, 10.0], ["flip", "turn"], 4 * 10**9)
+
+
+@pytest.mark.parametrize("text", ["\ufeffmodel:\n  depth: 2\n", "model:\r\n  depth: 2\r\n", "model:\n  depth: &d 2\ntrain:\n  epochs: *d\n", "mesh:\nmodel:\n  depth: 2\n"])
+def test_byte_order_marks_line_ends_references_and_empty_sections_are_fine(tmp_path, text):
+    assert config_of(text, tmp_path).model.depth == 2
+
+
+def test_flags_stand_over_files_and_later_files_over_earlier_ones(tmp_path):
+    (tmp_path / "more.yaml").write_text("model: {depth: 3, num_convs: 3}\n")
+    found = config_of("model: {depth: 2, num_convs: 2, base_channels: 2}\n", tmp_path, f"--config={tmp_path}/more.yaml", "--model.num_convs", "4")
+    assert (found.model.depth, found.model.num_convs, found.model.base_channels) == (3, 4, 2)
+
+
+def test_every_default_goes_through_a_file(tmp_path):
+    plain = {s.name: {f.name: getattr(s.default_factory(), f.name) for f in fields(s.default_factory)} for s in fields(Config)}
+    plain = {s: {f: str(v) if isinstance(v, Extents) else v for f, v in values.items()} for s, values in plain.items()}
+    assert config_of(yaml.safe_dump(plain), tmp_path) == Config()
+    assert _config(_parse(PARSER, [], settings_of(json.loads(json.dumps(plain)), "a manifest"))) == Config()
+
+
+def test_a_setting_that_is_wrong_is_told_with_its_line_unless_a_flag_is(tmp_path):
+    with pytest.raises(ValueError, match="c.yaml, line 3: model.depth takes a whole number or null, got 'deep'"):
+        config_of("\nmodel:\n  depth: deep\n", tmp_path)
+    with pytest.raises(ValueError, match="^--model.norm takes one of"):
+        config_of("model:\n  norm: batch\n", tmp_path, "--model.norm", "layer")
+
+
+def clear(read, *arguments):
+    """What ``read`` gives, or None where it refuses in one line of bearable length."""
+    try:
+        return read(*arguments)
+    except ValueError as e:
+        text = str(e)
+        assert text.strip() and "\n" not in text and len(text) < 1500, text
+        assert "Traceback" not in text and "jsonargparse" not in text, text
+        return None
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["1x2", "4GB", "auto", "dice", ".nan", "1e400", "&a [*a]", "[" * 30, "null", ""])
+trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | scalars, inner, max_size=3), max_leaves=12)
+likely = st.fixed_dictionaries({}, optional={section: trees | st.fixed_dictionaries({}, optional={f: scalars | trees for f in names}) for section, names in sections().items()})
+
+
+@QUICK
+@settings(max_examples=60)
+@given(tree=likely | trees)
+def test_random_trees(tree, tmp_path_factory):
+    """As YAML that PyYAML writes itself."""
+    path = tmp_path_factory.getbasetemp() / "tree.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
+    clear(lambda: _config(_parse(PARSER, [str(path)])))
+
+
+@QUICK
+@settings(max_examples=150)
+@given(raw=st.binary(max_size=200) | st.text(alphabet="model: {}[]&*!?|>-,'\"#%@`\n\t 0a", max_size=200).map(str.encode))
+def test_random_bytes(raw, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "bytes.yaml"
+    path.write_bytes(raw)
+    clear(read_settings, str(path))
+
+
+DEMO = Path(__file__).parents[1] / "jobs/demo.yaml"
+
+
+@QUICK
+@settings(max_examples=150)
+@given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=0, max_size=4), st.integers(0, 30)), min_size=1, max_size=6))
+def test_a_config_with_flipped_and_cut_bytes(edits, tmp_path_factory):
+    raw = DEMO.read_bytes()
+    for place, new, cut in edits:
+        place %= len(raw) + 1
+        raw = raw[:place] + new + raw[place + cut :]
+    path = tmp_path_factory.getbasetemp() / "edited.yaml"
+    path.write_bytes(raw)
+    clear(read_settings, str(path))
+
+
+values = st.text(max_size=30) | scalars.map(str) | st.lists(scalars, max_size=3).map(str) | st.sampled_from(["-1", "0", "1", "1.5", "true", "[1, 2]", "{}", "\0", "9" * 5000, "- " * 3000])
+
+
+@QUICK
+@settings(max_examples=150)
+@given(name=st.sampled_from(NAMES), value=values)
+def test_random_values_of_flags(name, value):
+    found = clear(lambda: _config(_parse(PARSER, [f"--{name}={value}"])))
+    if found is not None:
+        clear(check_effects, found)
+        clear(Loss, found.loss, 3)
+
+
+@QUICK
+@settings(max_examples=60)
+@given(tree=likely | trees)
+def test_random_manifests(tree):
+    """As JSON holds them."""
+    try:
+        tree = json.loads(json.dumps(tree))
+    except (TypeError, ValueError):
+        return
+    if isinstance(tree, dict) and isinstance(tree.get("model"), dict):
+        tree["model"]["name"] = "unet"
+    clear(lambda: _config(_parse(PARSER, [], settings_of(taken_over(tree, "run"), "run"))))
+
+
+@QUICK
+@settings(max_examples=100)
+@given(text=st.text(alphabet="[]{}&*a, -:?!\n", max_size=400))
+def test_values_that_pass_are_shallow(text):
+    if clear(lambda: check_value("--x", text) or True) and len(text) > 200:
+        try:
+            depth = most = 0
+            for event in yaml.parse(text, Loader=yaml.SafeLoader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                most = max(most, depth)
+        except yaml.YAMLError:
+            return
+        assert most <= 4

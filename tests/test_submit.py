@@ -230,7 +230,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--time", "90"], "--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got '90'"),
         ([*PERLMUTTER, "--time", "00:00:00"], "--time is the job's limit"),
         ([*PERLMUTTER, "--time", "00:08:00", "--warn", "300"], "--warn is 300 s, but --time is 480 s"),
-        ([*PERLMUTTER, "--account", "a\ntouch harm"], "account is 'a\\ntouch harm': what stands in a script's line has no line break"),
+        ([*PERLMUTTER, "--account", "a\ntouch harm"], "account is 'a\\ntouch harm': what stands in a line of a script has no line break"),
         ([*PERLMUTTER, "--name", "a b"], "a job's name has letters, digits and . _ - only, got 'a b'"),
         ([*PERLMUTTER, "--launcher", "srun {gpu}"], "the launcher's line 'srun {gpu}' can not be filled in ('gpu'): it may hold {nodes}, {tasks}"),
         (["--site", "summit", "--mesh.samples", "3", "--launcher", "jsrun -n2 -r1 -a6 -g6 -c48 {binding}"], "resource sets of 48 cores (--cpu_per_rs), but a node has 42"),
@@ -244,6 +244,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--sweep", "train.output=a,b"], "--sweep sets train.output itself"),
         ([*PERLMUTTER, "--sweep", "data.focus_class=a/b,a:b"], "two trainings for the folder runs/c/focus_class=a-b"),
         ([*PERLMUTTER, "--sweep", "mesh.samples=2,4"], "--mesh.samples 4 makes a mesh of 4 samples x (2x2) tiles x 1 stages, 16 processes, but the array's jobs have 8"),
+        ([*PERLMUTTER, "--train.resume", "best"], "train.resume"),  # where there is more to choose than true and false
         ([*PERLMUTTER, "--scaling", "1,two"], "--scaling is a list of different numbers of nodes, such as 1,2,4,8, got '1,two'"),
         ([*PERLMUTTER, "--scaling", "2,2"], "--scaling is a list of different numbers"),
         ([*PERLMUTTER, "--scaling", "1,2", "--nodes", "2"], "--scaling 1,2 names the nodes of each job: leave --nodes out"),

@@ -140,6 +140,11 @@ def _jobs(
     name = asked.name or Path(path).stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name")
+    if config.train.resume not in (True, False):
+        raise ValueError(
+            f"train.resume is {config.train.resume}, but a job goes on from its own last checkpoint each time it queues "
+            "again: leave it out, and train once with it by hand first"
+        )
     shape, seconds = _shape(config), seconds_of(asked.time)
     job = Job(
         name=name,

@@ -33,14 +33,17 @@ def render(job: Job) -> str:
     """
     template = files("distseg.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
     words = _words(job)
-    for name in sorted(
-        words.keys() - {"entries"}, key=lambda name: name == "command"
-    ):  # what made it repeats the others
-        value = words[name]
-        if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
-            raise ValueError(f"{name} is {value!r}: what stands in a script's line has no line break")
+    _refuse_line_breaks(words)
     text = fill(template, words)
     return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _refuse_line_breaks(words: dict[str, object]) -> None:
+    """Refuse a value that would begin a line of its own; the flags of an array are quoted for the shell."""
+    for name in (*(words.keys() - {"entries", "command"}), "command"):  # last: it repeats the others
+        value = words[name]
+        if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"{name} is {value!r}: what stands in a line of a script has no line break")
 
 
 def fill(template: str, words: dict[str, object]) -> str:

@@ -35,5 +35,5 @@ bench: setup  ## the benchmarks, one after another; ARGS goes to each
 	  name=$$(basename $$script .py); echo "== $$name"; .venv/bin/python -m benchmarks.$$name $(ARGS) || exit; done
 
 clean:  ## remove .venv and what runs left here; the cache of built wheels stays
-	rm -rf .venv build *.egg-info .pytest_cache
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis
 	find distseg tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

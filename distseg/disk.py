@@ -21,7 +21,7 @@ from typing import IO, Iterator
 from distseg.report.units import si
 
 _HOST = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
-_GROWING = re.compile(r"\..+\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\.writing")
+_GROWING = re.compile(r"\..+\.([0-9a-f]{8})-(\d{1,9})-[0-9a-f]{8}\.writing")
 _MINUTE, _HOUR = 60.0, 3600.0
 _FULL = {
     errno.ENOSPC: "no space is left on its disk",

@@ -85,8 +85,18 @@ def test_on_a_cpu_nothing_waits_and_nothing_is_copied():
     buffers = Buffers(CPU)
     a, b = buffers.take(10), buffers.take(10)
     assert (a.numel(), a.dtype, a.data_ptr() == b.data_ptr()) == (10, torch.uint8, False)
+
+
+def test_buffers_are_used_again_also_for_messages_of_other_sizes():
+    buffers = Buffers(CPU)
+    a = buffers.take(10)
+    place = a.data_ptr()
     buffers.give(a, read_by_stream=True)
-    assert buffers.take(10) is a and buffers.take(11) is not b
+    b, c = buffers.take(16), buffers.take(9)
+    assert (b.data_ptr(), b.numel(), c.data_ptr() == place, c.numel()) == (place, 16, False, 9)
+    buffers.give(b)
+    assert buffers.take(17).data_ptr() != place and buffers.take(9).data_ptr() == place
+    assert [buffers.take(n).numel() for n in (0, 1, 2, 1000)] == [0, 1, 2, 1000]
 
 
 class Mark:
@@ -107,9 +117,10 @@ def test_a_buffer_is_taken_whose_readers_are_done_else_waited_for():
     first, second, third = (torch.empty(4, dtype=torch.uint8) for _ in range(3))
     marks = [Mark(False), Mark(True), Mark(False)]
     buffers._free[4] = list(zip((first, second, third), marks))
-    assert buffers.take(4) is second and not marks[0].there
-    assert buffers.take(4) is first and marks[0].there and not marks[2].there, "the one that was given back first"
-    assert buffers.take(4) is third and marks[2].there
+    taken = lambda: buffers.take(4).data_ptr()
+    assert taken() == second.data_ptr() and not marks[0].there
+    assert taken() == first.data_ptr() and marks[0].there and not marks[2].there, "the one that was given back first"
+    assert taken() == third.data_ptr() and marks[2].there
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -55,14 +55,15 @@ class Buffers:
 
     def take(self, size: int) -> Tensor:
         """(size,) bytes that nothing queued touches, so that MPI may write them."""
-        free = self._free[size]
+        room = 1 << max(0, size - 1).bit_length()  # as images come in many sizes
+        free = self._free[room]
         if not free:
-            return self._made(size)
+            return self._made(room)[:size]
         done = (i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query())
         buffer, mark = free.pop(next(done, 0))
         if mark is not None:
             mark.synchronize()
-        return buffer
+        return buffer[:size]
 
     def give(self, buffer: Tensor, read_by_stream: bool = False) -> None:
         """Take a buffer back: MPI is done with it, and its readers on the stream, if there are any, are queued."""
@@ -70,11 +71,12 @@ class Buffers:
         if read_by_stream and self.device.type == "cuda":
             mark = torch.cuda.Event()
             mark.record(torch.cuda.current_stream(self.device))
-        self._free[buffer.numel()].append((buffer, mark))
+        room = buffer.untyped_storage().nbytes()
+        self._free[room].append((buffer.as_strided((room,), (1,), 0), mark))
 
-    def _made(self, size: int) -> Tensor:
+    def _made(self, room: int) -> Tensor:
         if self.staged:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            return torch.empty(room, dtype=torch.uint8, pin_memory=True)
+        buffer = torch.empty(room, dtype=torch.uint8, device=self.device)
         settled(self.device)
         return buffer

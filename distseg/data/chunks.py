@@ -127,10 +127,13 @@ class ChunkReader:
         return _extent(index, self.chunk, self.shape)
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
+        return Damage(f"{self._path} is damaged: {self._words(index)} {how}: {AGAIN}")
+
+    def _words(self, index: tuple[int, ...]) -> str:
+        """What a chunk is, and where."""
         box = self.place(index)
         bands = f", bands {box.start[0]} to {box.stop[0] - 1}" if self._leading and self.grid[0] > 1 else ""
-        spatial = Box(box.start[self._leading :], box.stop[self._leading :])
-        return Damage(f"{self._path} is damaged: the {self._what} at {spatial}{bands} {how}: {AGAIN}")
+        return f"the {self._what} at {Box(box.start[self._leading :], box.stop[self._leading :])}{bands}"
 
     def _read_sums(self, sums: Sums) -> np.ndarray:
         data = os.pread(self._handle, 8 * self.chunks, sums.at)
@@ -147,8 +150,7 @@ class ChunkReader:
             while done < size and (count := os.preadv(self._handle, [buffer[done:]], at + done)):
                 done += count
         except OSError as e:
-            box = self.place(index)
-            raise OSError(f"{self._path}: the {self._what} at {box} can not be read from the disk ({e.strerror})") from e
+            raise OSError(f"{self._path}: {self._words(index)} can not be read from the disk ({e.strerror})") from e
         if done < size:
             raise self.damage(index, "are cut off")
         return buffer
@@ -175,11 +177,8 @@ class ChunkReader:
 
     def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each chunk lies in the file, how many bytes it takes there, and its filter mask."""
-        at, sizes, masks = (
-            np.full(self.grid, -1, np.int64),
-            np.zeros(self.grid, np.int64),
-            np.zeros(self.grid, np.uint32),
-        )
+        at, sizes = np.full(self.grid, -1, np.int64), np.zeros(self.grid, np.int64)
+        masks = np.zeros(self.grid, np.uint32)
         for found in _chunk_list(dataset):
             index = tuple(a // c for a, c in zip(found.chunk_offset, self.chunk))
             if all(i < n for i, n in zip(index, self.grid)):

@@ -77,7 +77,8 @@ class StoreWriter:
     def __enter__(self) -> "StoreWriter":
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._finished = False
-        self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
+        with room_told(self.path):
+            self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
         self._growing = hdf5.Growing(self.path, self._lock.fileno())
         self.file = self._growing.file
         header.begin(self.file)

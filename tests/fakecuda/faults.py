@@ -26,8 +26,8 @@ def _in_doubt(self: Engine, rate: float, update=Engine.update) -> float:
 
 
 def _the_first(self: Buffers, size: int) -> Tensor:
-    free = self._free[size]
-    return free.pop(0)[0] if free else self._made(size)
+    free = self._free[1 << max(0, size - 1).bit_length()]
+    return free.pop(0)[0][:size] if free else self._made(1 << max(0, size - 1).bit_length())[:size]
 
 
 def _of_the_cpu(g: Tensor, x: Tensor, affine) -> tuple[Tensor, Tensor]:

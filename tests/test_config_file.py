@@ -19,7 +19,7 @@ from distseg.trained import taken_over
 
 PARSER = _parser("train")
 NAMES = [f"{section}.{field}" for section, names in sections().items() for field in names]
-QUICK = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+QUICK = dict(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 def config_of(text: str, tmp_path, *flags: str) -> Config:
@@ -97,8 +97,7 @@ trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dic
 likely = st.fixed_dictionaries({}, optional={section: trees | st.fixed_dictionaries({}, optional={f: scalars | trees for f in names}) for section, names in sections().items()})
 
 
-@QUICK
-@settings(max_examples=60)
+@settings(max_examples=60, **QUICK)
 @given(tree=likely | trees)
 def test_random_trees(tree, tmp_path_factory):
     """As YAML that PyYAML writes itself."""
@@ -107,8 +106,7 @@ def test_random_trees(tree, tmp_path_factory):
     clear(lambda: _config(_parse(PARSER, [str(path)])))
 
 
-@QUICK
-@settings(max_examples=150)
+@settings(max_examples=150, **QUICK)
 @given(raw=st.binary(max_size=200) | st.text(alphabet="model: {}[]&*!?|>-,'\"#%@`\n\t 0a", max_size=200).map(str.encode))
 def test_random_bytes(raw, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "bytes.yaml"
@@ -119,8 +117,7 @@ def test_random_bytes(raw, tmp_path_factory):
 DEMO = Path(__file__).parents[1] / "jobs/demo.yaml"
 
 
-@QUICK
-@settings(max_examples=150)
+@settings(max_examples=150, **QUICK)
 @given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=0, max_size=4), st.integers(0, 30)), min_size=1, max_size=6))
 def test_a_config_with_flipped_and_cut_bytes(edits, tmp_path_factory):
     raw = DEMO.read_bytes()
@@ -135,8 +132,7 @@ def test_a_config_with_flipped_and_cut_bytes(edits, tmp_path_factory):
 values = st.text(max_size=30) | scalars.map(str) | st.lists(scalars, max_size=3).map(str) | st.sampled_from(["-1", "0", "1", "1.5", "true", "[1, 2]", "{}", "\0", "9" * 5000, "- " * 3000])
 
 
-@QUICK
-@settings(max_examples=150)
+@settings(max_examples=150, **QUICK)
 @given(name=st.sampled_from(NAMES), value=values)
 def test_random_values_of_flags(name, value):
     found = clear(lambda: _config(_parse(PARSER, [f"--{name}={value}"])))
@@ -145,8 +141,7 @@ def test_random_values_of_flags(name, value):
         clear(Loss, found.loss, 3)
 
 
-@QUICK
-@settings(max_examples=60)
+@settings(max_examples=60, **QUICK)
 @given(tree=likely | trees)
 def test_random_manifests(tree):
     """As JSON holds them."""
@@ -159,8 +154,7 @@ def test_random_manifests(tree):
     clear(lambda: _config(_parse(PARSER, [], settings_of(taken_over(tree, "run"), "run"))))
 
 
-@QUICK
-@settings(max_examples=100)
+@settings(max_examples=100, **QUICK)
 @given(text=st.text(alphabet="[]{}&*a, -:?!\n", max_size=400))
 def test_values_that_pass_are_shallow(text):
     if clear(lambda: check_value("--x", text) or True) and len(text) > 200:

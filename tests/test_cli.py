@@ -185,7 +185,7 @@ def slow(**fields):
 """
 
 
-def interruptible() -> None:
+def _minds_interrupts() -> None:
     """In a new process: take SIGINT as a terminal's programs do, also where this one was started to ignore it (nohup, a shell's &)."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -194,7 +194,7 @@ def program(folder, *arguments: str, **streams) -> subprocess.Popen:
     """``distseg ARGUMENTS`` as a process of its own, started in ``folder``."""
     (folder / "nets.py").write_text(NETS)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.Popen([sys.executable, "-m", "distseg", *arguments], cwd=folder, env=environment, text=True, preexec_fn=interruptible, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams})
+    return subprocess.Popen([sys.executable, "-m", "distseg", *arguments], cwd=folder, env=environment, text=True, preexec_fn=_minds_interrupts, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams})
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

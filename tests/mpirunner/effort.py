@@ -22,7 +22,6 @@ from typing import Callable
 EVERY = 0.5  # seconds between looks
 SLOWEST = 20  # times its seconds: when a limit strikes at the latest, so that nothing runs for ever
 POLL = 0.01  # seconds
-BESIDE: set[int] = set()  # children of this process that work for no test that runs now: others, to all clocks but their own
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ def _threads(pids: list[int]) -> tuple[dict[int, tuple[float, float]], str]:
             try:
                 ran, waited, _ = _read(f"/proc/{process}/task/{thread}/schedstat").split()
                 states += _read(f"/proc/{process}/task/{thread}/stat").rpartition(")")[2][1]
-                children = map(int, _read(f"/proc/{process}/task/{thread}/children").split())
-                todo += [child for child in children if child not in BESIDE]
+                todo += _read(f"/proc/{process}/task/{thread}/children").split()
             except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
                 continue
             found[int(thread)] = (int(ran) * 1e-9, int(waited) * 1e-9)

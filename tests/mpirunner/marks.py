@@ -35,13 +35,13 @@ def batch(item) -> tuple | None:
 
 
 def ordered(items: list) -> list:
-    """Ordinary tests first, for they are cheap; then those that start whole command lines; then the batches, which ran beside both."""
+    """Ordinary tests first, for they are cheap; then the batches; then those that start whole command lines."""
     files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
 
     def place(item) -> tuple:
         if (key := batch(item)) is None:
             whole_programs = "mpirun" in getattr(item, "fixturenames", ()) or item.get_closest_marker("last")
-            return (1,) if whole_programs else (0,)
-        return (2, len(key), files[item.path] if len(key) > 1 else 0, key[0])
+            return (2,) if whole_programs else (0,)
+        return (1, len(key), files[item.path] if len(key) > 1 else 0, key[0])
 
     return sorted(items, key=place)

@@ -1,13 +1,9 @@
-"""The pytest that the user started: runs `parallel` tests in jobs and reports each of them as its own.
-
-While ordinary tests run here, the jobs of the batches to come run beside them, one at a time: most of either's time is waiting.
-"""
+"""The pytest that the user started: runs `parallel` tests in jobs and reports each of them as its own."""
 
 import signal
 
 import pytest
 
-from .effort import BESIDE
 from .job import Job
 from .marks import batch, limit, ranks_of
 from .merge import RanksRepr, lost, merged
@@ -17,7 +13,6 @@ class Parent:
     def __init__(self):
         self.job: Job | None = None
         self.batch = None  # what the running job is for
-        self.ahead: dict[tuple, Job] = {}  # by batch, those that ran or run already; their verdicts are not asked for yet
         self.hopeless: set[tuple] = set()  # batches whose job could not start: not tried again for each test
 
     @pytest.hookimpl(tryfirst=True)
@@ -28,45 +23,34 @@ class Parent:
                 item.ihook.pytest_runtest_logreport(report=report)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
             return True
-        self.run_ahead(item.session)
         if nextitem is not None and ranks_of(nextitem) is not None:
             return _run_and_clear(item)
         return None
-
-    def run_ahead(self, session) -> None:
-        """Start the next batch, unless one runs."""
-        if session.config.getoption("capture") == "no" or any(job.process.poll() is None for job in self.ahead.values()):
-            return
-        for item in session.items:
-            if (key := batch(item)) is not None and key not in self.ahead:
-                self.ahead[key] = _job(item)
-                BESIDE.add(self.ahead[key].process.pid)
-                return
 
     def verdict(self, item, nextitem) -> list[pytest.TestReport]:
         if batch(item) in self.hopeless:
             return [lost(item, "its job did not start: see the first test of this file and number of ranks")]
         first = self.job is None or self.batch != batch(item)
-        fresh = first and self.begin(item)
+        if first:
+            self.begin(item)
         if problem := self.job.wait(item.nodeid, limit(item)):
             self.job.kill()
             if self.job.startup is None:
                 self.hopeless.add(self.batch)
         reports = merged(item, self.job, problem)
-        if fresh and self.job.startup:
+        if first and self.job.startup:
             reports[0].duration += self.job.startup  # so that --durations shows what starting a job costs
         self.finish(reports, nextitem, problem)
         return reports
 
-    def begin(self, item) -> bool:
-        """A job for this test and all that follow it in its batch. Returns whether it is new."""
+    def begin(self, item) -> None:
+        """A job for this test and all that follow it in its batch."""
         self.stop()
         self.batch = batch(item)
-        self.job = self.ahead.pop(self.batch, None)
-        if self.job is not None:
-            return False
-        self.job = _job(item)
-        return True
+        items = item.session.items
+        rest = [other for other in items[items.index(item) :] if batch(other) == self.batch]
+        files = list(dict.fromkeys(str(other.path) for other in rest))
+        self.job = Job(ranks_of(item), [other.nodeid for other in rest], files, item.config)
 
     def finish(self, reports: list[pytest.TestReport], nextitem, problem: str | None) -> None:
         """Ends the job when it is of no more use; a bad end is the last test's failure."""
@@ -86,25 +70,11 @@ class Parent:
             self.job.remove()
             self.job = None
 
-    def stop_all(self) -> None:
-        self.stop()
-        for self.job in self.ahead.values():
-            self.stop()
-        self.ahead = {}
-
     def pytest_sessionstart(self):  # `timeout make test` and batch systems end a run so
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", returncode=143))
 
     def pytest_sessionfinish(self):  # after -x, Ctrl-C or SIGTERM a job may still run
-        self.stop_all()
-
-
-def _job(item) -> Job:
-    """Of a test and those of its batch that come after it."""
-    items = item.session.items
-    rest = [other for other in items[items.index(item) :] if batch(other) == batch(item)]
-    files = list(dict.fromkeys(str(other.path) for other in rest))
-    return Job(ranks_of(item), [other.nodeid for other in rest], files, item.config)
+        self.stop()
 
 
 def _run_and_clear(item) -> bool:

@@ -167,11 +167,22 @@ def together(comm):
         yield
     except Exception as e:
         error = e
+    gathered(comm)
     texts = comm.allgather(None if error is None else _text(error))
     failed = [rank for rank, text in enumerate(texts) if text is not None]
     if failed:
         where = "" if len(failed) == comm.size else f"rank {failed[0]}: "
         raise JointFailure(where + texts[failed[0]]) from error
+
+
+def gathered(comm) -> None:
+    """Wait for all ranks of a communicator without holding a core: MPI's own waiting takes it from those that still work on the same node."""
+    if comm.size == 1:
+        return
+    here, pause = comm.Ibarrier(), 5e-5  # seconds
+    while not here.Test():
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
 
 
 def end_as_one(main: Callable[[], int | None]) -> None:

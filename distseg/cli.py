@@ -24,7 +24,7 @@ from distseg.extents import Extents, parse_bytes
 from distseg.interrupt import interruptible
 from distseg.job import job
 from distseg.launch import JointFailure, end_as_one
-from distseg.signals import listening
+from distseg.signals import as_program, listening
 
 register_type(Extents, serializer=str, deserializer=Extents)
 
@@ -50,6 +50,8 @@ _HELP = {"-h", "--help"}
 
 
 def main(arguments: list[str] | None = None) -> None:
+    if arguments is None:
+        as_program()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us

@@ -29,7 +29,16 @@ def listening() -> Iterator[type[Signals]]:
         yield Signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if _program else handler)
+
+
+_program = False
+
+
+def as_program() -> None:
+    """This process is one command's: a signal that comes when all is done, and Python and MPI take their time to end, changes nothing any more."""
+    global _program
+    _program = True
 
 
 def _on_save(*_) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -224,3 +226,17 @@ def test_signals_are_counted_while_somebody_listens():
         os.kill(os.getpid(), signal.SIGTERM)
         assert (Signals.saves, Signals.ends) == (1, 1)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_signal_that_comes_when_all_is_done_changes_nothing(tmp_path):
+    """Python and MPI take their time to end; a job must not queue again for that."""
+    program = f"""
+import atexit, os, signal, sys
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    atexit.register(os.kill, os.getpid(), number)
+sys.argv[1:] = ["train", "--data.store", {str(tmp_path / "none.h5")!r}]
+from distseg.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("none.h5")) == (2, 1), done

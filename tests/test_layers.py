@@ -1,12 +1,14 @@
 """Skips as a pair of layers."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from distseg.models.layers import Add, Pop, Stash, cut_to, skip_store
+from distseg.models.layers import Add, Pop, Stash, cut_to, outline, skip_store
 from distseg.spatial.skip import DensePop
 
 
@@ -98,3 +100,32 @@ def test_the_twin_of_a_pop_has_its_gradients_and_they_are_dense(layout):
         results.append((y, skip.grad, x.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results))
     assert seen[1]
+
+
+MODELS = [
+    nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2, ceil_mode=True), nn.Dropout(0.5), nn.ConvTranspose2d(4, 2, 2, 2)),
+    nn.Sequential(Stash("a"), nn.MaxPool2d(2, ceil_mode=True), nn.Upsample(scale_factor=2), Pop("a"), Stash("b"), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), Add("b")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["norms", "skips"])
+@pytest.mark.parametrize("size", [13, 22])
+def test_an_outline_has_the_sizes_of_its_model(model, size):
+    with skip_store({}):
+        found = outline(model)(torch.empty(2, 3, size, size, device="meta"))
+        wanted = model.eval()(torch.zeros(2, 3, size, size))
+    assert (found.shape, found.dtype, found.is_meta) == (wanted.shape, wanted.dtype, True)
+
+
+def test_a_step_keeps_compilers_out_of_the_process():
+    program = """
+import sys
+from mpi4py import MPI
+from distseg.config import Config, ModelConfig
+from distseg.extents import Extents
+from distseg.verify import verify
+config = Config(model=ModelConfig(depth=1, num_convs=1, base_channels=2, norm="batch", out_channels=2))
+print(verify(config, MPI.COMM_WORLD, Extents("16x16"))["max_error"] < 1e-12, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done

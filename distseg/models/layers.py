@@ -11,9 +11,13 @@ from __future__ import annotations
 import copy
 import threading
 from contextlib import contextmanager
+from functools import partial
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
+
+from distseg.geometry.receptive import POINTWISE
 
 _local = threading.local()
 
@@ -105,9 +109,35 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def outline(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, without weights, which works out the sizes of maps and nothing else.
+
+    Norms and activations keep them, and skips are joined by arithmetic: PyTorch's own kernels of these for that device are
+    Python, and import torch._dynamo, 300 modules, a second or two of each process.
+    """
+    parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
+    copied = copy.deepcopy(model, parameters | {id(b): _weightless(b) for b in model.buffers()}).eval()
+    for layer in copied.modules():
+        if isinstance(layer, Pop):
+            layer.joined = partial(_joined, layer.joined)
+        elif isinstance(layer, POINTWISE) and type(layer).forward.__module__.startswith("torch.nn."):  # not the user's own
+            layer.forward = lambda input: input
+    return copied
+
+
+def _weightless(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _joined(join: Callable, skip: Tensor, x: Tensor) -> Tensor:
+    """What a Pop or an Add makes of two maps."""
+    channels = x.shape[1] + (skip.shape[1] if join is Pop.joined else 0)
+    return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
+
+
 def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:
-    """The channels of the feature map before each layer of a flat model, up to layer ``until``, by default the result; on the meta device."""
-    layers = [layer for _, layer in flat_layers(copy.deepcopy(model).to("meta").eval())]
+    """The channels of the feature map before each layer of a flat model, up to layer ``until``, by default the result."""
+    layers = [layer for _, layer in flat_layers(outline(model))]
     first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
     x = torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
     found = [x.shape[1]]

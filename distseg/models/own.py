@@ -6,7 +6,6 @@ arguments that the function does not take.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import sys
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.blame import blame, blaming
-from distseg.models.layers import skip_store
+from distseg.models.layers import outline, skip_store
 
 
 def own_builder(name: str) -> Callable[..., nn.Module]:
@@ -78,7 +77,7 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
         return
     try:
         with skip_store({}):
-            y = copy.deepcopy(model).to("meta").eval()(torch.empty(1, bands, *(256,) * dims, device="meta"))
+            y = outline(model)(torch.empty(1, bands, *(256,) * dims, device="meta"))
     except RuntimeError as e:
         if "channel" in str(e):
             raise ValueError(f"model {name!r} does not take images of {bands} bands: {blame(e)}: let it take in_channels") from e

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distseg.geometry.layout import Link
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import Pop, flat_layers, is_sequential, skip_store
+from distseg.models.layers import Pop, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange, links_of
@@ -252,7 +252,7 @@ def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, .
     layers = [name for name, layer in model.named_modules() if isinstance(layer, (*NORMS, *DROPOUTS))]
     if not layers:
         return {}
-    shadow = copy.deepcopy(model).to("meta").eval()
+    shadow = outline(model)
     size = tuple(s * 8 for s in reach.stride)
     found: dict[str, tuple[int, ...]] = {}
 

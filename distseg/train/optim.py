@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import unwrap
 
 import torch
 from torch import nn
@@ -15,9 +16,14 @@ def make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torch
     parameters = parameters or [nn.Parameter(torch.zeros(0))]  # a pipeline stage may have no weights
     common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=True)
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, momentum=config.momentum, **common)
-    kind = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-    return kind(parameters, **common)
+        return _light(torch.optim.SGD)(parameters, momentum=config.momentum, **common)
+    return _light(torch.optim.Adam if config.name == "adam" else torch.optim.AdamW)(parameters, **common)
+
+
+def _light(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The optimizer without what PyTorch wraps its methods in for torch.compile, which imports torch._dynamo: 300 modules, a second or two of each process."""
+    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "state_dict", "load_state_dict")}
+    return type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(unwrap(kind.step))})
 
 
 def state_copies(config: OptimConfig) -> int:

@@ -23,8 +23,8 @@ from distseg.config_file import Setting, check_value, read_settings, sections, s
 from distseg.extents import Extents, parse_bytes
 from distseg.interrupt import interruptible
 from distseg.job import job
-from distseg.launch import JointFailure, end_as_one
-from distseg.signals import as_program, listening
+from distseg.launch import JointFailure, as_program, end_as_one
+from distseg.signals import listening
 
 register_type(Extents, serializer=str, deserializer=Extents)
 

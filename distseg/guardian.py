@@ -32,6 +32,8 @@ GONE_AFTER = 5.0  # seconds that a launcher gets to notice the end of a process
 CONNECTED_WITHIN = 20.0  # seconds
 STACKS_WITHIN = 1.0  # seconds
 KEPT_WITHIN = 0.3  # seconds
+SEEN_OFF_EVERY = 0.1  # seconds
+FOR_GOOD = 2  # of ENDING, where 1 is the end of the watch
 _LONGEST_LINE = 1 << 16
 
 
@@ -64,7 +66,12 @@ class Rank:
 
     @property
     def ending(self) -> bool:
-        return self.page[ENDING] == 1
+        return self.page[ENDING] > 0
+
+    @property
+    def ends_for_good(self) -> bool:
+        """Not the watch ends, the process does."""
+        return self.page[ENDING] == FOR_GOOD
 
     @property
     def state(self) -> str:
@@ -269,7 +276,26 @@ class Guardian:
         if self.rank.ending:
             for lines in self.monitors:
                 lines.send({"rank": self.number, "bye": True})
+        if self.rank.ends_for_good:
+            self._see_off()
         os._exit(0)
+
+    def _see_off(self) -> None:
+        """Wait for the process's end, which may hang too: MPI's waits for all ranks."""
+        for lines in (*self.monitors, *self.guests.values(), *self.strangers):
+            lines.connection.close()
+        limit = passed = self.rank.limit
+        while self.rank.is_there():
+            if limit and passed <= 0:
+                stopped = ", is stopped (SIGSTOP)" if self.rank.state == "T" else ""
+                print(
+                    f"distseg: error: rank {self.number} on {socket.gethostname()} has done its work, but does not end{stopped}; "
+                    f"it is killed after {limit:g} s (run.timeout)", file=sys.stderr, flush=True,
+                )  # fmt: skip
+                self.rank.kill()
+                return
+            time.sleep(SEEN_OFF_EVERY)
+            passed -= SEEN_OFF_EVERY
 
     def _open(self) -> None:
         """Listen for other guardians, and tell the rank where."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import faulthandler
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Callable, Iterator
@@ -46,6 +44,4 @@ def job(settle: Callable[[], tuple[Config, dict]], stacks: Callable[[Config], st
                 raise failure
         agree(comm, {**settings(asdict(config)), **flags, **versions()}, _REPAIR)
         join(comm, stacks(config))
-        if comm.size > 1 and config.run.timeout:
-            atexit.register(faulthandler.dump_traceback_later, max(60.0, config.run.timeout), exit=True)  # MPI's end waits for all ranks, too
         yield config, flags, comm

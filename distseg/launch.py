@@ -148,6 +148,19 @@ def memory_in_use(device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
+_program = False
+
+
+def as_program() -> None:
+    """This process is one command's, and ends with it."""
+    global _program
+    _program = True
+
+
+def is_program() -> bool:
+    return _program
+
+
 CONTINUED = 75  # the exit code of a run that ended before its time and goes on when it is resumed; sysexits.h calls it "try again"
 
 

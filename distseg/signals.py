@@ -7,6 +7,8 @@ import threading
 from contextlib import contextmanager
 from typing import Iterator
 
+from distseg.launch import is_program
+
 _SAVE = (signal.SIGUSR1,)
 _END = (signal.SIGTERM, signal.SIGUSR2)  # mpirun hands on USR2; at TERM it kills its ranks at once
 
@@ -19,7 +21,10 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[type[Signals]]:
-    """Inside, these signals are counted and do nothing else. Only a main thread can listen; elsewhere nothing is counted."""
+    """Inside, these signals are counted and do nothing else. Only a main thread can listen; elsewhere nothing is counted.
+
+    In a program they do nothing afterwards either: while Python and MPI take their time to end, its exit code stays.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(_SAVE[0]) is _on_save:
         yield Signals
         return
@@ -29,16 +34,7 @@ def listening() -> Iterator[type[Signals]]:
         yield Signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if _program else handler)
-
-
-_program = False
-
-
-def as_program() -> None:
-    """This process is one command's: a signal that comes when all is done, and Python and MPI take their time to end, changes nothing any more."""
-    global _program
-    _program = True
+            signal.signal(number, signal.SIG_IGN if is_program() else handler)
 
 
 def _on_save(*_) -> None:

@@ -27,7 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-from distseg.guardian import DOING, ENDING, LIMIT, MOVES, PAGE, PHASE, TEXT, WAITING
+from distseg.guardian import DOING, ENDING, FOR_GOOD, LIMIT, MOVES, PAGE, PHASE, TEXT, WAITING
+from distseg.launch import is_program
 
 _page: mmap.mmap | None = None  # shared with the guardian; None where nobody watches
 _guardian: subprocess.Popen | None = None
@@ -79,7 +80,7 @@ def watched() -> bool:
 def ending() -> None:
     """Tell the guardians that this process ends by itself, so that its end is no news."""
     if _page is not None:
-        _page[ENDING] = 1
+        _page[ENDING] = FOR_GOOD if is_program() else 1
 
 
 def _move() -> None:
@@ -164,5 +165,6 @@ def _stop() -> None:
     _page = None
     _guardian.stdin.close()
     _guardian.stdout.close()
-    _guardian.wait()
+    if not is_program():  # whose guardian sees it off
+        _guardian.wait()
     _guardian = None

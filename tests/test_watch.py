@@ -125,6 +125,17 @@ def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, sai
 
 
 @pytest.mark.timeout(60)
+def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
+    """MPI's own end waits for all ranks, after Python's."""
+    script = program(tmp_path / "program.py", 2, folder=str(tmp_path / "run"))
+    head = "import atexit\nfrom distseg.launch import as_program\nas_program()\natexit.register(lambda: stop(1, 'stopped'))\n"
+    script.write_text(head + script.read_text())
+    done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode != 0 and done.stdout.count("through") == 3, str(done)
+    assert "rank 1 on" in done.stderr and "does not end, is stopped (SIGSTOP); it is killed after 2 s" in done.stderr, str(done)
+
+
+@pytest.mark.timeout(60)
 def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
     busy = "[(time.sleep(0.3), watch.beat(str(k))) for k in range(16)] if comm.rank == 1 else None"
     done = mpirun(3, program(tmp_path / "program.py", 2, busy), env={"PYTHONPATH": str(ROOT)})

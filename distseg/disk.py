@@ -38,9 +38,15 @@ class NoRoom(OSError):
 
 def to_disk(path: Path) -> None:
     """Do not return before a file, or what a folder lists, survives a loss of power."""
+    with _held(path) as handle:
+        os.fsync(handle)
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[int]:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        yield handle
     finally:
         os.close(handle)
 
@@ -107,8 +113,9 @@ def whole(path: Path) -> Iterator[Path]:
             yield growing
             os.chmod(growing, mode)
             to_disk(growing)
-            os.replace(growing, path)
-            to_disk(path.parent)
+            with _held(path.parent) as folder:  # before: once the file is there, another process may rename the folder
+                os.replace(growing, path)
+                os.fsync(folder)
     finally:
         growing.unlink(missing_ok=True)
 

@@ -35,6 +35,20 @@ def test_an_error_leaves_what_was_there(tmp_path):
     assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
 
 
+def test_the_folder_may_be_renamed_as_soon_as_the_file_is_there(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def and_renamed(source, destination):
+        replace(source, destination)
+        replace(tmp_path / "partial", tmp_path / "final")  # as the first stage does with a checkpoint of which this was the last part
+
+    (tmp_path / "partial").mkdir()
+    monkeypatch.setattr(os, "replace", and_renamed)
+    with whole(tmp_path / "partial" / "a.txt") as growing:
+        growing.write_text("new")
+    assert [p.name for p in (tmp_path / "final").iterdir()] == ["a.txt"]
+
+
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_the_mode_is_the_umasks_whatever_a_library_does(tmp_path, mask, mode):
     before = os.umask(mask)

@@ -9,23 +9,30 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 from typing import Sequence
 
-import numpy as np
-
 from benchmarks.harness import Reading, Results, measure, parent, repeats_of, report
 from benchmarks.ranks import command, job_environment
 from benchmarks.rows import Rows
 from distseg.config import TrainConfig
-from distseg.data.store import StoreWriter
-from distseg.geometry.tile import Box
 
 QUESTION = "What does a checkpoint cost the steps, and what does the start of a job take?"
 ROOT = Path(__file__).resolve().parents[1]
+WRITE_STORE = """
+import sys
+import numpy as np
+from distseg.data.store import StoreWriter
+from distseg.geometry.tile import Box
+chance, size = np.random.default_rng(0), (512, 512)
+with StoreWriter(sys.argv[1], ["a", "b", "c"], 3) as writer:
+    image = writer.add_image("one", size, np.uint8, "train", True)
+    image.write(Box.whole(size), chance.integers(0, 256, (3, *size)).astype(np.uint8), chance.integers(0, 3, size).astype(np.uint8))
+"""
 NETWORK = ["--model.depth", "4", "--model.num_convs", "2", "--model.base_channels", "32", "--model.norm", "batch"]  # 7.8 million weights
 COMMON = ["--optim.lr", "0.001", "--train.tensorboard", "false", "--train.keep", "1000", "--run.threads", "1", "--mesh.reducer", "mpi"]
 
@@ -62,14 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Jobs:
-    """Trainings on a store of random pixels."""
+    """Trainings on a store of random pixels, which each checkout writes itself: it may know another version."""
 
     def __init__(self, folder: Path, flags: list[str]):
         self.folder, self.flags, self.bytes = folder, flags, 0
-        chance = np.random.default_rng(0)
-        with StoreWriter(folder / "store.h5", ["a", "b", "c"], 3) as writer:
-            image = writer.add_image("one", (512, 512), np.uint8, "train", True)
-            image.write(Box.whole((512, 512)), chance.integers(0, 256, (3, 512, 512)).astype(np.uint8), chance.integers(0, 3, (512, 512)).astype(np.uint8))
+        self._stores: dict[Path, Path] = {}
+
+    def store(self, root: Path) -> Path:
+        if root not in self._stores:
+            self._stores[root] = self.folder / f"store-{len(self._stores)}.h5"
+            subprocess.run([sys.executable, "-c", WRITE_STORE, str(self._stores[root])], cwd=root, env=job_environment(1) | {"PYTHONPATH": str(root)}, check=True)
+        return self._stores[root]
 
     def steps(self, ranks: int, flags: list[str]) -> tuple[float, int]:
         """Seconds from the first step's end to the last one's, and how many checkpoints were written meanwhile."""
@@ -81,8 +91,8 @@ class Jobs:
         return times[-1] - times[0], len(written) - 1
 
     def run(self, ranks: int, flags: list[str], root: Path = ROOT) -> Path:
-        run = self.folder / f"run-{time.time_ns()}"
-        argv = ["-m", "distseg", "train", "--data.store", str(self.folder / "store.h5"), "--train.output", str(run), "--train.epochs", "1", *COMMON, *flags]
+        store, run = self.store(root), self.folder / f"run-{time.time_ns()}"
+        argv = ["-m", "distseg", "train", "--data.store", str(store), "--train.output", str(run), "--train.epochs", "1", *COMMON, *flags]
         done = subprocess.run(command(ranks, argv), cwd=root, env=job_environment(1) | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise RuntimeError(f"{' '.join(argv)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")

@@ -33,6 +33,7 @@ CONNECTED_WITHIN = 20.0  # seconds
 STACKS_WITHIN = 1.0  # seconds
 KEPT_WITHIN = 0.3  # seconds
 SEEN_OFF_EVERY = 0.1  # seconds
+ENDS_WITHIN = 60.0  # seconds that a process gets at least after its work, unless it is stopped: on a busy machine many ranks need some to end
 FOR_GOOD = 2  # of ENDING, where 1 is the end of the watch
 _LONGEST_LINE = 1 << 16
 
@@ -284,18 +285,19 @@ class Guardian:
         """Wait for the process's end, which may hang too: MPI's waits for all ranks."""
         for lines in (*self.monitors, *self.guests.values(), *self.strangers):
             lines.connection.close()
-        limit = passed = self.rank.limit
+        passed = 0.0
         while self.rank.is_there():
-            if limit and passed <= 0:
-                stopped = ", is stopped (SIGSTOP)" if self.rank.state == "T" else ""
+            stopped = self.rank.state == "T"
+            limit = self.rank.limit if stopped else max(self.rank.limit, ENDS_WITHIN)
+            if self.rank.limit and passed >= limit:
                 print(
-                    f"distseg: error: rank {self.number} on {socket.gethostname()} has done its work, but does not end{stopped}; "
-                    f"it is killed after {limit:g} s (run.timeout)", file=sys.stderr, flush=True,
+                    f"distseg: error: rank {self.number} on {socket.gethostname()} has done its work, but does not end{', is stopped (SIGSTOP)' if stopped else ''}; "
+                    f"it is killed after {limit:g} s (run.timeout{'' if stopped else f', at least {ENDS_WITHIN:g}'})", file=sys.stderr, flush=True,
                 )  # fmt: skip
                 self.rank.kill()
                 return
             time.sleep(SEEN_OFF_EVERY)
-            passed -= SEEN_OFF_EVERY
+            passed += SEEN_OFF_EVERY
 
     def _open(self) -> None:
         """Listen for other guardians, and tell the rank where."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from distseg.comm.replicas import check_same
 from distseg.config import Config
 from distseg.evaluate import evaluate
-from distseg.launch import JointFailure, ToBeContinued
+from distseg.launch import JointFailure, ToBeContinued, gathered
 from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress
 from distseg.report.units import si
@@ -51,7 +51,7 @@ def train(config: Config, world) -> dict | None:
         if run.first and run.loader.steps_read:
             print(f"rank 0 read {si(run.loader.bytes_read / run.loader.steps_read, 'B')} a step", flush=True)
     phase("waiting for all ranks to end")
-    world.Barrier()
+    gathered(world)
     return story.position.validation if run.first else None
 
 
@@ -126,7 +126,7 @@ class _Story:
         """End with the checkpoint that was just begun."""
         self.run.checkpoints.flush()
         phase("waiting for all ranks to end")
-        self.run.world.Barrier()
+        gathered(self.run.world)
         at = self.position
         raise ToBeContinued(f"{why}: the run ends after step {at.step} with a checkpoint in {self.config.train.output}, to be continued with --train.resume true")
 

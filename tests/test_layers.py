@@ -105,10 +105,11 @@ def test_the_twin_of_a_pop_has_its_gradients_and_they_are_dense(layout):
 MODELS = [
     nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.GroupNorm(2, 4), nn.GELU(), nn.MaxPool2d(2, ceil_mode=True), nn.Dropout(0.5), nn.ConvTranspose2d(4, 2, 2, 2)),
     nn.Sequential(Stash("a"), nn.MaxPool2d(2, ceil_mode=True), nn.Upsample(scale_factor=2), Pop("a"), Stash("b"), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), Add("b")),
+    nn.Sequential(nn.Upsample(scale_factor=(1.5, 2), mode="bilinear"), nn.Upsample((31, 9)), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), nn.Upsample(7)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["norms", "skips"])
+@pytest.mark.parametrize("model", MODELS, ids=["norms", "skips", "resized"])
 @pytest.mark.parametrize("size", [13, 22])
 def test_an_outline_has_the_sizes_of_its_model(model, size):
     with skip_store({}):

@@ -9,6 +9,7 @@ they meet in a store of the current thread; an executor that runs several tiles 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -112,7 +113,7 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def outline(model: nn.Module) -> nn.Module:
     """A copy on the meta device, without weights, which works out the sizes of maps and nothing else.
 
-    Norms and activations keep them, and skips are joined by arithmetic: PyTorch's own kernels of these for that device are
+    Norms and activations keep them, and skips and resized maps are worked out by arithmetic: PyTorch's own kernels of these for that device are
     Python, and import torch._dynamo, 300 modules, a second or two of each process.
     """
     parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
@@ -120,6 +121,8 @@ def outline(model: nn.Module) -> nn.Module:
     for layer in copied.modules():
         if isinstance(layer, Pop):
             layer.joined = partial(_joined, layer.joined)
+        elif type(layer) is nn.Upsample:
+            layer.forward = partial(_resized, layer)
         elif isinstance(layer, POINTWISE) and type(layer).forward.__module__.startswith("torch.nn."):  # not the user's own
             layer.forward = lambda input: input
     return copied
@@ -133,6 +136,13 @@ def _joined(join: Callable, skip: Tensor, x: Tensor) -> Tensor:
     """What a Pop or an Add makes of two maps."""
     channels = x.shape[1] + (skip.shape[1] if join is Pop.joined else 0)
     return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
+
+
+def _resized(layer: nn.Upsample, x: Tensor) -> Tensor:
+    wanted, dims = layer.size if layer.size is not None else layer.scale_factor, x.dim() - 2
+    each = wanted if isinstance(wanted, tuple) else (wanted,) * dims
+    size = each if layer.size is not None else (math.floor(n * by) for n, by in zip(x.shape[2:], each))
+    return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device="meta")
 
 
 def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:

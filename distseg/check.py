@@ -71,8 +71,6 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         found.append("spatial.norm_scope window is without effect: the model has no norm")
     if spatial.frozen_norm and not norms:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
-    if spatial.exchanges and config.predict.tile != _DEFAULTS.predict.tile:
-        found.append(f"predict.tile {config.predict.tile} is without effect: with spatial.exchange_every {spatial.exchange_every} each rank predicts one tile")
     if config.pipeline.placement == "v" and mesh.stages == 1:
         found.append("pipeline.placement v is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:

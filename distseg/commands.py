@@ -17,10 +17,10 @@ from distseg.data.nodata import absent, parse
 from distseg.data.store import Store
 from distseg.disk import whole
 from distseg.extents import Extents
-from distseg.evaluate import evaluate, score_rows
+from distseg.infer.evaluate import evaluate, score_rows
 from distseg.geometry.tile import Box
 from distseg.launch import together
-from distseg.predict import load_predictor, predict
+from distseg.infer.predict import load_predictor, predict
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors

@@ -16,7 +16,7 @@ from distseg.data.writer import StoreWriter
 from distseg.geometry.tile import Box
 from distseg.launch import JointFailure
 from distseg.models.zoo import build_model
-from distseg.predict import Predictor
+from distseg.infer.predictor import Predictor
 from distseg.scene import network_identity
 from distseg.train.checkpoint import find, load_weights, read_manifest
 from distseg.train.loop import train

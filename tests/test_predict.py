@@ -52,9 +52,10 @@ def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
 
 
 @pytest.mark.parallel([1, 2])
-def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch):
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch, norm):
     """Until all tiles are there no result has its name; tiles that are there are not computed again; the result is the whole image's."""
-    plan = config(folder, norm="batch", epochs=1, tiles=f"{comm.size}x1")
+    plan = config(folder, norm=norm, epochs=1, tiles=f"{comm.size}x1")
     train(plan, comm)
     computed, failing = [], 2
     call = Predictor.__call__

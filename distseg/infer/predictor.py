@@ -96,8 +96,13 @@ class Predictor:
 
     def grid_of(self, size) -> Extents:
         """The tiles of an image, of at most the configured size, or a stride cell more."""
-        steps = (max(1, t // s) * s for t, s in zip(self._tile_of(size), self.model.reach.stride))
+        steps = (n if t >= n else max(1, t // s) * s for t, s, n in zip(self._tile_of(size), self.model.reach.stride, size))
         return Extents(-(-n // step) for n, step in zip(size, steps))
+
+    def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
+        """The maps of an image, in one piece or cut at ``borders`` along each dim."""
+        borders = borders or [(0, n) for n in size]
+        return Layout(self.model.links, size, borders, "all").check_result(borders)
 
     def _tile_of(self, size) -> Extents:
         """The size of the tiles of an image."""
@@ -105,9 +110,8 @@ class Predictor:
             return self.tile
         size = tuple(size)
         if size not in self._sizes:
-            layout = Layout(self.model.links, size, [(0, n) for n in size], "all")
             last = segments_of(self.model.links, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
-            self._sizes[size] = Extents(BudgetTiling(self._activations, self.room)(layout, last, Box.whole(size), 1))
+            self._sizes[size] = Extents(BudgetTiling(self._activations, self.room)(self.layout(size), last, Box.whole(size), 1))
         return self._sizes[size]
 
     def check(self, size) -> None:
@@ -176,13 +180,21 @@ class Predictor:
         """
         every = self.tiles_of(scene.size)
         mine = [every[n] for n in self.deal(scene.size, numbers)[self.replicas.rank]]
-        if self.windowed:
+        if self.windowed or len(every) == 1 and self._cut is None and self.room is None:  # a tile as large as the image needs no maps to wait
             yield from self._by_windows(scene, mine)
         elif self._dealt_singly:
             if mine:
-                yield from self._in_time(scene, Alone(), Box.whole(scene.size), [(0, n) for n in scene.size], mine)
+                yield from self._in_time(scene, Alone(), Box.whole(scene.size), None, mine)
         else:
             yield from self._in_blocks(scene, mine)
+
+    def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
+        """(layer, cells of its result) of all that this rank computes of an image; not of a model over windows."""
+        every = self.tiles_of(size)
+        mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
+        block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
+        walk, _ = self._walk(size, block, borders, lambda box: None)
+        return walk.computed([mine])
 
     @property
     def _dealt_singly(self) -> bool:
@@ -194,20 +206,23 @@ class Predictor:
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
     def _in_blocks(self, scene: Scene, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-        grid, size, stride = self.grid_of(scene.size), scene.size, self.model.reach.stride
+        count = self._ranks_of(self.grid_of(scene.size)).volume
+        workers = self._first(count)
+        if self.replicas.rank < count:
+            yield from self._in_time(scene, workers, *self._block(scene.size), mine)
+
+    def _block(self, size) -> tuple[Box, list[list[int]]]:
+        """This rank's part of an image, and the borders between all ranks' along each dim: those of tiles."""
+        grid, stride = self.grid_of(size), self.model.reach.stride
         ranks = self._ranks_of(grid)
-        workers = self._first(ranks.volume)
-        if self.replicas.rank >= ranks.volume:
-            return
         starts = [[a for a, _ in split(n, g, s)] for n, g, s in zip(size, grid, stride)]
         borders = [[*(begun[a] for a, _ in split(g, r, 1)), n] for begun, g, r, n in zip(starts, grid, ranks, size)]
         cell = np.unravel_index(self.replicas.rank, ranks)
-        block = Box(tuple(b[c] for b, c in zip(borders, cell)), tuple(b[c + 1] for b, c in zip(borders, cell)))
-        yield from self._in_time(scene, workers, block, borders, mine)
+        return Box(tuple(b[c] for b, c in zip(borders, cell)), tuple(b[c + 1] for b, c in zip(borders, cell))), borders
 
-    def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]], mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         reader = _Reader(scene.read)
-        walk, executor = self._walk(scene, block, borders, reader)
+        walk, executor = self._walk(scene.size, block, borders, reader)
         reads = self.pipeline is None or self.pipeline.first
         ahead = reader.ahead(walk.pixel_windows([mine]) if reads else [])
         with self._evaluating(workers), executor.transfers.moving(), ahead:
@@ -235,15 +250,14 @@ class Predictor:
     def _stages(self) -> list[int]:
         return self._cut.stages_of(self.pipeline.comm.rank) if self._cut else [0]
 
-    def _walk(self, scene: Scene, block: Box, borders: Sequence[Sequence[int]], read: Callable[[Box], np.ndarray]) -> tuple[Walk, InTime]:
+    def _walk(self, size, block: Box, borders: Sequence[Sequence[int]] | None, read: Callable[[Box], np.ndarray]) -> tuple[Walk, InTime]:
         """Through the network with a block of an image; its maps in memory or in files."""
-        model, size = self.model, tuple(scene.size)
-        layout = Layout(model.links, size, borders, "all").check_result(borders)
-        cut = self._cut
+        model, size = self.model, tuple(size)
+        layout, cut = self.layout(size, borders), self._cut
         stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
         executor = InTime(
             model, model.links, model.live_always, lambda image: layout, SizeTiling(self._tile_of(size)), None, self._activations.stored, self.autocast,
-            self.devices, stages, placement, comm, returns=False,
+            self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
         )  # fmt: skip
         place = Place(size, block, window(block, size, model.reach), (0,), (0,))
         blocks = [Block(place, lambda box: self._uploaded(read(box)))]

@@ -89,6 +89,7 @@ class InTime:
         devices: where the network runs; of each stage, where a rank has several.
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
         returns: whether backward passes follow; else maps are let go of once they are read.
+        trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
 
     Attributes:
         watch: told the share of a step that is done, now and then.
@@ -98,10 +99,11 @@ class InTime:
     def __init__(
         self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
         stored: Stored, autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
-        placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True,
+        placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True,
     ):  # fmt: skip
         self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
-        self.stored, self.autocast, self.devices, self.returns = stored, autocast, [torch.device(d) for d in devices], returns
+        self.stored, self.autocast, self.devices = stored, autocast, [torch.device(d) for d in devices]
+        self.returns, self.trims = returns, trims
         self.placement, self.comm, self.transfers = tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
@@ -237,6 +239,15 @@ class Walk:
             return []
         given = boxes if segment in self._ends else None
         return [self._chain(segment, i, box).given for i in range(len(self.blocks)) for box in (given[i] if given else self._cut(segment, i)[1])]
+
+    def computed(self, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
+        """(layer, cells of its result) of all that is computed on the way there."""
+        for segment in self.segments:
+            for i in range(len(self.blocks)):
+                for box in boxes[i] if boxes is not None and segment in self._ends else self._cut(segment, i)[1]:
+                    way = self._chain(segment, i, box)
+                    yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
+                    yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
 
     def _let_go(self, segment: Segment) -> None:
         """Close the maps that no later segment of this rank reads, nor any other rank."""
@@ -458,17 +469,19 @@ class Walk:
         return self.layouts[i].part(position, self.cells[i]).owned
 
     def _tiles(self, segment: Segment, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
-        kind, usual, fresh = None, 0, True
+        kind, usual, fresh, trims = None, 0, True, self.executor.trims
         for i in range(len(self.blocks)):
             result, tiles = self._cut(segment, i)
             for box in boxes[i] if boxes is not None else tiles:
                 ends = tuple((a == c, b == d) for a, b, c, d in zip(box.start, box.stop, result.start, result.stop))  # windows there are smaller
                 before, kind = kind, (i, box.size, ends)
-                if kind != before:
+                if trims and kind != before:
                     release_freed_memory()
                     usual, fresh = 0, True
                 yield i, box
-                if fresh:  # what a tile takes by itself
+                if not trims:
+                    pass
+                elif fresh:  # what a tile takes by itself
                     usual, fresh = max(usual, memory_in_use(_CPU)), False
                 elif memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
                     release_freed_memory()

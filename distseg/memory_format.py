@@ -20,14 +20,3 @@ def lies_last(x: torch.Tensor) -> bool:
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``x`` in the memory format of ``other``, as kernels that take both expect; copied only where it lies otherwise."""
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
-
-
-def unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors takes them: on the CPU, contiguous, and none in the memory of another, as a layer's second place or two skips of one map are."""
-    found, seen = {}, set()
-    for name, tensor in tensors.items():
-        tensor = tensor.contiguous().cpu()
-        memory = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return found

@@ -73,11 +73,6 @@ class Exchange:
         """Whether tiles exchange anything; else they are read as windows."""
         return self.every != "all"
 
-    def over(self, comm, grid) -> "Exchange":
-        """The same model on the tiles of other ranks, one each."""
-        one = (1,) * len(self.stride)
-        return Exchange(self.links, self.stride, comm, grid, one, self.every, self.fuse_below, self.mail.device, self.channels_last)
-
     def layout(self, image: Sequence[int]) -> Layout:
         """Of an image of this size."""
         image = tuple(image)

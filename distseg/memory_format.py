@@ -1,8 +1,6 @@
-"""How tensors lie in memory: PyTorch's format with channels last, by the number of dims, and what files of tensors want."""
+"""How tensors lie in memory: PyTorch's format with channels last, by the number of dims."""
 
 from __future__ import annotations
-
-from typing import Mapping
 
 import torch
 

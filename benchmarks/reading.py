@@ -24,12 +24,8 @@ KINDS = {"RGB bytes": (3, "u1"), "grey bytes": (1, "u1"), "4 bands float32": (4,
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(9)])
-    parser.add_argument(
-        "--kind", choices=KINDS, default="RGB bytes", help="bands and type of the images (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--size", type=Extents, default=Extents("4096x4096"), help="of the image (default: %(default)s)"
-    )
+    parser.add_argument("--kind", choices=KINDS, default="RGB bytes", help="bands and type of the images (default: %(default)s)")
+    parser.add_argument("--size", type=Extents, default=Extents("4096x4096"), help="of the image (default: %(default)s)")
     parser.add_argument("--window", type=Extents, default=Extents("512x512"), help="(default: %(default)s)")
     parser.add_argument("--windows", type=int, default=60, help="that a turn reads (default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -41,12 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         store = _store(Path(folder) / "s.h5", bands, dtype, options.size)
         cases = _cases(store, _plain(Path(folder), store), boxes)
         results = measure({name: _all(case, boxes) for name, case in cases.items()}, repeats_of(options))
-    parameters = {
-        "kind": options.kind,
-        "size": str(options.size),
-        "window": str(options.window),
-        "windows": options.windows,
-    }
+    parameters = {"kind": options.kind, "size": str(options.size), "window": str(options.window), "windows": options.windows}
     notes = f"{options.windows} windows of {options.window} at random places of {options.kind} of {options.size}, read and normalised; files in the page cache"
     report("reading", QUESTION, results, options, parameters, notes)
 
@@ -100,10 +91,7 @@ def _plain(folder: Path, store: Store) -> dict[str, h5py.File]:
     for name in ("plain", "fletcher32"):
         with h5py.File(folder / f"{name}.h5", "w") as file:
             file.create_dataset("images/a/pixels", data=pixels, chunks=chunk, fletcher32=name == "fletcher32")
-    return {
-        name: h5py.File(folder / f"{name}.h5", "r", locking=False, rdcc_nbytes=32 << 20)
-        for name in ("plain", "fletcher32")
-    }
+    return {name: h5py.File(folder / f"{name}.h5", "r", locking=False, rdcc_nbytes=32 << 20) for name in ("plain", "fletcher32")}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ with StoreWriter(sys.argv[1], ["a", "b", "c"], 3) as writer:
     image = writer.add_image("one", size, np.uint8, "train", True)
     image.write(Box.whole(size), chance.integers(0, 256, (3, *size)).astype(np.uint8), chance.integers(0, 3, size).astype(np.uint8))
 """
-NETWORK = ["--model.depth", "4", "--model.num_convs", "2", "--model.base_channels", "32", "--model.norm", "batch"]  # 7.8 million weights
+NETWORK = ["--model.depth", "4", "--model.num_convs", "2", "--model.base_channels", "32", "--model.norm", "batch"]  # 4.5 million weights
 COMMON = ["--optim.lr", "0.001", "--train.tensorboard", "false", "--train.keep", "1000", "--run.threads", "1", "--mesh.reducer", "mpi"]
 
 

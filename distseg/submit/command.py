@@ -26,65 +26,25 @@ def add_flags(parser) -> None:
     """The flags beside those of the config's sections."""
     add = parser.add_argument
     add("--system", type=str | None, default=None, help=f"Batch system: {', '.join(SYSTEMS)}; by default the site's.")
-    add(
-        "--site",
-        type=str,
-        default="generic",
-        help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).",
-    )
+    add("--site", type=str, default="generic", help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).")
     add("--nodes", type=int | None, default=None, help="Nodes; by default as many as the mesh fills.")
     add("--processes", type=int | None, default=None, help="Processes a node; by default one a GPU.")
     add("--gpus", type=int | None, default=None, help="GPUs a node, where the site does not say; 0: none.")
     add("--cores", type=int | None, default=None, help="Cores a node, where the site does not say.")
     add("--time", type=str, default="02:00:00", help="The job's limit, HH:MM:SS or D-HH:MM:SS.")
-    add(
-        "--warn",
-        type=int | None,
-        default=None,
-        help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.",
-    )
+    add("--warn", type=int | None, default=None, help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.")
     add("--account", type=str | None, default=None, help="Account or project that pays.")
     add("--queue", type=str | None, default=None, help="Queue; Slurm's partition.")
     add("--qos", type=str | None, default=None, help="Slurm's quality of service.")
     add("--modules", type=str, nargs="+", default=[], help="Modules to load.")
     add("--venv", type=str | None, default=None, help="Folder of the virtual environment to activate.")
-    add(
-        "--option",
-        type=str,
-        action="append",
-        help="One more option of the batch system, written --option=--constraint=gpu; may be given again.",
-    )
-    add(
-        "--launcher",
-        type=str | None,
-        default=None,
-        help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.",
-    )
+    add("--option", type=str, action="append", help="One more option of the batch system, written --option=--constraint=gpu; may be given again.")
+    add("--launcher", type=str | None, default=None, help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.")
     add("--name", type=str | None, default=None, help="The job's name; by default the config's.")
-    add(
-        "--sweep",
-        type=str,
-        action="append",
-        help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.",
-    )
-    add(
-        "--scaling",
-        type=str | None,
-        default=None,
-        help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.",
-    )
-    add(
-        "--scale",
-        type=str,
-        default="samples",
-        help="What grows with --scaling: samples (images a step) or tiles (ranks an image).",
-    )
-    add(
-        "--output",
-        type=str | None,
-        default=None,
-        help="Write the script to this file; with --scaling, the nodes are added to its name.",
-    )
+    add("--sweep", type=str, action="append", help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.")
+    add("--scaling", type=str | None, default=None, help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.")
+    add("--scale", type=str, default="samples", help="What grows with --scaling: samples (images a step) or tiles (ranks an image).")
+    add("--output", type=str | None, default=None, help="Write the script to this file; with --scaling, the nodes are added to its name.")
     add("--overwrite", action="store_true", help="Replace a file that is there.")
     add("--submit", action="store_true", help="Also hand the script in, and print the job's number.")
 

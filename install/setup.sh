@@ -31,6 +31,9 @@ pinned() { pip_install -c "$here/constraints.txt" "$@"; }
 NETWORK="if it is the network or the index: try again (finished steps are kept); behind a mirror, set pip's PIP_INDEX_URL"
 
 make_venv() {
+  if [ -e "$venv/.stamps/venv" ]; then # another interpreter's: venv would mix the two
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name .stamps ! -name setup.log -exec rm -rf {} +
+  fi
   if [ "$SYSTEM" = 1 ]; then "$PYTHON" -m venv --system-site-packages "$venv"; else "$PYTHON" -m venv "$venv"; fi
 }
 

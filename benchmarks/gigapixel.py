@@ -27,13 +27,13 @@ from distseg.data.gigapixel import CLASSES, Earth, prepare_gigapixel
 from distseg.data.loader import StepLoader
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
-from distseg.evaluate import evaluate
+from distseg.infer.evaluate import evaluate
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.launch import set_up, world
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
-from distseg.predict import Predictor
+from distseg.infer.predictor import Predictor
 from distseg.report.style import PALETTE, new_figure
 from distseg.train.engine import Engine
 from distseg.train.run import step_loader
@@ -139,7 +139,7 @@ def _learn(options: argparse.Namespace) -> dict:
             found.append(engine.backward(step))
             engine.update(1e-3 if epoch < 0.8 * options.epochs else 1e-4)
         losses.append(sum(found) / len(found))
-    predictor = Predictor(engine.model, engine.mesh.replicas, engine.device, engine.autocast, Extents((1024, 1024)))
+    predictor = Predictor(engine.model, engine.mesh.replicas, engine.devices, engine.autocast, Extents((1024, 1024)))
     dice = {split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"]["dice"] for split in ("train", "test")}
     return {**dice, "losses": losses}
 

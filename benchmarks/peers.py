@@ -33,7 +33,7 @@ from distseg.geometry.tile import Box, Place
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
 from distseg.models.unet import unet
-from distseg.predict import Predictor
+from distseg.infer.predictor import Predictor
 from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block
@@ -222,7 +222,7 @@ def predictor(options: argparse.Namespace) -> dict:
     def inference(precision: str, side: int) -> Callable[[torch.Tensor], torch.Tensor]:
         model = network(precision)
         tiled = parallelize(model, receptive_field(model), Context())
-        found = Predictor(tiled, Alone(), torch.device("cpu"), autocast(precision, torch.device("cpu")), Extents((_tile(side),) * 2), channels_last=precision == "bf16")
+        found = Predictor(tiled, Alone(), [torch.device("cpu")], autocast(precision, torch.device("cpu")), Extents((_tile(side),) * 2), channels_last=precision == "bf16")
 
         def infer(x: torch.Tensor) -> torch.Tensor:
             out = torch.empty(1, 3, side, side)

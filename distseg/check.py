@@ -71,8 +71,6 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         found.append("spatial.norm_scope window is without effect: the model has no norm")
     if spatial.frozen_norm and not norms:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
-    if spatial.exchanges and config.predict.tile != _DEFAULTS.predict.tile:
-        found.append(f"predict.tile {config.predict.tile} is without effect: with spatial.exchange_every {spatial.exchange_every} each rank predicts one tile")
     if (fewer := _fewer_groups(config, model)) is not None:
         found.append(f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}")
     if config.pipeline.placement == "v" and mesh.stages == 1:

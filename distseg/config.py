@@ -310,13 +310,13 @@ class TrainConfig:
 @dataclass(frozen=True)
 class PredictConfig:
     tile: Extents = Extents((1024, 1024))
-    """Tile of windowed evaluation and prediction; memory follows from it and the halo. Where tiles exchange borders each rank has one, and this is not used."""
+    """Tile of evaluation and prediction; memory follows from it. With run.memory tiles are as large as fit instead."""
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
     formats: List[Literal["hdf5", "tiff", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
     """Of class maps: NAME.h5, tiled NAME.tif (without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
     scratch: Optional[str] = None
-    """Folder for the activations of norms that need the whole image (instance, group); by default the system's temporary folder."""
+    """Folder for the feature maps before norms that need the whole image (instance, group), or ``memory``; by default memory where they fit into half of what is free or of run.memory, else the system's temporary folder."""
 
     def __post_init__(self):
         _extents(self, "tile")
@@ -334,7 +334,7 @@ class RunConfig:
     timeout: float = 1800.0
     """Seconds in which no rank of a job moves, or one is stopped, after which it is ended, with where each rank stood; 0: never."""
     memory: Optional[Union[int, str]] = None
-    """What a rank may take in training, such as ``4GB`` or a number of bytes: tiles in time are cut so small that it suffices."""
+    """What a rank may take, such as ``4GB`` or a number of bytes: in training and prediction tiles in time are cut so small that it suffices."""
 
     def __post_init__(self):
         _at_least(self, 0, "timeout")

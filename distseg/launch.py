@@ -77,6 +77,16 @@ def fair_threads(cores: list[frozenset[int]], me: int) -> int:
     return max(1, int(share + 1e-9))
 
 
+def ranks_on_node(comm) -> int:
+    """How many ranks share this one's memory, itself included. Collective."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    size = node.size
+    node.Free()
+    return size
+
+
 def set_up(comm, device: str = "auto", threads: int | None = None):
     """Choose this rank's device and CPU threads; returns the ``torch.device``. Collective.
 

@@ -1,8 +1,6 @@
-"""How tensors lie in memory: PyTorch's format with channels last, by the number of dims, and what files of tensors want."""
+"""How tensors lie in memory: PyTorch's format with channels last, by the number of dims."""
 
 from __future__ import annotations
-
-from typing import Mapping
 
 import torch
 
@@ -20,14 +18,3 @@ def lies_last(x: torch.Tensor) -> bool:
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``x`` in the memory format of ``other``, as kernels that take both expect; copied only where it lies otherwise."""
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
-
-
-def unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors takes them: on the CPU, contiguous, and none in the memory of another, as a layer's second place or two skips of one map are."""
-    found, seen = {}, set()
-    for name, tensor in tensors.items():
-        tensor = tensor.contiguous().cpu()
-        memory = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return found

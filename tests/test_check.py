@@ -79,7 +79,6 @@ def test_the_configs_that_come_along_are_accepted(path):
         ({"pipeline.placement": "v", "mesh.stages": 2}, "none", None),
         ({"mesh.compression": "fp16"}, "none", "mesh.compression fp16 is without effect: one rank holds all of the gradient"),
         ({"mesh.compression": "fp16", "mesh.samples": 2}, "none", None),
-        ({"spatial.exchange_every": "1", "predict.tile": Extents("64x64")}, "none", "predict.tile 64x64 is without effect: with spatial.exchange_every 1 each rank predicts one tile"),
     ],
 )
 def test_notes(settings, norm, words):

@@ -13,7 +13,7 @@ from distseg.extents import Extents
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
 from distseg.pipeline.devices import devices_of
-from distseg.predict import load_predictor
+from distseg.infer.predict import load_predictor
 from distseg.scene import store_scene
 from distseg.spatial.context import Context
 from distseg.train.engine import Engine

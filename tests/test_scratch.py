@@ -48,7 +48,7 @@ def test_volumes(folder):
 
 
 def test_it_begins_with_zeros(folder):
-    assert not Map(BOX, like(torch.float32, "NHWC"), folder).read(BOX).any()
+    assert not Map(BOX, like(torch.float32, "NHWC"), folder, zero=True).read(BOX).any()
 
 
 def test_no_name_is_left_in_the_folder(tmp_path):

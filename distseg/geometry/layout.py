@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Sequence
 
 from distseg.geometry.footprint import Footprint, Gather, Span, inside
+from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
 
@@ -111,6 +112,16 @@ class Layout:
         self.result_cuts = tuple(m[-1][1] for m in maps)
         self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
         self._parts: dict[tuple, Part] = {}
+
+    def check_result(self, borders: Sequence[Sequence[int]]) -> "Layout":
+        """Refuse a model whose result is not of the image's size.
+
+        Raises:
+            ValueError: naming both sizes.
+        """
+        if self.result_cuts != tuple(map(tuple, borders)):
+            raise ValueError(f"the model makes {Extents(self.result)} pixels of an image of {Extents(self.image)}, but a segmentation network keeps the size")
+        return self
 
     def cell_of(self, tile: Box) -> tuple[int, ...]:
         """Where a tile stands in the grid."""

@@ -69,12 +69,6 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
         yield Backward(stage, m)
 
 
-def forward_only(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """A pass without gradients."""
-    for m in range(micro_batches):
-        yield Forward(stage, m)
-
-
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 

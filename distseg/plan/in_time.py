@@ -17,7 +17,7 @@ from torch import nn
 from distseg.config import Config
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Link
-from distseg.geometry.segment import Segment, chain
+from distseg.geometry.segment import Chain, Segment, chain
 from distseg.geometry.tile import Box
 from distseg.launch import LARGE_BLOCK
 from distseg.models.layers import Pop, Stash
@@ -32,6 +32,24 @@ _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 def tiles_in_time(config: Config) -> bool:
     """Whether ranks compute tile after tile by :mod:`distseg.spatial.in_time`."""
     return config.spatial.in_time in ("recompute", "spill") or (config.spatial.in_time == "auto" and config.run.memory is not None)
+
+
+def budget_of(memory: int, base: int, what: str) -> float:
+    """The bytes that activations may take of ``memory`` where a process takes ``base`` besides.
+
+    Args:
+        what: the process holds, for the error.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    if memory <= base:
+        raise ValueError(f"run.memory is {memory / 1e6:.0f} MB, but this process with {what} takes {base / 1e6:.0f} MB already: give more, with room for activations")
+    return max(_SURE * (memory - base - _KEPT), (memory - base) / 4)
+
+
+_KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
+_SURE = 0.8  # of the rest
 
 
 @dataclass(frozen=True)
@@ -51,11 +69,15 @@ class Activations:
     itemsize: int
     pixel: int
     last: bool
+    graph: bool = True
+    """Whether autograd keeps results for a backward pass."""
 
     def of(self, sizes: Sequence[Sequence[int]], segment: Segment, result: Box, images: int) -> float:
-        """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images."""
+        """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images; without a graph, of its forward pass."""
         way = chain(self.links, sizes, segment, result)
         values = lambda position, box: images * self.channels[position] * box.pixels * self.itemsize
+        if not self.graph:
+            return self._forward(segment, way, values)
         start, stop = segment.layers.start, segment.layers.stop
         read = images * self.channels[0] * way.given.pixels * self.pixel if start == 0 else 2 * values(start, way.given)  # and its gradient
         kept = read + sum(3 * values(skip.source, way.skips[pop]) for pop, skip in segment.skips.items())
@@ -71,21 +93,37 @@ class Activations:
             under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result.pixels  # the loss, with labels
         return kept + under_way + values(stop, result)
 
+    def _forward(self, segment: Segment, way: Chain, values: Callable[[int, Box], float]) -> float:
+        waiting = sum(values(skip.stash, way.skips[pop]) for pop, skip in segment.skips.items())
+        most = 0.0
+        for position, part in zip(segment.layers, way.parts):
+            link, reordered = self.links[position], 0 if self.last or not issubclass(self.kinds[position], _CONVS) else 1
+            taken, made = values(position, part.taken), values(position + 1, part.made)
+            most = max(most, waiting + (1 + reordered) * (taken + made))
+            if link.stash is not None:
+                waiting += made
+            if link.pop is not None:
+                waiting -= values(position + 1, part.made) - taken
+        return most
+
     @property
     def norms(self) -> list[int]:
         """The positions of norms."""
         return [position for position, kind in enumerate(self.kinds) if issubclass(kind, NORMS)]
 
-    def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int, returning: Sequence[int] = ()) -> int:
+    def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int, returning: Sequence[int] = (), back: bool = True) -> int:
         """Bytes of the maps that segments read and make, and of their gradients, at most at once.
 
         Args:
             held: the part of the map before a layer that is stored.
             segments: of a rank, in order.
             returning: the maps whose gradients other ranks send, once for each; they may come at any time.
+            back: whether backward passes follow; else a map goes once it was read.
         """
         positions = {p for s in segments for p in (*s.sources, s.layers.stop)} - {0, len(self.links)}
         sizes = {p: images * self.channels[p] * held(p).pixels * self.itemsize for p in positions}
+        if not back:
+            return self._passing(segments, sizes)
         most = present = sum(sizes.values())
         gradients: set[int] = set()
         for segment in reversed(segments):  # its sources' gradients come, what is behind it goes
@@ -94,6 +132,19 @@ class Activations:
             most = max(most, present + sum(sizes[g] for g in gradients | ({segment.layers.stop} & set(sizes))))
             gradients.discard(segment.layers.stop)
         return most + sum(sizes[p] for p in returning)
+
+    @staticmethod
+    def _passing(segments: Sequence[Segment], sizes: dict[int, int]) -> int:
+        """The most that maps of these sizes take at once where each goes after its last reader; maps of other ranks come at any time."""
+        made = {s.layers.stop for s in segments}
+        present = sum(size for p, size in sizes.items() if p not in made)
+        last = {p: s for s in segments for p in s.sources}
+        most = 0
+        for segment in segments:
+            present += sizes.get(segment.layers.stop, 0)
+            most = max(most, present)
+            present -= sum(sizes.get(p, 0) for p in segment.sources if last[p] is segment)
+        return most
 
     def _kept_otherwise(self, position: int) -> bool:
         """Whether a layer's result is its input's memory, or computed together with the norm before it (distseg.spatial.parallelize)."""
@@ -111,6 +162,22 @@ class GridTiling:
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
         return [-(-n // min(g, n)) for g, n in zip(self.grid, result.size)]
+
+
+@dataclass(frozen=True)
+class SizeTiling:
+    """Tiles of about the same part of the image for every segment, as many pixels as ``tile`` has; whole rows where these are not too thin,
+    as what a tile reads and writes of a map then lies side by side."""
+
+    tile: Sequence[int]
+
+    def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
+        size = [min(max(1, round(t * m / n)), r) for t, m, n, r in zip(self.tile, layout.sizes[segment.layers.stop], layout.image, result.size)]
+        rows = math.prod(size) // math.prod(result.size[1:])
+        return [rows, *result.size[1:]] if rows >= min(_THIN, size[0]) else size
+
+
+_THIN = 32  # rows below which a strip's windows would overlap too much
 
 
 class BudgetTiling:

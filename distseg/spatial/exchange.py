@@ -73,11 +73,6 @@ class Exchange:
         """Whether tiles exchange anything; else they are read as windows."""
         return self.every != "all"
 
-    def over(self, comm, grid) -> "Exchange":
-        """The same model on the tiles of other ranks, one each."""
-        one = (1,) * len(self.stride)
-        return Exchange(self.links, self.stride, comm, grid, one, self.every, self.fuse_below, self.mail.device, self.channels_last)
-
     def layout(self, image: Sequence[int]) -> Layout:
         """Of an image of this size."""
         image = tuple(image)
@@ -85,9 +80,7 @@ class Exchange:
             fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
             check_grid(image, fine, self.stride)
             borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
-            self._layouts[image] = layout = Layout(self.links, image, borders, self.every, self.fuse_below)
-            if layout.result_cuts != tuple(map(tuple, borders)):
-                raise ValueError(f"the model makes {Extents(layout.result)} pixels of an image of {Extents(image)}, but a segmentation network keeps the size")
+            self._layouts[image] = Layout(self.links, image, borders, self.every, self.fuse_below).check_result(borders)
         return self._layouts[image]
 
     def run(

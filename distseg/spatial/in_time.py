@@ -25,7 +25,7 @@ from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.geometry.layout import Layout, Link, Part, Region
-from distseg.geometry.segment import Segment, chain, segments_of
+from distseg.geometry.segment import Chain, Segment, chain, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
@@ -70,6 +70,12 @@ class Tiling(Protocol):
         """Cells of a tile along each dim; the last may be smaller."""
 
 
+class Stored(Protocol):
+    """Tells the bytes that maps take, at most at once."""
+
+    def __call__(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int, returning: Sequence[int] = (), back: bool = True) -> int: ...
+
+
 class InTime:
     """The executor of a flat model on one rank, which runs all of it or some stages.
 
@@ -80,8 +86,10 @@ class InTime:
         folder: for stored maps; None: the host's memory.
         stored: :meth:`distseg.plan.in_time.Activations.stored`, the bytes that maps take.
         autocast: makes the context in which the network runs.
-        device: where the network runs.
+        devices: where the network runs; of each stage, where a rank has several.
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
+        returns: whether backward passes follow; else maps are let go of once they are read.
+        trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
 
     Attributes:
         watch: told the share of a step that is done, now and then.
@@ -90,11 +98,12 @@ class InTime:
 
     def __init__(
         self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
-        stored: Callable[[Callable[[int], Box], Sequence[Segment], int, Sequence[int]], int], autocast: Callable[[], ContextManager],
-        device=_CPU, stages: Sequence[range] = (), placement: Sequence[int] = (0,), comm=Alone(),
+        stored: Stored, autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
+        placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True,
     ):  # fmt: skip
         self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
-        self.stored, self.autocast, self.device = stored, autocast, torch.device(device)
+        self.stored, self.autocast, self.devices = stored, autocast, [torch.device(d) for d in devices]
+        self.returns, self.trims = returns, trims
         self.placement, self.comm, self.transfers = tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
@@ -108,6 +117,9 @@ class InTime:
     def comes_from_elsewhere(self, position: int) -> bool:
         """Whether another rank makes the map before a layer; pixels come from the store."""
         return self.makers.get(position, self.comm.rank) != self.comm.rank
+
+    def device_of(self, segment: Segment) -> torch.device:
+        return self.devices[segment.stage if len(self.devices) > 1 else 0]
 
     def label_tiles(self, block: Block) -> Iterator[Box]:
         """The tile of a block, in strips that are read at once."""
@@ -153,8 +165,9 @@ class Walk:
         self.norms: dict[int, Pending] = {}
         self.watch: Callable[[float], None] = lambda share: None
         self._ends = [segment for segment in self.segments if segment.layers.stop == len(self.layers)]
-        self._done, self.visits = 0, sum(self._count(s) * (1 if s in self._ends else 2) for s in self.segments)
+        self._done, self.visits = 0, sum(self._count(s) * (2 if executor.returns and s not in self._ends else 1) for s in self.segments)
         self._first_reader = {p: segment for segment in reversed(self.segments) for p in segment.sources}
+        self._last_reader = {p: segment for segment in self.segments for p in segment.sources}
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
         self._sending: dict[tuple[int, int], list[Sending]] = {}  # maps to their readers, gradients to the map's maker
@@ -164,8 +177,9 @@ class Walk:
     @property
     def stored(self) -> int:
         """Bytes of the maps that it will store, at most at once."""
-        returning = [s.layers.stop for s in self.segments for _ in self.executor.readers[s.layers.stop]]
-        sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images), returning) for i, block in enumerate(self.blocks))
+        back = self.executor.returns
+        returning = [s.layers.stop for s in self.segments for _ in self.executor.readers[s.layers.stop]] if back else []
+        sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images), returning, back) for i, block in enumerate(self.blocks))
         return sum(sizes)
 
     @torch.no_grad()
@@ -189,18 +203,63 @@ class Walk:
                     parts += self._moments(stop, i, box, y)
             if here and stop in self.executor.live:
                 self._meet_norm(stop, parts)
+            if not self.executor.returns:
+                self._let_go(segment)
 
-    def outputs(self) -> Iterator[tuple[int, Box, Tensor]]:
+    def outputs(self, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box, Tensor]]:
         """(block, tile, logits (B, C', *tile.size)) of the network's last segment, tile by tile, with a graph if gradients are on.
 
         What is asked for next tells that a tile's backward pass, if there is one, is done.
+
+        Args:
+            boxes: the tiles of each block to compute; by default all, of the executor's size.
         """
         (segment,) = self._ends
-        for i, box in self._tiles(segment):
+        for i, box in self._tiles(segment, boxes):
             with self.span("forward", self._name(segment)):
                 y, leaves = self._run(segment, i, box)
             yield i, box, y
             self._take_in(segment, i, leaves)
+        if not self.executor.returns:
+            self._let_go(segment)
+
+    def close(self) -> None:
+        """Let go of all maps, once others have what they read of them."""
+        for (i, position), sendings in self._sending.items():
+            for sending in sendings:
+                self.transfers.wait_sent(sending, self._map_before(position))
+        for stored in self.maps.values():
+            stored.close()
+        self.maps.clear()
+
+    def pixel_windows(self, boxes: Sequence[Sequence[Box]] | None = None) -> list[Box]:
+        """What the first segment reads of the blocks' pixels, in order; for those who read ahead."""
+        segment = next((s for s in self.segments if s.layers.start == 0), None)
+        if segment is None:
+            return []
+        given = boxes if segment in self._ends else None
+        return [self._chain(segment, i, box).given for i in range(len(self.blocks)) for box in (given[i] if given else self._cut(segment, i)[1])]
+
+    def computed(self, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
+        """(layer, cells of its result) of all that is computed on the way there."""
+        for segment in self.segments:
+            for i in range(len(self.blocks)):
+                for box in boxes[i] if boxes is not None and segment in self._ends else self._cut(segment, i)[1]:
+                    way = self._chain(segment, i, box)
+                    yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
+                    yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
+
+    def _let_go(self, segment: Segment) -> None:
+        """Close the maps that no later segment of this rank reads, nor any other rank."""
+        for position in segment.sources:
+            if self._last_reader[position] is not segment or position == 0:
+                continue
+            for i in range(len(self.blocks)):
+                if (i, position) in self._coming:  # also what no window reads
+                    self.transfers.wait_for(self._coming[i, position], self._held(position, i).stop[0], self._map_before(position))
+                for sending in self._sending.pop((i, position), ()):
+                    self.transfers.wait_sent(sending, self._map_before(position))
+            self._close(self.maps, position)
 
     def backward(self, stage: int = 0) -> None:
         """All segments of a stage from behind; the network's last one, which :meth:`outputs` went through, is closed. Collective, as :meth:`forward`."""
@@ -275,7 +334,7 @@ class Walk:
             for reader in self.executor.readers[position]:
                 for i in range(len(self.blocks)):
                     box = self._held(position, i)
-                    coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))
+                    coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))  # all of it comes
                     self._returning.setdefault((i, position), []).append(self.transfers.begin(coming, reader, 2 * position + 1))
 
     def _hand_on(self, i: int, position: int, made: Box) -> None:
@@ -320,7 +379,7 @@ class Walk:
 
     def _run(self, segment: Segment, i: int, box: Box) -> tuple[Tensor, list]:
         """The segment's result on ``box`` of block ``i``; with gradients on also what was read, as (position, window, leaf)."""
-        way = chain(self.executor.links, self.layouts[i].sizes, segment, box)
+        way, device = self._chain(segment, i, box), self.executor.device_of(segment)
         self.context.places = [self.blocks[i].place]
         leaves, skips = [], {}
         beat(f"tile {box} of {self._name(segment)}")
@@ -328,11 +387,11 @@ class Walk:
             with self.executor.autocast():
                 for pop, skip in segment.skips.items():
                     window = way.skips[pop]
-                    x = self._source(skip.source, i, window, leaves)
+                    x = self._source(skip.source, i, window, leaves, device)
                     for position in skip.layers:
                         x = self._layer(position, x, window, self._whole(i, position, window), {})
                     skips[skip.name] = x
-                x, have = self._source(segment.layers.start, i, way.given, leaves), way.given
+                x, have = self._source(segment.layers.start, i, way.given, leaves, device), way.given
                 for position, part in zip(segment.layers, way.parts):
                     x, have = self._layer(position, x, have, part, skips), part.made
         finally:
@@ -345,11 +404,16 @@ class Walk:
                 return self.blocks[i].pixels(window)
         if (i, position) in self._coming:
             self.transfers.wait_for(self._coming[i, position], window.stop[0], self._map_before(position))
+        stored = self.maps[i, position]
         with self.span("scratch", "read"):
-            return self.maps[i, position].read(window)
+            # A norm leaves what it is given as it is, and without a backward pass nobody keeps it.
+            return stored.view(window) if position in self.norms and not self.executor.returns else stored.read(window)
 
-    def _source(self, position: int, i: int, window: Box, leaves: list) -> Tensor:
-        x = self._read(position, i, window)
+    def _chain(self, segment: Segment, i: int, box: Box) -> Chain:
+        return chain(self.executor.links, self.layouts[i].sizes, segment, box)
+
+    def _source(self, position: int, i: int, window: Box, leaves: list, device: torch.device) -> Tensor:
+        x = self._read(position, i, window).to(device)
         if torch.is_grad_enabled() and (position > 0 or 0 in self.norms):
             leaves.append((position, window, x.requires_grad_()))
         return x
@@ -404,18 +468,20 @@ class Walk:
     def _owned(self, position: int, i: int) -> Box:
         return self.layouts[i].part(position, self.cells[i]).owned
 
-    def _tiles(self, segment: Segment) -> Iterator[tuple[int, Box]]:
-        kind, usual, fresh = None, 0, True
+    def _tiles(self, segment: Segment, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
+        kind, usual, fresh, trims = None, 0, True, self.executor.trims
         for i in range(len(self.blocks)):
             result, tiles = self._cut(segment, i)
-            for box in tiles:
+            for box in boxes[i] if boxes is not None else tiles:
                 ends = tuple((a == c, b == d) for a, b, c, d in zip(box.start, box.stop, result.start, result.stop))  # windows there are smaller
                 before, kind = kind, (i, box.size, ends)
-                if kind != before:
+                if trims and kind != before:
                     release_freed_memory()
                     usual, fresh = 0, True
                 yield i, box
-                if fresh:  # what a tile takes by itself
+                if not trims:
+                    pass
+                elif fresh:  # what a tile takes by itself
                     usual, fresh = max(usual, memory_in_use(_CPU)), False
                 elif memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
                     release_freed_memory()
@@ -432,11 +498,11 @@ class Walk:
         return sum(len(self._cut(segment, i)[1]) for i in range(len(self.blocks)))
 
     def _here(self, like: Tensor) -> Tensor:
-        return like.to(self.executor.device)
+        return like.to(self.executor.devices[0])
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
-            maps[i, position] = Map(self._held(position, i), like, self.executor.folder)
+            maps[i, position] = Map(self._held(position, i), like, self.executor.folder, zero=maps is self.gradients)
         return maps[i, position]
 
     def _take_in(self, segment: Segment, i: int, leaves: list) -> None:

@@ -8,14 +8,14 @@ tile is right as long as the window around it is.
 from __future__ import annotations
 
 import copy
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from distseg.geometry.layout import Link
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import Pop, flat_layers, is_sequential, outline, skip_store
+from distseg.models.layers import Pop, channels_of_maps, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange, links_of
@@ -29,16 +29,22 @@ class TiledModel(nn.Module):
     """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
 
     A flat ``nn.Sequential`` runs layer by layer over the windows, so that a norm sees them all; any other module runs
-    one window at a time, and only one where norms are live. ``links``: its layers as geometry sees them, where it can be computed in parts. With an ``exchange`` layers compute what is needed of a window,
+    one window at a time, and only one where norms are live. Where it can be computed in parts there are ``links``, its layers as geometry sees
+    them, with the ``kinds`` of the plain model's layers and the ``channels`` of its maps. With an ``exchange`` layers compute what is needed of a window,
     which may be no more than the tile, and borders are exchanged between them.
     """
 
-    def __init__(self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None, links: list[Link] | None = None):
+    def __init__(
+        self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None, links: list[Link] | None = None,
+        kinds: Sequence[type] = (), channels: Sequence[int] = (),
+    ):  # fmt: skip
         super().__init__()
-        self.model, self.context, self.reach, self.exchange, self.links = model, context, reach, exchange, links
+        self.model, self.context, self.reach, self.exchange, self.links, self.kinds, self.channels = model, context, reach, exchange, links, kinds, channels
         self.layers = _flattened(model)
         self.flat = self.layers is not None
         # Of the whole model, also where only some of its layers are kept:
+        self.live_always = [p for p, layer in enumerate(self.layers or []) if isinstance(layer, DistributedNorm) and not layer.tracks]
+        """Positions of the norms that take statistics in evaluation too."""
         self.always_live = any(not n.tracks for n in self.norms)
         self.live_in_training = bool(self.norms)
 
@@ -180,6 +186,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
             )
     _check_own_layers(model)
     links = exchange.links if exchange else _links(model)
+    kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if links else ((), ())
     context = context or Context()
     strides = cumulative_strides(model, reach)
     for name, stride in strides.items():
@@ -193,7 +200,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         for name, layer in sequential._modules.items():
             if type(layer) is Pop:
                 sequential._modules[name] = DensePop(layer.name)
-    return TiledModel(model, context, reach, exchange, links)
+    return TiledModel(model, context, reach, exchange, links, kinds, channels)
 
 
 def _links(model: nn.Module) -> list[Link] | None:

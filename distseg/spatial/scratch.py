@@ -21,17 +21,18 @@ from distseg.memory_format import lies_last
 
 
 class Map:
-    """(B, C, *box.size) of a feature map, zeros at first.
+    """(B, C, *box.size) of a feature map.
 
     Args:
         like: a part of it, for batch, channels, type, device and layout in memory.
         folder: of the file; None: in memory.
+        zero: it is 0 before it is written, so that parts can be added to it.
 
     Raises:
         OSError: the file does not fit its disk, before anything is written.
     """
 
-    def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None):
+    def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None, zero: bool = False):
         self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
         self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
         self.images, self.channels = like.shape[:2]
@@ -39,13 +40,19 @@ class Map:
         self.bytes = math.prod(self.outer) * box.pixels * self.row
         self._file = self._values = None
         if folder is None:
-            self._values = torch.zeros(self._shape(box), dtype=self.dtype)
+            self._values = (torch.zeros if zero else torch.empty)(self._shape(box), dtype=self.dtype)
         else:
             self._file = _reserved(self.bytes, folder)
 
     def read(self, box: Box) -> Tensor:
         """(B, C, *box.size)."""
         return self._outward(self.take(box))
+
+    def view(self, box: Box) -> Tensor:
+        """The same, for those who do not change it: where it lies, if it lies in memory."""
+        if self._values is None or self.device.type != "cpu":
+            return self.read(box)
+        return self._outward(self._part(box))
 
     def write(self, box: Box, x: Tensor) -> None:
         self.put(box, self._inward(x))
@@ -77,6 +84,9 @@ class Map:
     def _shape(self, box: Box) -> tuple[int, ...]:
         return (*self.outer, *box.size, self.channels) if self.last else (*self.outer, *box.size)
 
+    def _part(self, box: Box) -> Tensor:
+        return self._values[(..., *box.relative_to(self.box).slices, *((slice(None),) if self.last else ()))]
+
     def _inward(self, x: Tensor) -> Tensor:
         return (x.movedim(1, -1) if self.last else x).to("cpu").contiguous()
 
@@ -87,7 +97,7 @@ class Map:
         """Between ``values`` and the part ``box`` of the map, by runs of cells that lie side by side in both."""
         inner = box.relative_to(self.box)
         if self._values is not None:
-            there = self._values[(..., *inner.slices, *((slice(None),) if self.last else ()))]
+            there = self._part(box)
             values.copy_(there) if how is os.preadv else there.copy_(values)
             return
         flat = memoryview(values.view(torch.uint8).numpy().reshape(-1)) if values.numel() else memoryview(b"")
@@ -147,7 +157,7 @@ def check_room(folder: str | Path, needed: int) -> None:
     if needed > free:
         raise OSError(
             f"feature maps of {needed / 1e9:.2f} GB must wait in the scratch folder {folder}, where {free / 1e9:.2f} GB are free: name a folder with more "
-            "room as spatial.scratch, or take smaller images or crops"
+            "room as spatial.scratch (for prediction predict.scratch), or take smaller images or crops"
         )
 
 

@@ -29,7 +29,7 @@ from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, 
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, tiles_in_time
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange, links_of
@@ -124,20 +124,15 @@ class Engine:
         tiling = GridTiling(spatial.tiles_per_rank)
         memory = self.config.run.memory
         if memory is not None:
-            if memory <= (base := self._base_memory()):
-                raise ValueError(
-                    f"run.memory is {memory / 1e6:.0f} MB, but this process with weights, gradients and the optimizer's state takes {base / 1e6:.0f} MB "
-                    "already: give more, with room for activations"
-                )
             keep_freed_memory(large=False)
-            tiling = BudgetTiling(activations, max(_SURE * (memory - base - _KEPT), (memory - base) / 4))
+            tiling = BudgetTiling(activations, budget_of(memory, self.base_memory(), "weights, gradients and the optimizer's state"))
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
         stages, placement = (self.partition.ranges, self.partition.placement) if self.partition else ((), (0,))
         return InTime(
-            self.model, links, live, self.exchange.layout, tiling, folder, activations.stored, self.autocast, self.device, stages, placement, self.mesh.pipeline
+            self.model, links, live, self.exchange.layout, tiling, folder, activations.stored, self.autocast, self.devices, stages, placement, self.mesh.pipeline
         )
 
-    def _base_memory(self) -> int:
+    def base_memory(self) -> int:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
@@ -195,10 +190,6 @@ class Engine:
     def _over_stages(self, part: float) -> float:
         """The sum over the pipeline's ranks."""
         return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
-
-
-_KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
-_SURE = 0.8  # of the rest
 
 
 def check_trainable(model: nn.Module) -> None:

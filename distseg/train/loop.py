@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from distseg.comm.replicas import check_same
 from distseg.config import Config
-from distseg.evaluate import evaluate
+from distseg.infer.evaluate import evaluate
 from distseg.launch import JointFailure, ToBeContinued, gathered
 from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress

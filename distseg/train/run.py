@@ -19,12 +19,12 @@ from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store import Store
 from distseg.disk import locked
-from distseg.launch import set_up, together
+from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.unet import channels_of
 from distseg.models.zoo import outline_model
 from distseg.plan.in_time import tiles_in_time
-from distseg.predict import Predictor
+from distseg.infer.predictor import Predictor, room_of
 from distseg.train.checkpoint import load_optimizer, load_weights, read_run_manifest, share
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
@@ -76,9 +76,11 @@ class Run:
             return
         if self.checkpoint:
             self._load()
+        memory = config.run.memory
+        room = None if memory is None else room_of(memory, engine.base_memory(), "weights, gradients and the optimizer's state", world)
         self.predictor = Predictor(
-            engine.model, self.mesh.replicas, self.device, engine.autocast, config.predict.tile, config.predict.scratch, channels_last,
-            engine.pipeline if engine.partition else None, exact=config.spatial.halo is None,
+            engine.model, self.mesh.replicas, engine.devices, engine.autocast, config.predict.tile, config.predict.scratch, channels_last,
+            engine.pipeline if engine.partition else None, exact=config.spatial.halo is None, neighbours=ranks_on_node(world), room=room,
         )  # fmt: skip
         with together(world):
             for name in self.store.splits.get("val", []) if config.train.validate_every else []:

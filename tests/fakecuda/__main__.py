@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from distseg import config as sections  # noqa: E402
 from distseg.extents import Extents  # noqa: E402
 from distseg.geometry.tile import Reach  # noqa: E402
-from distseg.predict import Predictor  # noqa: E402
+from distseg.infer.predict import Predictor  # noqa: E402
 from distseg.train.engine import Engine  # noqa: E402
 from distseg.verify import own_pieces, prepare  # noqa: E402
 
@@ -79,7 +79,7 @@ def _predict(engine: Engine, size: Extents, tile: Extents) -> None:
     """All tiles of an image."""
     channels = next(engine.model.parameters()).shape[1]
     scene = SimpleNamespace(size=size, read=lambda box: np.zeros((channels, *box.size), np.float32))
-    predictor = Predictor(engine.model, engine.mesh.replicas, engine.device, engine.autocast, tile, channels_last=engine.channels_last)
+    predictor = Predictor(engine.model, engine.mesh.replicas, engine.devices, engine.autocast, tile, channels_last=engine.channels_last)
     for box, logits in predictor(scene):
         assert logits.shape[1:] == box.size
 

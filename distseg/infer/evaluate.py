@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Callable
 
 import numpy as np
 
 from distseg.data.store import Store
-from distseg.predict import Predictor
+from distseg.infer.predictor import Predictor
 from distseg.report.progress import progress
 from distseg.scene import store_scene
 from distseg.train.metrics import confusion, most_likely, scores
@@ -18,17 +19,23 @@ def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callab
     """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``.
 
     Args:
-        stop: asked after each image, on all ranks, for the same answer: whether to give up, which returns None.
+        stop: asked now and then, on all ranks, for the same answer: whether to give up, which returns None.
     """
     classes = len(store.classes)
     total = np.zeros((classes, classes))
     names = store.split(split)
+    together, shares = predictor.deal_images([store.size(name) for name in names])
+    part, mine = predictor.among(together), shares[predictor.replicas.rank]
+    ends = {share.image: number for number, round in enumerate(zip_longest(*shares)) for share in filter(None, round)}  # in which round an image is done
     with progress(len(names), "image", f"evaluate {split}", enabled=world.rank == 0) as bar:
-        for name in names:
-            beat(f"evaluation of image {name}")
-            for tile, logits in predictor(store_scene(store, name)):
-                total += confusion(store.labels(name, tile), most_likely(logits), classes, store.ignore)
-            bar.advance(pixels=int(np.prod(store.size(name))))
+        for number in range(max(map(len, shares))):
+            for share in mine[number : number + 1]:
+                name = names[share.image]
+                beat(f"evaluation of image {name}")
+                for tile, logits in part(store_scene(store, name), share.tiles):
+                    total += confusion(store.labels(name, tile), most_likely(logits), classes, store.ignore)
+            done = [name for image, name in enumerate(names) if ends[image] == number]
+            bar.advance(len(done), pixels=sum(int(np.prod(store.size(name))) for name in done))
             if stop():
                 return None
     return sum(world.allgather(total)).astype(np.int64)

@@ -1,0 +1,140 @@
+"""Class maps of whole images, written to files by the network of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+import torch
+
+from distseg.check import check_effects
+from distseg.comm.collective import set_timeout
+from distseg.comm.replicas import broadcast
+from distseg.config import Config
+from distseg.data.class_files import Classes, are_there
+from distseg.data.class_map import PartialMap, identity_of
+from distseg.extents import Extents
+from distseg.geometry.receptive import receptive_field
+from distseg.infer.predictor import Predictor, room_of
+from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
+from distseg.mesh import Mesh
+from distseg.models.zoo import outline_model
+from distseg.pipeline.build import own_part
+from distseg.pipeline.devices import check_config, devices_of
+from distseg.pipeline.execute import Pipeline
+from distseg.plan.stages import partition_of
+from distseg.report.progress import progress
+from distseg.scene import Scene
+from distseg.spatial.context import Context
+from distseg.train.checkpoint import find, load_weights, read_run_manifest
+from distseg.train.engine import autocast, place_stages, used_reach
+from distseg.train.metrics import most_likely
+from distseg.train.precision import choose
+from distseg.trained import check_model
+from distseg.watch import beat, phase
+
+
+def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
+    """The network of a run or checkpoint on all ranks of ``world``, ready to predict, and its manifest. Collective.
+
+    It is cut into ``mesh.stages`` where these divide the ranks, else every rank holds all of it.
+    """
+    device = set_up(world, config.run.device, config.run.threads)
+    precision, channels_last = choose(config.train, device, world)
+    set_timeout(config.run.timeout)
+    stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
+    if stages < config.mesh.stages:
+        config = replace(config, pipeline=replace(config.pipeline, balance=None))
+    one = Extents((1,) * len(config.predict.tile))
+    spatial = replace(config.spatial, tiles_per_rank=one, in_time="together", exchange_every="all", fuse_below=0)
+    memory = config.run.memory
+    config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
+    with together(world):
+        check_config(config)
+        check_effects(config)
+        devices = devices_of(config, device)
+        checkpoint = find(run)
+        manifest = read_run_manifest(checkpoint)
+        check_model(manifest["config"], config.model, run)
+        model = outline_model(config.model, *manifest["channels"])
+        reach = used_reach(receptive_field(model), config.spatial)
+        partition = partition_of(config, model, config.predict.tile, reach, device.type)
+    mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
+    # Weights come last, into the numbers that the network computes with.
+    with together(world):
+        context = Context(per_window=config.spatial.norm_scope == "window")
+        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed)
+    place_stages(tiled, partition, devices, precision, channels_last)
+    phase(f"loading {checkpoint}")
+    with together(world):
+        if mesh.replicas.rank == 0:
+            load_weights(checkpoint, model, part=partition is not None)
+    broadcast(model, mesh.replicas)
+    pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
+    run_in = autocast(precision, device)
+    outputs, exact = manifest["channels"][1], config.spatial.halo is None
+    room = None
+    if memory is not None:
+        keep_freed_memory(large=False)
+        room = room_of(memory, memory_in_use(devices[0]), "weights", world)
+    predictor = Predictor(
+        tiled, mesh.replicas, devices, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact, ranks_on_node(world), room
+    )
+    return predictor, manifest
+
+
+def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:
+    """Write the class map of an image, and on request the probability of each class, to files (:mod:`distseg.data.class_files`).
+
+    The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the files appear when they are whole.
+    Taken up after an interruption, tiles that are there are not computed again. Collective.
+
+    Args:
+        network: tells the network and its settings from others (:func:`distseg.scene.network_identity`).
+
+    Returns:
+        on the rank that writes, whether there was anything to do: files of the same network and image are left as they are.
+    """
+    ranks = predictor.replicas
+    first = predictor.writes
+    predictor.check(scene.size)
+    every = predictor.tiles_of(scene.size)
+    likely = predictor.outputs if probabilities else 0
+    identity = identity_of({"network": network, "source": scene.source, "classes": classes.names}, scene.size, every, likely)
+    partial = None
+    if first and not are_there(paths, identity):
+        partial = PartialMap(paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely)
+    numbers = predictor.agree(partial.missing if partial else None)
+    if numbers is None:
+        return False
+    if first and partial.taken_up and len(numbers) < len(every):
+        print(f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already", flush=True)
+    number_of = {tile: number for number, tile in enumerate(every)}
+    mine = predictor(scene, numbers) if numbers else iter(())
+    if not predictor.last:
+        next(mine, None)  # which hands everything on and yields nothing
+        return False
+    rounds = max(map(len, predictor.deal(scene.size, numbers)))
+    try:
+        with progress(rounds, "round", scene.name, enabled=first) as bar:
+            for number in range(rounds):
+                beat(f"round {number + 1} of {rounds}")
+                done = next(mine, None)
+                parts = ranks.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
+                for tile, found, likelihood in filter(None, parts or []):
+                    partial.write(number_of[tile], found, likelihood)
+                bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
+            next(mine, None)  # lets the generator leave evaluation mode
+        if first:
+            partial.pack(paths, classes)
+    finally:
+        if first:
+            partial.close()
+    return first
+
+
+def _likelihood(logits: np.ndarray) -> np.ndarray:
+    z = torch.from_numpy(logits)
+    return (z.sigmoid() if len(z) == 1 else z.softmax(0)).to(torch.float16).numpy()

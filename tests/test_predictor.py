@@ -1,0 +1,216 @@
+"""Tiles one after another give the whole image's result, in the memory of one."""
+
+import copy
+import tempfile
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distseg.comm.collective import Alone
+from distseg.extents import Extents
+from distseg.geometry.receptive import receptive_field
+from distseg.geometry.tile import Box
+from distseg.models.layers import Pop, Stash
+from distseg.models.unet import unet
+from distseg.infer.predictor import Predictor
+from distseg.scene import Scene
+from distseg.spatial.parallelize import parallelize
+
+SIZE = (61, 45)
+CPU = torch.device("cpu")
+
+
+def network(norm: str, dims: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = unet(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, groups=2, dims=dims).double()
+    for layer in model:
+        if getattr(layer, "running_var", None) is not None:
+            layer.running_mean.uniform_(-0.5, 0.5)
+            layer.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+def image(size=SIZE) -> torch.Tensor:
+    return torch.randn(1, 2, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1
+
+
+def predictor_of(model: nn.Module, tile, comm=Alone(), reach=None, **settings) -> Predictor:
+    last = settings.get("channels_last", False)
+    tiled = parallelize(model.to(memory_format=torch.channels_last) if last else model, reach or receptive_field(model))
+    return Predictor(tiled.train(), comm, [CPU], nullcontext, Extents(tile), **settings)
+
+
+def scene_of(x: torch.Tensor) -> Scene:
+    return Scene("a", tuple(x.shape[2:]), lambda box: x[0][(slice(None), *box.slices)].numpy())
+
+
+def streamed(model: nn.Module, tile, x: torch.Tensor, **settings) -> torch.Tensor:
+    """The tiles of an image, put together."""
+    out = torch.full((1, 3, *x.shape[2:]), torch.nan, dtype=x.dtype)
+    for box, y in predictor_of(copy.deepcopy(model), tile, **settings)(scene_of(x)):
+        out[(..., *box.slices)] = torch.from_numpy(y)
+    return out
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance", "group", "none"])
+@pytest.mark.parametrize("tile", ["64x64", "21x23", "4x4"])
+@pytest.mark.parametrize("scratch", ["memory", "folder"])
+def test_the_whole_images_result(norm, tile, scratch, tmp_path):
+    model, x = network(norm), image()
+    torch.testing.assert_close(streamed(model, tile, x, scratch="memory" if scratch == "memory" else str(tmp_path)), model(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_volumes(norm):
+    model, x = network(norm, dims=3), image((9, 13, 10))
+    torch.testing.assert_close(streamed(model, "5x13x4", x), model(x), rtol=1e-10, atol=1e-12)
+
+
+def test_nested_blocks_are_streamed_as_flat_ones():
+    """A Sequential of Sequentials, as most people write it: norms inside blocks see the whole image too."""
+    torch.manual_seed(0)
+    block = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.InstanceNorm2d(o), nn.ReLU())
+    model = nn.Sequential(block(2, 4), Stash("a"), nn.MaxPool2d(2, ceil_mode=True), block(4, 4), nn.Upsample(scale_factor=2), Pop("a"), nn.Conv2d(8, 3, 1))
+    model, x = model.double().eval(), image()
+    torch.testing.assert_close(streamed(model, "21x23", x), model(x), rtol=1e-10, atol=1e-12)
+
+
+def test_maps_wait_in_the_scratch_folder_and_leave_it_clean(tmp_path, monkeypatch):
+    from distseg.spatial import scratch
+
+    made, reserved = [], scratch._reserved
+    monkeypatch.setattr(scratch, "_reserved", lambda size, folder: made.append((size, folder)) or reserved(size, folder))
+    tiles = predictor_of(network("instance"), "32x32", scratch=str(tmp_path))(scene_of(image()))
+    next(tiles)
+    assert len(made) == 5 and {folder for _, folder in made} == {str(tmp_path)} and not list(tmp_path.iterdir()), "files without a name"
+    tiles.close()
+    made.clear()
+    streamed(network("batch"), "32x32", image(), scratch=str(tmp_path))
+    streamed(network("instance"), "32x32", image(), scratch="memory")
+    assert not made
+
+
+def test_maps_go_to_a_folder_where_memory_is_short(monkeypatch):
+    from distseg.infer import predictor
+    from distseg.spatial import scratch
+
+    made, reserved = [], scratch._reserved
+    monkeypatch.setattr(scratch, "_reserved", lambda size, folder: made.append(folder) or reserved(size, folder))
+    streamed(network("instance"), "32x32", image())
+    assert not made
+    monkeypatch.setattr(predictor, "free_memory", lambda: 10_000)
+    streamed(network("instance"), "32x32", image())
+    assert set(made) == {tempfile.gettempdir()}
+
+
+def test_a_full_scratch_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("distseg.spatial.scratch.free_bytes", lambda folder: 10_000)
+    with pytest.raises(OSError, match=f"scratch folder {tmp_path}, where 0.00 GB are free.*predict.scratch"):
+        streamed(network("instance"), "32x32", image(), scratch=str(tmp_path))
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_tiles_are_as_large_as_the_memory_allows(norm):
+    model, x = network(norm), image((97, 131))
+    counts = []
+    for room in (200e3, 1e6, 1e9):
+        predictor = predictor_of(copy.deepcopy(model), "16x16", room=room)
+        torch.testing.assert_close(streamed(model, "16x16", x, room=room), model(x), rtol=1e-10, atol=1e-12)
+        counts.append(len(predictor.tiles_of((97, 131))))
+    assert counts[0] > counts[1] > counts[2] == 1
+
+
+class NotFlat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.InstanceNorm2d(3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_live_norms_need_a_flat_model():
+    with pytest.raises(ValueError, match="model with live norms that is not a flat nn.Sequential is predicted in one: raise predict.tile.*use batch norm"):
+        predictor_of(NotFlat().double(), "32x32").check(SIZE)
+    model = NotFlat().double().eval()
+    torch.testing.assert_close(streamed(model, "64x64", image()), model(image()), rtol=1e-10, atol=1e-12)
+
+
+def predicted(comm, norm: str, tile: str, size=SIZE, channels_last=False) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Predictor's logits put together from all ranks, the plain model's)."""
+    model, x = network(norm).float(), image(size).float()
+    wanted = model(x)[0].detach()
+    predictor = predictor_of(model, tile, comm, channels_last=channels_last)
+    mine = list(predictor(scene_of(x)))
+    assert predictor.model.training, "the mode it was in comes back"
+    assert [box for box, _ in mine] == [predictor.tiles_of(size)[n] for n in predictor.deal(size)[comm.rank]]
+    found, covered = np.full(wanted.shape, np.nan, np.float32), np.zeros(size, int)
+    for part in comm.allgather(mine):
+        for box, logits in part:
+            assert all(n < max(4, t // 4 * 4) + 4 for n, t in zip(box.size, Extents(tile))), "as large as asked, to a cell of 4 pixels"
+            found[(slice(None), *box.slices)] = logits
+            covered[box.slices] += 1
+    assert (covered == 1).all()
+    return torch.from_numpy(found), wanted
+
+
+@pytest.mark.parallel([1, 3])
+@pytest.mark.parametrize("norm", ["batch", "instance", "group", "none"])
+def test_the_predictor_over_ranks(comm, norm):
+    for tile in ("32x20", "1024x1024"):  # the last: fewer tiles than ranks
+        found, wanted = predicted(comm, norm, tile)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_the_predictor_in_channels_last(comm, norm):
+    found, wanted = predicted(comm, norm, "20x20", channels_last=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parallel(2)
+def test_one_predictor_for_images_of_different_sizes(comm):
+    for size in ((5, 3), (61, 45), (8, 9), (97, 33)):
+        found, wanted = predicted(comm, "instance", "16x16", size)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_of_a_predictor():
+    predictor = predictor_of(network("batch").float(), "3x21")
+    assert predictor.tiles_of((5, 45)) == [Box((0, 0), (4, 16)), Box((0, 16), (4, 32)), Box((0, 32), (4, 45)), Box((4, 0), (5, 16)), Box((4, 16), (5, 32)), Box((4, 32), (5, 45))]
+
+
+def test_a_skip_that_is_the_map_before_a_norm():
+    """A pre-activation block: all wait in one file, as tensors of their own, also two skips of one map behind a convolution."""
+    conv = lambda a, b: nn.Conv2d(a, b, 3, padding=1)
+    model = nn.Sequential(conv(2, 4), Stash("r"), Stash("s"), conv(4, 4), Stash("t"), nn.InstanceNorm2d(4), conv(4, 4), Pop("t"), Pop("s"), Pop("r"), conv(16, 3)).double()
+    x = image()
+    torch.testing.assert_close(streamed(model, "31x15", x), model(x), rtol=1e-10, atol=1e-12)
+
+
+def dealt(norm: str, ranks: int, sizes, tile="16x16"):
+    predictor = predictor_of(network(norm), tile)
+    predictor.replicas = SimpleNamespace(size=ranks, rank=0)
+    together, shares = predictor.deal_images(sizes)
+    return together, [[(share.image, share.tiles) for share in mine] for mine in shares]
+
+
+def test_tiles_that_do_not_depend_on_each_other_are_dealt_to_all_ranks_alike():
+    together, shares = dealt("batch", 3, [(32, 32), (16, 16), (48, 16)])  # 4, 1 and 3 tiles
+    assert together == 1
+    assert shares == [[(0, [0, 1])], [(0, [2, 3]), (1, [0])], [(2, [0, 1, 2])]]
+    assert dealt("batch", 4, [(16, 16)]) == (1, [[], [], [], [(0, [0])]])
+    assert dealt("batch", 2, []) == (1, [[], []])
+
+
+def test_images_whose_tiles_depend_on_each_other_are_dealt_to_groups_of_ranks():
+    assert dealt("instance", 4, [(32, 32)] * 3) == (4, [[(0, None), (1, None), (2, None)]] * 4)  # 4 tiles: work for all ranks
+    assert dealt("instance", 4, [(32, 16)] * 3) == (2, [[(0, None), (2, None)]] * 2 + [[(1, None)]] * 2)
+    assert dealt("instance", 4, [(16, 16)] * 3) == (1, [[(0, None)], [(1, None)], [(2, None)], []])
+    assert dealt("instance", 4, [(16, 16)]) == (4, [[(0, None)]] * 4)  # one of them computes, the others have nothing to do
+    assert dealt("instance", 5, [(32, 16)] * 9) == (2, [[(0, None), (2, None), (4, None), (6, None), (8, None)]] * 2 + [[(1, None), (3, None), (5, None), (7, None)]] * 2 + [[]])

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from distseg.config import ModelConfig
-from distseg.models.unet import channels_of, unet
+from distseg.models.layers import channels_of
+from distseg.models.unet import unet
 from distseg.models.zoo import ZOO, build_model, describe
 
 PAPER = {  # parameters and layers of the paper's table; stride, halo measured; the slides' formula

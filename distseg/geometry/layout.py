@@ -15,9 +15,11 @@ All is done per dim: a tile's boxes are products of spans.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
-from typing import Sequence
+from typing import Callable, Iterable, Sequence
 
 from distseg.geometry.footprint import Footprint, Gather, Span, inside
 from distseg.extents import Extents
@@ -159,30 +161,42 @@ def _box(spans: Sequence[Span]) -> Box:
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 
 
-def _maps(links: Sequence[Link], dim: int, n: int, cuts: tuple[int, ...]) -> list[_Map]:
-    """The feature maps before each layer and after the last one."""
-    maps, skips = [(n, cuts)], {}
+def _maps(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
+    """The feature maps before each layer and after the last one.
+
+    Who owns the middle of what a cell looks at owns the cell. Where that ends beside the borders, as behind a padding on one side only, who
+    owns the cell's pixels does.
+    """
+    maps = _cut(links, dim, n, borders, lambda footprint, cuts, scale: map(footprint.cut, cuts[1:-1]))
+    if maps[-1][0] == n and maps[-1][1] != borders:
+        maps = _cut(links, dim, n, borders, lambda footprint, cuts, scale: (math.ceil(b / scale) for b in borders[1:-1]))
+    return maps
+
+
+def _cut(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...], inner: Callable[[Footprint, tuple[int, ...], Fraction], Iterable[int]]) -> list[_Map]:
+    """Maps cut where ``inner`` says, from a footprint, the cuts before it and the pixels that a cell behind it stands for."""
+    maps, scale, skips = [(n, borders)], Fraction(1), {}
     for link in links:
         n, cuts = maps[-1]
         if link.stash is not None:
-            skips[link.stash] = n, cuts
+            skips[link.stash] = n, cuts, scale
         footprint = link.along(dim)
         if link.pop is not None:
-            n, cuts = skips.pop(link.pop)  # the input is cut to the skip's size
+            n, cuts, scale = skips.pop(link.pop)  # the input is cut to the skip's size
         elif footprint is not None:
-            n, cuts = _mapped(link, footprint, n, cuts)
+            scale = scale * footprint.stride if isinstance(footprint, Gather) else scale / footprint.stride
+            n, cuts = _mapped(link, footprint, n, len(cuts) - 1, inner(footprint, cuts, scale))
         maps.append((n, cuts))
     return maps
 
 
-def _mapped(link: Link, footprint: Footprint, n: int, cuts: tuple[int, ...]) -> _Map:
-    m, tiles = footprint.size(n), len(cuts) - 1
+def _mapped(link: Link, footprint: Footprint, n: int, tiles: int, inner: Iterable[int]) -> _Map:
+    m = footprint.size(n)
     if m < tiles:
         raise ValueError(
             f"layer {link.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
         )
-    inner = [min(max(footprint.cut(c), k), m - tiles + k) for k, c in enumerate(cuts[1:-1], 1)]
-    return m, (0, *inner, m)
+    return m, (0, *(min(max(c, k), m - tiles + k) for k, c in enumerate(inner, 1)), m)
 
 
 def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
@@ -204,13 +218,19 @@ def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: s
     """The layers before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
     points: list[int] = []
     eaten = 0  # layers that looked beyond since the last exchange
-    fused = False
+    fused = bare = False
+    stashes: dict[str, int] = {}
     for layer, link in enumerate(links):
+        if link.stash is not None:
+            stashes[link.stash] = layer
+        if link.pop is not None and points:
+            bare |= stashes[link.pop] < points[0]  # that skip was put aside before any exchange, so it has no margin
         if any(_eats(link, dim, m[layer], m[layer + 1]) for dim, m in enumerate(maps)):
             small = min(b - a for m in maps for a, b in pairwise(m[layer][1])) < fuse_below
             due = eaten == 0 if every == "level" else eaten % int(every) == 0 if every != "all" else False
-            if due and not (small and fused):
+            if due and not (small and fused) or bare:
                 points.append(layer)
+                bare = False
             eaten, fused = eaten + 1, small
         if every == "level" and any(f.stride != 1 for f in link.footprints):
             eaten = 0

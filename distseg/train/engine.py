@@ -22,8 +22,7 @@ from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
-from distseg.models.layers import channels_of_maps, flat_layers
-from distseg.models.unet import channels_of
+from distseg.models.layers import channels_of, channels_of_maps, flat_layers
 from distseg.pipeline.build import own_part
 from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, devices_of
 from distseg.pipeline.execute import Pipeline

@@ -71,11 +71,19 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         found.append("spatial.norm_scope window is without effect: the model has no norm")
     if spatial.frozen_norm and not norms:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
+    if (fewer := _fewer_groups(config, model)) is not None:
+        found.append(f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}")
     if config.pipeline.placement == "v" and mesh.stages == 1:
         found.append("pipeline.placement v is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:
         found.append(f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient")
     return found
+
+
+def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
+    """A group norm that has fewer groups than the config says, and how many."""
+    every = ((name, layer.num_groups) for name, layer in model.named_modules() if isinstance(layer, nn.GroupNorm))
+    return next((found for found in every if config.model.groups and norm_of(config) == "group" and found[1] != config.model.groups), None)
 
 
 def of(config: Config, setting: str):

@@ -25,7 +25,8 @@ from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
 from distseg.report.tables import table
-from distseg.scene import file_scene, network_identity, store_scene
+from distseg.scene import check_type, file_scene, network_identity, store_scene
+from distseg.train.checkpoint import find
 from distseg.train.metrics import scores
 
 
@@ -35,6 +36,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
     with together(world):
         store = Store(config.data.store, _constants(manifest))
         _check_classes(store, manifest, run)
+        _check_types(store, split, manifest)
         unlabelled = [name for name in store.split(split) if not store.has_labels(name)]
         if unlabelled:
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
@@ -46,7 +48,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         matrices["colour"] = baseline(store, split, world)
     if world.rank == 0:
         beside = "; colour: a classifier of single pixels" if colour else ""
-        print(f"{split} split of {config.data.store}: {len(store.split(split))} images{beside}")
+        print(f"{split} split of {config.data.store}: {len(store.split(split))} images; network: {find(run)}{beside}")
         print(table(score_rows(matrices, store.classes)))
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +76,14 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
                 raise ValueError(f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output")
         else:
             store = Store(config.data.store, _constants(manifest))
+            _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
             scene = opened()
             predictor.check(scene.size)
             are_there(files(scene), "")
+    if world.rank == 0:
+        print(f"network: {find(run)}")
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)
@@ -158,6 +163,11 @@ def _check_classes(store: Store, manifest: dict, run: str) -> None:
         raise ValueError(f"{run} was trained on the classes {manifest['data']['classes']}, but this store has {store.classes}: evaluate on a store of the same classes")
 
 
+def _check_types(store: Store, split: str, manifest: dict) -> None:
+    for name in store.split(split):
+        check_type(f"image {name!r} of {store.path}", store.dtype(name), manifest["data"])
+
+
 def run_prepare(arguments) -> int:
     """Write a store from folders or from the Blue Marble."""
     if arguments.size and arguments.source != "gigapixel":
@@ -194,6 +204,8 @@ def run_prepare(arguments) -> int:
 
 def run_check(path: str) -> int:
     """Read all of a store, or of a run's checkpoints, and print what is damaged; 0 if nothing is, else 2."""
+    if not path.strip():
+        raise ValueError("check reads a store or a run, but its path is empty: name one")
     if Path(path).is_dir():
         from distseg.train.checkpoint import check_run
 

@@ -170,7 +170,7 @@ class SpatialConfig:
         _at_least(self, 0, "halo", "fuse_below")
         _path(self, "scratch")
         every = str(self.exchange_every)
-        if every not in ("level", "all") and not (every.isdigit() and int(every) > 0):
+        if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
             raise ValueError(f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}")
         object.__setattr__(self, "exchange_every", every)
         if self.exchanges and self.halo is not None:

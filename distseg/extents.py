@@ -25,7 +25,7 @@ class Extents(tuple):
     @staticmethod
     def _split(text: str) -> list[str]:
         parts = text.lower().replace("×", "x").split("x")
-        if not all(p.strip().isdigit() for p in parts):
+        if not all(p.strip().isdecimal() for p in parts):
             raise ValueError(f"expected whole numbers joined by 'x', such as 97x131, got {text!r}")
         return parts
 

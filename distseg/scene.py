@@ -56,6 +56,7 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> 
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
     if reader.bands != len(mean):
         raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows")
+    check_type(path, reader.dtype, data)
 
     def read(box: Box) -> np.ndarray:
         pixels = reader.read(box)
@@ -68,6 +69,17 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> 
 
     told = "" if missing is None else f", no data is {missing}"
     return Scene(Path(path).stem, tuple(reader.size), read, _file_identity(path) + told)
+
+
+def check_type(image: str, dtype: np.dtype, data: dict) -> None:
+    """Refuse pixels of another type than those a network was trained on: the same picture has other numbers in it.
+
+    Args:
+        data: of a run's manifest.
+    """
+    types = data.get("types")  # older runs do not know
+    if types and str(dtype) not in types:
+        raise ValueError(f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, in whose range its numbers hardly are: convert the image to {types[0]}")
 
 
 def network_identity(run: str, config: Config, manifest: dict) -> str:

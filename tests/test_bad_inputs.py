@@ -285,6 +285,7 @@ TABLE = {
     "frozen statistics that are not there": (verify(spatial__frozen_norm="true"), r"enc0_norm0 \(instance norm\) has no running statistics to freeze: spatial.frozen_norm needs batch norm"),
     "a negative halo": (verify(spatial__halo="-4", spatial__tiles_per_rank="1x2"), "spatial.halo .*-4"),
     "an exchange of nothing": (verify(spatial__exchange_every="0"), "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'"),
+    "an exchange of a digit that is no number": (verify(spatial__exchange_every="²"), "spatial.exchange_every is .*got '²'"),
     "an exchange of something else": (verify(spatial__exchange_every="often"), "spatial.exchange_every is .*got 'often'"),
     "a halo and an exchange": (verify(spatial__exchange_every="2", spatial__halo="4"), "spatial.halo is 4, but with spatial.exchange_every 2 tiles have no halo"),
     "windows and an exchange": (verify(spatial__exchange_every="1", spatial__norm_scope="window"), "norm_scope is window, but .* there are no windows"),

@@ -85,6 +85,13 @@ def test_notes(settings, norm, words):
     assert notes(config(settings), unet(depth=1, num_convs=1, base_channels=2, norm=norm)) == ([words] if words else [])
 
 
+def test_groups_that_do_not_divide_the_channels():
+    model = unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=3)
+    words = "model.groups 3 does not divide the channels of enc0_norm0, so it takes 1"
+    assert notes(config({"model.norm": "group", "model.groups": 3}), model) == [words]
+    assert notes(config({"model.norm": "group", "model.groups": 2}), unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=2)) == []
+
+
 def test_the_stores_ignore_value_holds_unless_another_is_set():
     assert with_store(Config(), 7).loss.ignore_index == 7
     assert with_store(config({"loss.ignore_index": 7}), 7).loss.ignore_index == 7

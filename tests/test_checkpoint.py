@@ -317,8 +317,23 @@ def test_an_index_that_tells_nothing_is_no_obstacle(tmp_path, content, capsys):
     save(tmp_path, 2, 0.1)
     (tmp_path / "checkpoints/last.json").write_bytes(content)
     assert find(tmp_path, "last").name == find(tmp_path, "best").name == "step-00000002"
+    assert capsys.readouterr().err.count("distseg: ") == 2 and check_run(tmp_path)
     save(tmp_path, 3, 0.2)
     assert find(tmp_path, "last").name == "step-00000003"
+
+
+def test_a_checkpoint_that_is_gone_and_an_index_that_was_changed_are_told(tmp_path, capsys):
+    best, last = save(tmp_path, 1, 0.9), save(tmp_path, 2, 0.1)
+    assert find(tmp_path) == best and not check_run(tmp_path) and not capsys.readouterr().err
+    remove("manifest.json")(best)
+    assert find(tmp_path) == last and "the best checkpoint of" in capsys.readouterr().err
+    gone, part = check_run(tmp_path)
+    assert "last.json names step-00000001 as the best, which is gone, or has no manifest.json" in gone
+    assert "there is no" in part and "step-00000001/manifest.json: the checkpoint is not whole" in part
+    index = tmp_path / "checkpoints/last.json"
+    index.write_text(index.read_text().replace("step-00000001", "step-00000002"))
+    assert read_index(index.parent) is None and "its checksum is not that of its content" in capsys.readouterr().err
+    assert "its checksum is not that of its content" in check_run(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_image_files_by_the_command_line(comm, folder, capsys):
     predicted("--output", str(folder / "stored"))
     out = predicted(*files)
     if comm.rank == 0:
-        assert out == f"{folder}/found/scene.h5: scene, 33x47 pixels, is there already\n"
+        assert out == f"network: {find(folder / 'run')}\n{folder}/found/scene.h5: scene, 33x47 pixels, is there already\n"
         with h5py.File(folder / "found/scene.h5") as a, h5py.File(folder / "stored/image3.h5") as b:
             assert np.array_equal(a["classes"], b["classes"]) and set(np.unique(a["classes"])) == {0, 1}
             with Image.open(folder / "found/scene.png") as picture:

@@ -122,6 +122,22 @@ def test_a_resumed_run_drops_later_lines_and_a_cut_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
 
 
+def test_what_a_resumed_runs_log_lacks_is_told_and_a_damaged_one_kept(tmp_path, capsys):
+    with RunLog(tmp_path, tensorboard=False) as log:
+        for step in range(1, 6):
+            log.write("step", step, 0)
+    file = tmp_path / "log.jsonl"
+    damaged = file.read_bytes().replace(b'"step": 2', b'"step"\0 2')
+    file.write_bytes(damaged)
+    RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
+    told = capsys.readouterr().err
+    assert "is damaged in line 2, which is left out; the file as it was is log.1.jsonl" in told and "has no entry of 1 of the 5 steps before (the first is step 2)" in told
+    assert steps(tmp_path) == [1, 3, 4, 5] and (tmp_path / "log.1.jsonl").read_bytes() == damaged
+    file.unlink()
+    RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
+    assert "has no entry of 5 of the 5 steps before (the first is step 1)" in capsys.readouterr().err
+
+
 def test_a_new_run_keeps_the_old_log_aside(tmp_path):
     for step in (1, 2, 3):
         with RunLog(tmp_path, tensorboard=False) as log:

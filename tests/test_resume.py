@@ -193,9 +193,34 @@ def test_changes_of_settings_and_mesh():
     before = {"optim": {"lr": 0.1, "name": "sgd"}, "mesh": {"samples": 1, "tiles": "1x1", "stages": 1}, "run": {"device": "cpu"}}
     now = {"optim": {"lr": 0.2, "name": "sgd"}, "mesh": {"samples": 2, "tiles": "1x1", "stages": 1}, "run": {"device": "cuda"}}
     assert changes(before, now) == ["optim.lr was 0.1, is 0.2"] and changes(now, now) == []
-    assert mesh_change(before, now) == ["the mesh was 1 samples x (1x1) tiles x 1 stages, is 2 samples x (1x1) tiles x 1 stages: the gradient is the same"]
     constant = OptimConfig(schedule="constant", warmup=0.0)
     assert schedule_change(constant, constant, (3, 10), (3, 20)) == []
+
+
+def _layout(samples, accumulate, images, scope="step", halo=None, tiles="1x1") -> dict:
+    return {
+        "mesh": {"samples": samples, "tiles": tiles, "stages": 1}, "train": {"accumulate": accumulate}, "data": {"images": images}, "spatial": {"norm_scope": scope, "halo": halo},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "before, now, batch_norm, told",
+    [
+        (_layout(1, 1, 1), _layout(2, 1, 1), False, "a step was of 1 images, is of 2, so the loss curve is another; train.accumulate and data.images make it the same"),
+        (_layout(2, 1, 1), _layout(1, 2, 1), False, "the gradient is the same"),
+        (_layout(2, 1, 1), _layout(1, 2, 1), True, "batch norm sees other images of a step together, so the loss curve is another"),
+        (_layout(2, 1, 1), _layout(1, 1, 2), True, "the gradient is the same"),
+        (_layout(2, 2, 1), _layout(1, 2, 2), True, "batch norm sees other images of a step together, so the loss curve is another"),
+        (_layout(2, 1, 1, "group"), _layout(1, 2, 1, "group"), True, "the gradient is the same"),
+        (_layout(2, 1, 1, "group"), _layout(1, 1, 2, "group"), True, "batch norm sees other images of a step together, so the loss curve is another"),
+        (_layout(2, 1, 1), _layout(2, 1, 1, tiles="1x2"), True, "the gradient is the same"),
+        (_layout(2, 1, 1, "window"), _layout(2, 1, 1, "window", tiles="1x2"), True, "what is approximate (spatial.norm_scope window, spatial.halo) depends on it"),
+    ],
+)
+def test_what_another_mesh_does_to_the_gradient(before, now, batch_norm, told):
+    (found,) = mesh_change(before, now, batch_norm)
+    assert found.startswith(f"the mesh was {before['mesh']['samples']} samples x (1x1) tiles x 1 stages, is ") and found.endswith(f": {told}")
+    assert mesh_change(now, now, batch_norm) == []
 
 
 def test_which_checkpoint_is_chosen(tmp_path):

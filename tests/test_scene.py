@@ -70,6 +70,16 @@ def test_numbers_that_are_none_say_what_to_do(tmp_path):
         scene.read(Box((3, 2), (20, 28)))
 
 
+@pytest.mark.parametrize("form", ["<u2", "<f4"])
+def test_another_type_than_that_of_the_training_images(tmp_path, form):
+    np.save(tmp_path / "a.npy", np.zeros((9, 9), form))
+    told = {"data": {"mean": [100.0], "std": [9.0], "types": ["uint8"]}}
+    with pytest.raises(ValueError, match=f"a.npy holds {np.dtype(form)}, but the network was trained on uint8.*convert the image to uint8"):
+        file_scene(str(tmp_path / "a.npy"), told)
+    np.save(tmp_path / "a.npy", np.zeros((9, 9), "u1"))
+    file_scene(str(tmp_path / "a.npy"), told)
+
+
 def test_no_data_that_no_pixel_can_be(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((9, 9), np.uint8))
     with pytest.raises(ValueError, match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from itertools import count
@@ -64,7 +65,7 @@ class RunLog(SilentLog):
         self.path = folder / FILE
         if resumed_step is None:
             _set_aside(folder)
-        elif self.path.exists():
+        else:
             _truncate(self.path, resumed_step, revalidates)
         self._file = open(self.path, "a", buffering=1, encoding="utf-8")
         self._events = _event_writer(folder / EVENTS, resumed_step) if tensorboard else None
@@ -117,22 +118,36 @@ def _parse(line: str | bytes) -> dict | None:
 
 def _truncate(path: Path, step: int, revalidates: bool) -> None:
     """Keep the whole lines up to ``step``, that of a validation which comes again left out. The new file replaces the old at once: a kill
-    leaves one or the other."""
-    entries = ((line, _parse(line)) for line in path.read_bytes().splitlines())
+    leaves one or the other. A damaged log is kept beside it, and what is missing is told."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    entries = [_parse(line) for line in lines]
+    if damaged := [str(number) for number, entry in enumerate(entries[:-1], 1) if entry is None]:  # the last one may be cut by a kill
+        kept_as = _free(path.parent)[0]
+        shutil.copyfile(path, kept_as)
+        print(f"distseg: {path} is damaged in line {', '.join(damaged[:5])}, which is left out; the file as it was is {kept_as.name}", file=sys.stderr)
     again = lambda entry: revalidates and entry.get("step") == step and entry.get("kind") == "validation"  # noqa: E731
-    kept = [line for line, entry in entries if entry is not None and entry.get("step", 0) <= step and not again(entry)]
+    kept = [(line, entry) for line, entry in zip(lines, entries) if entry is not None and entry.get("step", 0) <= step and not again(entry)]
+    there = {entry.get("step") for _, entry in kept if entry.get("kind") == "step"}
+    if missing := [n for n in range(1, step + 1) if n not in there]:
+        print(f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the first is step {missing[0]}): the curves will have a gap", file=sys.stderr)
     with whole(path) as growing:
-        growing.write_bytes(b"".join(line + b"\n" for line in kept))
+        growing.write_bytes(b"".join(line + b"\n" for line, _ in kept))
 
 
 def _set_aside(folder: Path) -> None:
     """Rename an earlier run's log and event files with the first number that is free."""
     if not (folder / FILE).exists():
         return
-    number = next(n for n in count(1) if not (folder / f"log.{n}.jsonl").exists() and not (folder / f"{EVENTS}.{n}").exists())
-    os.replace(folder / FILE, folder / f"log.{number}.jsonl")
+    log, events = _free(folder)
+    os.replace(folder / FILE, log)
     if (folder / EVENTS).exists():
-        os.replace(folder / EVENTS, folder / f"{EVENTS}.{number}")
+        os.replace(folder / EVENTS, events)
+
+
+def _free(folder: Path) -> tuple[Path, Path]:
+    """Names that nothing has yet, for a log and its event files."""
+    pairs = ((folder / f"log.{n}.jsonl", folder / f"{EVENTS}.{n}") for n in count(1))
+    return next(pair for pair in pairs if not any(path.exists() for path in pair))
 
 
 def _event_writer(folder: Path, resumed_step: int | None):

@@ -93,7 +93,7 @@ def _value(name: str, text: str | None) -> int | str:
     if text in ("ALL_CPUS", "ALL_GPUS", "ALL_HOSTS"):
         return text
     least = 0 if name == "gpu_per_rs" else 1
-    if not text.isdigit() or int(text) < least:
+    if not text.isdecimal() or int(text) < least:
         raise ValueError(f"jsrun --{name} is {text!r}: it takes a whole number from {least} on")
     return int(text)
 

@@ -108,6 +108,6 @@ def node_counts(text: str) -> list[int]:
         ValueError: anything else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts) or len(set(map(int, parts))) < len(parts):
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(map(int, parts))) < len(parts):
         raise ValueError(f"--scaling is a list of different numbers of nodes, such as 1,2,4,8, got {text!r}")
     return [int(part) for part in parts]

@@ -55,8 +55,11 @@ def find(path: str | Path, which: str = "best") -> Path:
         if which not in there:
             raise FileNotFoundError(f"{path} has no checkpoint {which}: it has {', '.join(there)}")
         return path / FOLDER / which
-    name = (read_index(path / FOLDER) or {}).get(which)
-    return path / FOLDER / (name if name in there else there[-1])
+    name = (read_index(path / FOLDER) or {}).get(which) or there[-1]
+    if name not in there:
+        print(f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: {there[-1]} is taken instead", file=sys.stderr)
+        name = there[-1]
+    return path / FOLDER / name
 
 
 def names_of(run: str | Path) -> list[str]:
@@ -67,14 +70,20 @@ def names_of(run: str | Path) -> list[str]:
 def read_index(folder: Path) -> dict | None:
     """Which checkpoint is the last and which the best; None where that is not told, or can not be read, which is said."""
     try:
-        index = json.loads((folder / INDEX).read_text())
-        if not (isinstance(index, dict) and isinstance(index.get("last"), str) and isinstance(index.get("best_score"), (float, int, type(None)))):
-            raise ValueError("it does not tell the last checkpoint and the best one's score")
+        return _index_in(folder)
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
         print(f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the last and the best", file=sys.stderr)
         return None
+
+
+def _index_in(folder: Path) -> dict:
+    index = json.loads((folder / INDEX).read_text())
+    if not (isinstance(index, dict) and isinstance(index.get("last"), str) and isinstance(index.get("best_score"), (float, int, type(None)))):
+        raise ValueError("it does not tell the last checkpoint and the best one's score")
+    if index.pop("digest", None) not in (None, digest_of(index)):
+        raise ValueError("its checksum is not that of its content")
     return index
 
 
@@ -87,6 +96,8 @@ def read_manifest(checkpoint: Path) -> dict:
     file = checkpoint / MANIFEST
     try:
         manifest = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {file}: the checkpoint is not whole{_other(checkpoint)}") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is damaged ({e}){_other(checkpoint)}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -121,6 +132,10 @@ def digest_of(manifest: dict) -> str:
 def write_manifest(folder: Path, manifest: dict) -> None:
     manifest = json.loads(json.dumps(manifest, default=str))
     write_json(folder / MANIFEST, {**manifest, "digest": digest_of(manifest)})
+
+
+def write_index(folder: Path, index: dict) -> None:
+    write_json(folder / INDEX, {**index, "digest": digest_of(index)})
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -247,14 +262,24 @@ def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) 
         note: told what is read next.
     """
     run = Path(run)
-    checkpoints = [run] if (run / MANIFEST).exists() else [run / FOLDER / name for name in names_of(run)]
+    checkpoints = [run] if (run / MANIFEST).exists() else sorted((run / FOLDER).glob("step-*"))
     if not checkpoints:
         raise FileNotFoundError(f"no checkpoint in {run}: name the folder of a run or of one of its checkpoints")
-    findings = []
+    findings = [] if run in checkpoints else _check_index(run)
     for checkpoint in checkpoints:
         note(str(checkpoint))
         findings += _check_checkpoint(checkpoint)
     return findings
+
+
+def _check_index(run: Path) -> list[str]:
+    try:
+        index = _index_in(run / FOLDER)
+    except (ValueError, OSError) as e:
+        return [f"{run / FOLDER / INDEX} is damaged ({e})"]
+    there = names_of(run)
+    lost = [f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}" for which in ("best", "last") if index.get(which) not in (None, *there)]
+    return lost
 
 
 def _check_checkpoint(checkpoint: Path) -> list[str]:

@@ -104,4 +104,4 @@ def _end_of_job(minutes: float | None) -> float | None:
     if minutes is not None:
         return BORN + 60 * minutes
     told = os.environ.get("SLURM_JOB_END_TIME", "")  # Unix time
-    return time.monotonic() + float(told) - time.time() if told.isdigit() else None
+    return time.monotonic() + float(told) - time.time() if told.isdecimal() else None

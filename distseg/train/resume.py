@@ -53,10 +53,38 @@ def changes(before: Mapping, now: Mapping) -> list[str]:
     return [f"{name} was {old[name]}, is {new[name]}" for name in names]
 
 
-def mesh_change(before: Mapping, now: Mapping) -> list[str]:
+def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
+    """A sentence if the mesh is another, with what becomes of the gradient.
+
+    Args:
+        batch_norm: whether the network has some that takes statistics of the images in hand.
+    """
     shape = lambda mesh: f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"  # noqa: E731
-    there = "mesh" in before and shape(before["mesh"]) != shape(now["mesh"])
-    return [f"the mesh was {shape(before['mesh'])}, is {shape(now['mesh'])}: the gradient is the same"] if there else []
+    if "mesh" not in before or shape(before["mesh"]) == shape(now["mesh"]):
+        return []
+    images = [_images(config) for config in (before, now)]
+    if images[0] != images[1]:
+        what = f"a step was of {images[0]} images, is of {images[1]}, so the loss curve is another; train.accumulate and data.images make it the same"
+    elif now["spatial"]["norm_scope"] == "window" or now["spatial"]["halo"] is not None:
+        what = "what is approximate (spatial.norm_scope window, spatial.halo) depends on it"
+    elif batch_norm and _together(before) != _together(now):
+        what = "batch norm sees other images of a step together, so the loss curve is another"
+    else:
+        what = "the gradient is the same"
+    return [f"the mesh was {shape(before['mesh'])}, is {shape(now['mesh'])}: {what}"]
+
+
+def _images(config: Mapping) -> int:
+    """That a step takes."""
+    return config["mesh"]["samples"] * config["train"]["accumulate"] * config["data"]["images"]
+
+
+def _together(config: Mapping) -> tuple[int, ...]:
+    """Tells which images of a step a batch norm sees together, for one number of images a step."""
+    each, groups, passes = config["data"]["images"], config["mesh"]["samples"], config["train"]["accumulate"]
+    if config["spatial"]["norm_scope"] == "group":
+        return (each,)
+    return (groups * each,) if passes == 1 else (each, groups)
 
 
 def schedule_change(before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]) -> list[str]:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+from torch import nn
+
 from distseg.agree import agree, versions
 from distseg.check import notes, with_store
 from distseg.config import Config, OptimConfig
@@ -55,6 +57,7 @@ class Run:
             self.model = outline_model(config.model, self.store.bands, _outputs(config, self.store))
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
             self._notes = notes(config, self.model)
+            self._batch_norm = not config.spatial.frozen_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
         agree(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
@@ -99,6 +102,7 @@ class Run:
         data = {
             "classes": store.classes, "ignore": store.ignore, "mean": list(map(float, store.mean)), "std": list(map(float, store.std)),
             "store": getattr(store, "digest", None), "steps_per_epoch": self.loader.steps_per_epoch,
+            "types": sorted({str(store.dtype(name)) for name in store.split("train")}),
         }  # fmt: skip
         told = {"channels": list(self.channels), "config": plain(self.config), "data": data, "versions": versions(), "host": platform.node(), "time": round(time.time())}
         return {**asdict(position), **told}
@@ -148,7 +152,7 @@ class Run:
         before, now, steps = self.resumed["config"], plain(self.config), self.loader.steps_per_epoch
         steps_before = self.resumed["data"].get("steps_per_epoch", steps)
         lines = [f"goes on from {self.checkpoint.name}: {self.position.step} steps, {self.position.epoch} epochs" + (f" and {self.position.samples} samples" if self.position.samples else "")]
-        lines += mesh_change(before, now) + changes(before, now)
+        lines += mesh_change(before, now, self._batch_norm) + changes(before, now)
         store = self.resumed["data"].get("store")
         if store is not None and store != getattr(self.store, "digest", store):
             lines.append("the store has another content than the one the checkpoint was trained on")

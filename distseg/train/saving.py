@@ -26,7 +26,7 @@ from distseg.comm.collective import Alone
 from distseg.disk import room, to_disk
 from distseg.tensors import write_tensors
 from distseg.train.checkpoint import (
-    FOLDER, FORMAT, INDEX, KINDS, MANIFEST, VERSION, file_of, names_of, optimizer_state, read_index, read_manifest, write_json, write_manifest,
+    FOLDER, FORMAT, KINDS, VERSION, file_of, names_of, optimizer_state, read_index, read_manifest, write_index, write_json, write_manifest,
 )  # fmt: skip
 from distseg.watch import beat, waits
 
@@ -158,7 +158,7 @@ class Checkpoints(SilentCheckpoints):
         # Without any score so far, the last one is as good as any.
         if index["best_score"] is None or (score is not None and score >= index["best_score"]):
             index.update(best=name, best_score=score)
-        write_json(self.folder / INDEX, index)
+        write_index(self.folder, index)
         kept = {name, index["best"], *names_of(self.folder.parent)[-max(1, self.keep) :]}
         for old in self.folder.glob("step-*"):
             if old.name not in kept:
@@ -184,7 +184,7 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
     index, there = read_index(folder) or {}, names_of(run)
     if there:
         best = index.get("best") if index.get("best") in there else None
-        write_json(folder / INDEX, {"last": there[-1], "best": best or there[-1], "best_score": index.get("best_score") if best else None})
+        write_index(folder, {"last": there[-1], "best": best or there[-1], "best_score": index.get("best_score") if best else None})
     return aside
 
 

@@ -103,11 +103,17 @@ def skips_of(layers: Sequence[nn.Module]) -> list[Skip]:
     """The skips of a flat model in order of their stash.
 
     Raises:
-        ValueError: a skip that is popped before it is stashed, twice, or never.
+        ValueError: a skip that is popped before it is stashed, twice, or never, or overwritten in place while it waits.
     """
     open_: dict[str, int] = {}
-    found = []
+    found, same = [], None  # the skip that is the very tensor at hand
     for position, layer in enumerate(layers):
+        if same is not None and getattr(layer, "inplace", False):
+            raise ValueError(
+                f"layer {position} ({type(layer).__name__}) overwrites in place what stash({same!r}) has put aside, so the skip depends on what runs in between: put the "
+                "stash behind it, which gives PyTorch's result, or set inplace=False"
+            )
+        same = layer.name if isinstance(layer, Stash) else same if isinstance(layer, (nn.Identity, nn.modules.dropout._DropoutNd)) else None
         if isinstance(layer, Stash):
             if layer.name in open_:
                 raise ValueError(f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {open_[layer.name]}: give it a name of its own")

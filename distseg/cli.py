@@ -20,6 +20,7 @@ from jsonargparse.typing import register_type
 
 from distseg.config import Config
 from distseg.config_file import Setting, check_value, read_settings, sections, settings_of, suggestion
+from distseg.disk import check_replaceable
 from distseg.extents import Extents, parse_bytes
 from distseg.interrupt import interruptible
 from distseg.job import job
@@ -428,6 +429,7 @@ def _check_file(path: str | None, what: str) -> None:
         raise ValueError(f"{what} is {path!r}, which names no file: give a path")
     if Path(path).is_dir():
         raise ValueError(f"{what} is {path}, which is a folder: name a file in it")
+    check_replaceable(Path(path))
     check_folder(str(Path(path).parent), what, path)
 
 

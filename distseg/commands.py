@@ -222,9 +222,15 @@ def _values(text: str | None) -> dict[int, int] | None:
     if text is None:
         return None
     try:
-        return {int(a): int(b) for a, b in (pair.split("=") for pair in text.split(","))}
+        pairs = [(int(a), int(b)) for a, b in (pair.split("=") for pair in text.split(","))]
     except ValueError:
         raise ValueError(f"--values is written as 255=1,128=2, got {text!r}") from None
+    values: dict[int, int] = {}
+    for value, label in pairs:
+        if value in values:
+            raise ValueError(f"--values {text} says twice what {value} stands for, {values[value]} and {label}: leave one of them out")
+        values[value] = label
+    return values
 
 
 def _shares(text: str) -> tuple[float, ...]:

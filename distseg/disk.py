@@ -94,6 +94,16 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
         raise _no_room(code, f"{path} could not be written, {_FULL[code]}{after}: {takes}{free}; {_MAKE_ROOM}") from e
 
 
+def check_replaceable(path: Path) -> None:
+    """Refuse to put a file in the place of what is none. A link is judged by what it leads to, though the link itself is replaced.
+
+    Raises:
+        FileExistsError: ``path`` is a folder, a pipe or a device.
+    """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, which no file may replace: choose another output")
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """The name under which to write ``path``, which appears, or is replaced, when the block ends without an error.
@@ -103,8 +113,10 @@ def whole(path: Path) -> Iterator[Path]:
 
     Raises:
         NoRoom: the disk is full; nothing is left behind, and an earlier ``path`` is as it was.
+        FileExistsError: ``path`` is there, and no file.
     """
     path = Path(path)
+    check_replaceable(path)
     _clear_stale(path.parent)
     with room_told(path):
         growing, mode = _begun(path)

@@ -91,6 +91,20 @@ def test_pipes_and_folders_do_not_hang(tmp_path):
             opened_plain(tmp_path / name, flags)
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    before = names(tmp_path)
+    for name, kind in dict(pipe="pipe or device", link="pipe or device", folder="folder").items():
+        with pytest.raises(FileExistsError, match=f"{name} is a {kind}, which no file may replace"), whole(tmp_path / name):
+            pytest.fail("the work was begun")
+    with whole(tmp_path / "dangling") as growing:
+        growing.write_text("new")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink() and names(tmp_path) == before
+
+
 def test_what_killed_jobs_left_is_removed_what_grows_is_kept(tmp_path, monkeypatch):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -1,6 +1,7 @@
 """Reading image files box by box, and folders of them into a store: pairs, splits, and clear words for every bad file."""
 
 import importlib.util
+import os
 import struct
 import sys
 import zlib
@@ -270,6 +271,13 @@ def test_ignored_and_swapped_labels(tmp_path):
     assert store.labels("a", Box.whole((2, 2))).tolist() == [[1, 0], [200, 200]]
 
 
+def test_values_that_no_mask_holds_are_noted(tmp_path, capsys):
+    given = folder(tmp_path / "i", a=RGB, b=RGB), folder(tmp_path / "m", a=MASK * 9, b=MASK)
+    prepare_folder(*given, tmp_path / "s.h5", ["x", "y"], values={9: 1, 1: 1, 77: 0, -1: 0})
+    notes = [line for line in capsys.readouterr().out.splitlines() if "--values" in line]
+    assert notes == [f"note: no mask holds the value {value}, for which --values gives a label" for value in (-1, 77)]
+
+
 def test_images_without_masks(tmp_path):
     store = prepare_folder(folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"])
     assert not store.has_labels("a")
@@ -332,6 +340,187 @@ def test_two_images_of_one_name(tmp_path):
     folder(tmp_path / "i" / "train", a=RGB), folder(tmp_path / "i" / "val", a=RGB)
     folder(tmp_path / "m" / "train", a=MASK), folder(tmp_path / "m" / "val", a=MASK)
     refused(tmp_path, "train/a.png and .*val/a.png have the same name", {}, {})
+
+
+@pytest.mark.parametrize("name, meant", dict(valid="val", validation="val", Train="train", training="train", testing="test").items())
+def test_a_split_of_another_name_is_refused(tmp_path, name, meant):
+    folder(tmp_path / "i/test", a=RGB), folder(tmp_path / "i" / name / "more", b=RGB)
+    refused(tmp_path, f"i/{name} holds images, but would not be read: of folders are read train, val, test, .*: rename it {meant}", {}, dict(a=MASK))
+
+
+@pytest.mark.parametrize("place", ["i/city", "m/city", "i/train/city", "m/test"])
+def test_folders_that_would_be_left_out_are_refused(tmp_path, place):
+    folder(tmp_path / "i/train", a=RGB), folder(tmp_path / "m/train", a=MASK), folder(tmp_path / place, b=MASK)
+    refused(tmp_path, f"{place} holds images, but would not be read: .*: move its images to where they are read, or the folder elsewhere", {}, {})
+
+
+def test_folders_beside_images_are_refused_unless_they_are_hidden_or_hold_none_or_the_masks(tmp_path):
+    images = folder(tmp_path / "i", a=RGB)
+    masks = folder(images / "labels", a=MASK)
+    folder(images / ".thumbnails", a=RGB), folder(images / "notes/.cache", a=RGB)
+    assert prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y"]).splits == {"train": ["a"]}
+    folder(images / "city", b=RGB)
+    with pytest.raises(ValueError, match="i/city holds images, but would not be read"):
+        prepare_folder(images, masks, tmp_path / "t.h5", ["x", "y"])
+
+
+def test_masks_beside_folders_of_splits_are_refused(tmp_path):
+    folder(tmp_path / "i/train", a=RGB), folder(tmp_path / "m/train", a=MASK)
+    refused(tmp_path, r"m has the folders train and images beside them \(b.png\)", {}, dict(b=MASK))
+
+
+def test_files_that_look_like_images_and_are_not_read_are_told(tmp_path, capsys):
+    images = folder(tmp_path / "i", a=RGB)
+    for name in [*(f"b{k}.GIF" for k in range(6)), "a.json", "a.tfw", "a.png.aux.xml", ".c.gif", "Thumbs.db"]:
+        (images / name).write_bytes(b"")
+    prepare_folder(images, None, tmp_path / "s.h5", ["x", "y"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "note: not read, though like images or masks by name: '" in last and "and 1 more (6 in all); what is read: .png" in last, last
+    assert last.count(".GIF'") == 5
+
+
+@pytest.mark.parametrize("name", [b"new\nline", b"latin1-\xe9"])
+def test_a_name_that_a_store_can_not_have(tmp_path, name):
+    folder(tmp_path / "i", a=RGB), folder(tmp_path / "m", a=MASK)
+    for kind in "im":
+        (tmp_path / kind / "a.png").rename(tmp_path / kind / os.fsdecode(name + b".png"))
+    refused(tmp_path, "/i: the name of an image is UTF-8, .* got '(new.nline|latin1-.udce9)': rename it", {}, {})
+
+
+# images that would not mean the same in one store
+
+
+def written(path, image, **options):
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(image, Image.Image):
+        image.save(path, **options)
+    elif path.suffix == ".npy":
+        np.save(path, image)
+    else:
+        pytest.importorskip("tifffile").imwrite(path, image, **options)
+
+
+PICTURE = Image.fromarray(RGB)
+KINDS = {
+    "RGB PNG": ("png", PICTURE, {}),
+    "RGB JPEG": ("jpg", PICTURE, {}),
+    "palette PNG": ("png", PICTURE.quantize(8), {}),
+    "RGB TIFF": ("tif", RGB, dict(photometric="rgb")),
+    "YCbCr JPEG TIFF": ("tif", PICTURE.convert("YCbCr"), dict(compression="jpeg")),
+    "YCbCr TIFF": ("tif", PICTURE.convert("YCbCr"), {}),
+    "bands TIFF": ("tif", RGB, dict(photometric="minisblack", planarconfig="contig")),
+    "CIELAB TIFF": ("tif", RGB, dict(photometric="cielab")),
+    "RGB npy": ("npy", RGB, {}),
+    "RGBA PNG": ("png", PICTURE.convert("RGBA"), {}),
+    "RGBA TIFF": ("tif", np.dstack([RGB, RGB[..., 0]]), dict(photometric="rgb", extrasamples=["unassalpha"])),
+    "RGB and infrared TIFF": ("tif", np.dstack([RGB, RGB[..., 0]]), dict(photometric="rgb", extrasamples=["unspecified"])),
+    "CMYK JPEG": ("jpg", PICTURE.convert("CMYK"), {}),
+    "CMYK TIFF": ("tif", np.dstack([RGB, RGB[..., 0]]), dict(photometric="separated")),
+    "1-bit PNG": ("png", PICTURE.convert("1"), {}),
+    "1-bit TIFF": ("tif", RGB[..., 0] > 9, dict(photometric="minisblack")),
+    "grey PNG": ("png", PICTURE.convert("L"), {}),
+    "grey TIFF": ("tif", RGB[..., 0], dict(photometric="minisblack")),
+    "white-is-0 TIFF": ("tif", RGB[..., 0], dict(photometric="miniswhite")),
+    "16-bit PNG": ("png", Image.fromarray(STACK[0]), {}),
+    "16-bit TIFF": ("tif", STACK[0], {}),
+}
+
+
+@pytest.mark.parametrize(
+    "first, second, colours",
+    [
+        ("CMYK JPEG", "RGBA PNG", ("CMYK", "RGBA")),
+        ("CMYK TIFF", "RGBA TIFF", ("CMYK", "RGBA")),
+        ("1-bit PNG", "grey PNG", ("black and white", "grey")),
+        ("1-bit TIFF", "grey TIFF", ("black and white", "grey")),
+        ("CIELAB TIFF", "RGB TIFF", ("CIELAB", "RGB")),
+        ("YCbCr TIFF", "RGB PNG", ("YCbCr", "RGB")),
+        ("white-is-0 TIFF", "grey TIFF", ("grey, 0 is white", "grey")),
+        ("white-is-0 TIFF", "grey PNG", ("grey, 0 is white", "grey")),
+    ],
+)
+def test_images_of_other_colours_are_refused(tmp_path, first, second, colours):
+    for name, kind in zip("ab", (first, second)):
+        suffix, image, options = KINDS[kind]
+        written(tmp_path / f"i/{name}.{suffix}", image, **options)
+    refused(tmp_path, "differ in their colours: .*a.* has {}, .*b.* has {}; convert".format(*colours), {}, dict(a=MASK, b=MASK))
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("RGB PNG", "RGB JPEG", "palette PNG", "RGB TIFF", "YCbCr JPEG TIFF", "bands TIFF", "RGB npy"),
+        ("RGBA PNG", "RGBA TIFF", "RGB and infrared TIFF"),
+        ("CMYK JPEG", "CMYK TIFF"),
+        ("1-bit PNG", "1-bit TIFF"),
+        ("grey PNG", "grey TIFF"),
+        ("16-bit PNG", "16-bit TIFF"),
+    ],
+)
+def test_images_of_the_same_colours_may_have_many_formats(tmp_path, kinds):
+    for k, kind in enumerate(kinds):
+        suffix, image, options = KINDS[kind]
+        written(tmp_path / f"i/{k}.{suffix}", image, **options)
+    assert len(prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0)).split("train")) == len(kinds)
+
+
+# images that viewers turn, masks whose numbers were changed
+
+
+def exif(orientation) -> bytes:
+    found = Image.Exif()
+    found[274] = orientation
+    return found.tobytes()
+
+
+def behind_the_pixels(path):
+    """Where other programs put the EXIF of a PNG."""
+    data = path.read_bytes()
+    at = data.index(b"eXIf") - 4
+    chunk = data[at : at + 12 + struct.unpack(">I", data[at : at + 4])[0]]
+    path.write_bytes(data.replace(chunk, b"")[:-12] + chunk + data[-12:])
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "late.png", "a.webp", "a.tif", "lzw.tif"])
+def test_an_image_that_viewers_turn_is_refused(tmp_path, name):
+    path, mask = tmp_path / name, Image.fromarray(MASK)
+    for orientation in (1, 0, 6) if name != "lzw.tif" else (1, 6):
+        if name == "a.tif":
+            pytest.importorskip("tifffile").imwrite(path, MASK, extratags=[(274, 3, 1, orientation, True)])
+        else:
+            options = dict(compression="tiff_lzw") if name == "lzw.tif" else {}
+            mask.save(path, exif=exif(orientation), **options)
+        if name == "late.png":
+            behind_the_pixels(path)
+        if orientation != 6:
+            open_image(path).read(Box.whole((45, 61)))
+    for opened in (open_image, open_mask):
+        with pytest.raises(ValueError, match=f"{name} is to be turned or mirrored, its orientation .EXIF. is 6, not 1: .*mogrify -auto-orient"):
+            opened(path)
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("a.jpg", {}, "JPEG"),
+        ("a.tif", dict(compression="jpeg"), "JPEG"),
+        ("a.webp", {}, "lossy WebP"),
+        ("extended.webp", dict(exif=exif(1)), "lossy WebP"),
+    ],
+)
+def test_a_mask_whose_numbers_were_changed_is_refused(tmp_path, name, options, words):
+    Image.fromarray(MASK).save(tmp_path / name, **options)
+    with pytest.raises(ValueError, match=f"{name} is a mask in {words}, which changes numbers, .* write the masks anew, as PNG"):
+        open_mask(tmp_path / name)
+    open_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("options", [dict(lossless=True), dict(lossless=True, exif=exif(1))])
+def test_lossless_webp_is_told_from_lossy(tmp_path, options):
+    """Pillow makes three bands of it, which is another mistake."""
+    Image.fromarray(MASK).save(tmp_path / "a.webp", **options)
+    with pytest.raises(ValueError, match="a.webp has 3 bands of uint8, but a mask is one band"):
+        open_mask(tmp_path / "a.webp")
 
 
 # masks that do not say what the classes' names say
@@ -489,6 +678,26 @@ def test_the_output_is_there_already(tmp_path):
         prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"])
     prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"], overwrite=True)
     assert Store(tmp_path / "s.h5").classes == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("kind", ["image", "mask", "link"])
+def test_an_output_that_is_one_of_the_inputs(tmp_path, kind):
+    images, masks = folder(tmp_path / "i", a=RGB), folder(tmp_path / "m", a=MASK)
+    output = {"image": images, "mask": masks, "link": tmp_path}[kind] / "a.png"
+    if kind == "link":
+        output.symlink_to(images / "a.png")
+    before = output.read_bytes()
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="the store .*a.png would replace .*/a.png, which it is made of: choose another name"):
+            prepare_folder(images, masks, output, ["x", "y"], overwrite=overwrite)
+    assert output.read_bytes() == before and output.is_symlink() == (kind == "link")
+
+
+def test_an_output_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "s.h5")
+    with pytest.raises(FileExistsError, match="s.h5 is a pipe or device, which no file may replace: choose another output"):
+        prepare_folder(folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], overwrite=True)
+    assert (tmp_path / "s.h5").is_fifo() and sorted(p.name for p in tmp_path.iterdir()) == ["i", "s.h5"]
 
 
 def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):

@@ -9,10 +9,9 @@ from typing import Sequence
 import numpy as np
 
 from distseg import rng
-from distseg.data.readers import SUFFIXES, open_image, open_mask
+from distseg.data.folders import SPLITS, check_folders, paired, split_folders
+from distseg.data.readers import open_image, open_mask
 from distseg.extents import Extents
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -27,20 +26,20 @@ class Pair:
     bands: int
     dtype: np.dtype
     nodata: int | float | None = None  # the number that stands for no data, where the file says so
+    colours: str | None = None  # what the bands are, where it says so
 
 
 def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None) -> list[Pair]:
     """All pairs of two folders, with their splits: by the folders train, val and test inside, or by ``shares``.
 
     Raises:
-        ValueError: no images, files without a partner, or headers that disagree.
+        ValueError: no images, files without a partner or that would be left out, names that a store can't have, headers that disagree.
     """
-    folders = [split for split in SPLITS if (images / split).is_dir()]
-    if folders:
-        _refuse_loose_files(images, folders)
-        files = [(split, *pair) for split in folders for pair in _paired(images / split, masks and masks / split)]
+    check_folders(images, masks)
+    if folders := split_folders(images):
+        files = [(split, *pair) for split in folders for pair in paired(images / split, masks and masks / split)]
     else:
-        together = _paired(images, masks)
+        together = paired(images, masks)
         split_of = assign_splits([image.stem for image, _ in together], shares, seed)
         files = [(split_of[image.stem], image, mask) for image, mask in together]
     if not any(split == "train" for split, _, _ in files):
@@ -69,67 +68,24 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     return dict(zip(order, np.repeat(SPLITS, counts).tolist()))
 
 
-def _image_files(folder: Path) -> dict[str, Path]:
-    """Stem -> file, in order of the names."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    found: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in SUFFIXES and not path.name.startswith("."):
-            if path.stem in found:
-                raise ValueError(f"{found[path.stem]} and {path} differ in their endings only: remove one")
-            found[path.stem] = path
-    if not found:
-        raise ValueError(f"the folder {folder} holds no image ({' '.join(SUFFIXES)})")
-    return found
-
-
-def _paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
-    left = _image_files(images)
-    if masks is None:
-        return [(path, None) for path in left.values()]
-    right = _image_files(masks)
-    lonely = _lonely(left, right, f"images of {images} have no mask") + _lonely(right, left, f"masks of {masks} have no image")
-    if lonely:
-        raise ValueError(f"{' and '.join(lonely)}: an image and its mask have the same name, but for the ending")
-    return [(left[stem], right[stem]) for stem in left]
-
-
-def _lonely(these: dict[str, Path], those: dict[str, Path], what: str) -> list[str]:
-    names = sorted(these.keys() - those.keys())
-    return [f"{len(names)} {what} ({_some(names)})"] if names else []
-
-
-def _some(names: list[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _refuse_loose_files(images: Path, folders: list[str]) -> None:
-    loose = [p.name for p in sorted(images.iterdir()) if p.suffix.lower() in SUFFIXES]
-    if loose:
-        raise ValueError(f"{images} has the folders {', '.join(folders)} and images beside them ({_some(loose)}): move these into a folder")
-
-
 def _opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pair:
     reader = open_image(image, dims)
     if mask is not None:
         size = open_mask(mask, len(reader.size)).size
         if size != reader.size:
             raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(size)}: they must lie on each other")
-    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata)
+    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours)
 
 
 def _check_alike(pairs: list[Pair]) -> None:
-    """One number of bands, dims and one type of numbers; no name twice."""
-    first = pairs[0]
+    """One number of bands, dims, one type of numbers and, where files tell them, the same colours; no name twice."""
     known: dict[str, Pair] = {}
+    first: dict[str, tuple[Pair, object]] = {}
     for pair in pairs:
-        for what, a, b in (
-            ("bands", first.bands, pair.bands),
-            ("dims", len(first.size), len(pair.size)),
-            ("type", str(first.dtype), str(pair.dtype)),
-        ):
+        said = {"bands": pair.bands, "dims": len(pair.size), "type": str(pair.dtype), "colours": pair.colours}
+        for what, b in said.items():
+            other, a = first.setdefault(what, (pair, b)) if b is not None else (pair, b)
             if a != b:
-                raise ValueError(f"the images differ in their {what}: {first.image} has {a}, {pair.image} has {b}; convert them to one form")
+                raise ValueError(f"the images differ in their {what}: {other.image} has {a}, {pair.image} has {b}; convert them to one form")
         if known.setdefault(pair.name, pair) is not pair:
             raise ValueError(f"{known[pair.name].image} and {pair.image} have the same name: rename one")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from distseg.data.folders import SPLITS, some, unread
 from distseg.data.layout import chunk_edge
 from distseg.data.nodata import fitting, to_json
-from distseg.data.pairs import SPLITS, Pair, find_pairs
-from distseg.data.readers import open_image, open_mask
+from distseg.data.pairs import Pair, find_pairs
+from distseg.data.readers import SUFFIXES, open_image, open_mask
 from distseg.data.store import Store
 from distseg.data.survey import Survey
 from distseg.data.writer import StoreWriter, bytes_of
@@ -58,7 +60,9 @@ def prepare_folder(
         ValueError, FileNotFoundError: what is wrong with which file. Nothing is left behind.
         NoRoom: the disk has no room for the pixels, before anything is written, or for the rest of the store.
     """
-    pairs = find_pairs(Path(images_dir), None if masks_dir is None else Path(masks_dir), splits, seed, dims)
+    folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
+    pairs = find_pairs(*folders, splits, seed, dims)
+    _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
     provenance = {
@@ -72,12 +76,13 @@ def prepare_folder(
     writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected)
     room(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
     _check_masks(pairs, classes, ignore, values or {}, absent)
+    unused = set(values or {})
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                _copy(pair, writer, values or {}, dims, pair.nodata if nodata is None else nodata, shown)
+                unused -= _copy(pair, writer, values or {}, dims, pair.nodata if nodata is None else nodata, shown)
     store = Store(output)
-    print(summary(store))
+    print("\n".join([summary(store), *_notes_on_input(unread(*folders), unused)]))
     return store
 
 
@@ -94,6 +99,15 @@ def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
     return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels) for pair in pairs)
+
+
+def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
+    if not output.exists():
+        return
+    there = os.stat(output)
+    for path in [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]:
+        if os.path.samestat(there, os.stat(path)):
+            raise ValueError(f"the store {output} would replace {path}, which it is made of: choose another name for the store")
 
 
 def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
@@ -126,24 +140,31 @@ def _copy(
     dims: int | None,
     nodata: int | float | None,
     shown: SilentProgress,
-) -> None:
+) -> set[int]:
+    """Returns which of ``values`` the mask holds."""
     image = open_image(pair.image, dims)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
     target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=nodata)
+    held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
-        target.write(box, image.read(box), None if mask is None else mapped(mask.read(box)[0], values))
+        labels, found = (None, set()) if mask is None else mapped(mask.read(box)[0], values)
+        target.write(box, image.read(box), labels)
+        held |= found
         shown.advance(0, pixels=box.pixels)
     shown.advance()
+    return held
 
 
-def mapped(mask: np.ndarray, values: Mapping[int, int]) -> np.ndarray:
-    """Mask values replaced by the labels they stand for; all at once, so that labels may be swapped."""
+def mapped(mask: np.ndarray, values: Mapping[int, int]) -> tuple[np.ndarray, set[int]]:
+    """Mask values replaced by the labels they stand for, all at once, so that labels may be swapped; and which of them there are."""
     if not values:
-        return mask
-    labels = mask.astype(np.int64)
+        return mask, set()
+    labels, found = mask.astype(np.int64), set()
     for value, label in values.items():
-        labels[mask == value] = label
-    return labels
+        here = mask == value
+        labels[here] = label
+        found |= {value} if here.any() else set()
+    return labels, found
 
 
 def _split_order(split: str) -> tuple[int, str]:
@@ -163,6 +184,15 @@ def _row(store: Store, split: str) -> dict:
     if any(store.missing(name) for name in names):
         row["no data"] = f"{sum(store.missing(name) for name in names) / pixels:.3%}"
     return row
+
+
+def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:
+    """What was given and is not in the store."""
+    notes = [f"note: no mask holds the value {value}, for which --values gives a label" for value in sorted(unused)]
+    if files:
+        names = some([repr(name) for name in files], most=5)
+        notes.append(f"note: not read, though like images or masks by name: {names} ({len(files)} in all); what is read: {' '.join(SUFFIXES)}")
+    return notes
 
 
 def _notes(store: Store, splits: list[str]) -> list[str]:

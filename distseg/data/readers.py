@@ -14,6 +14,7 @@ from typing import Iterator, Sequence
 
 import numpy as np
 
+from distseg.data import marks
 from distseg.data.nodata import fitting, parse
 from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.extents import Extents
@@ -35,6 +36,9 @@ class Reader:
     dtype: np.dtype
     coded = False  # its numbers stand for colours
     nodata: int | float | None = None  # the number that stands for no data, where the file says so
+    colours: str | None = None  # what the bands are, such as RGB, where the file says so
+    orientation = 1  # EXIF's: upright
+    lossy: str | None = None  # the compression that changed the numbers
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -56,7 +60,7 @@ def open_image(path: str | Path, dims: int | None = None) -> Reader:
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: not an image, a damaged one, or one whose values the reader would have to change.
+        ValueError: not an image, a damaged one, one that viewers turn, or one whose values the reader would have to change.
     """
     reader = _opened(Path(path), dims)
     if reader.coded:
@@ -71,6 +75,12 @@ def open_image(path: str | Path, dims: int | None = None) -> Reader:
 def _opened(path: Path, dims: int | None) -> Reader:
     if not path.is_file():
         raise FileNotFoundError(f"there is no image file {path}")
+    reader = _reader(path, dims)
+    marks.check_upright(path, reader.orientation)
+    return reader
+
+
+def _reader(path: Path, dims: int | None) -> Reader:
     suffix = path.suffix.lower()
     with readable(path):
         if suffix == ".npy":
@@ -86,6 +96,11 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
     path = Path(path)
     reader = _opened(path, dims)
+    if reader.lossy:
+        raise ValueError(
+            f"{path} is a mask in {reader.lossy}, which changes numbers, so that labels are not those that were drawn: "
+            "write the masks anew, as PNG, or as TIFF without it"
+        )
     if isinstance(reader, PillowReader) and not reader.coded:
         with readable(path):
             reader = PillowReader(path, palette=True, tiff=reader.tiff)
@@ -156,7 +171,7 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 class PillowReader(Reader):
-    """What Pillow decodes, pixels as they are stored: no colour management, no rotation by EXIF."""
+    """What Pillow decodes, pixels as they are stored: no colour management."""
 
     def __init__(self, path: Path, palette: bool = False, tiff: bool = False):
         super().__init__(path)
@@ -168,6 +183,8 @@ class PillowReader(Reader):
                 check_bytes(path, self.size, _stored_bits(image.mode), MOST_PACKED[image.format])
             sample = self._decoded(_tiny(image))
             self.bands, self.dtype = sample.shape[0], plain(sample.dtype)
+            self.colours = marks.colours(self._mode(image))
+            self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             if tiff and (told := image.tag_v2.get(_NODATA_TAG)) is not None:
                 self.nodata = declared(path, told, self.dtype)
         pillows_and_ours = 2 * sample.nbytes * math.prod(self.size)
@@ -181,10 +198,14 @@ class PillowReader(Reader):
 
     def _decoded(self, image) -> np.ndarray:
         """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers."""
-        if image.mode == "P" and not self._palette:
-            image = image.convert("RGBA" if "transparency" in image.info else "RGB")
-        array = np.asarray(image)
+        mode = self._mode(image)
+        array = np.asarray(image if image.mode == mode else image.convert(mode))
         return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+
+    def _mode(self, image) -> str:
+        if image.mode != "P" or self._palette:
+            return image.mode
+        return "RGBA" if "transparency" in image.info else "RGB"
 
 
 def _tiny(image):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from distseg.data import marks
 from distseg.data.plausible import check_memory
 from distseg.data.readers import _NODATA_TAG, PillowReader, Reader, declared, plain
 from distseg.extents import Extents
@@ -42,6 +43,7 @@ def open_tiff(path: Path, dims: int | None = None) -> Reader:
         return _with_pillow(path, "pip install tifffile, which reads more kinds of TIFF")
     check_chain(path)
     reader = TiffReader(path, tifffile.TiffFile(path), dims)
+    marks.check_upright(path, reader.orientation)  # before Pillow turns it
     try:
         reader.read(Box((0,) * len(reader.size), (1,) * len(reader.size)))
     except ValueError as e:
@@ -76,8 +78,10 @@ class TiffReader(Reader):
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = int(np.prod([n for a, n in zip(self._axes, shape) if a in _BANDS]))
         self.dtype = plain(self._series.dtype)
-        self.coded = self._series.keyframe.photometric == _PALETTE
-        told = self._series.keyframe.tags.valueof(_NODATA_TAG)
+        page = self._series.keyframe
+        self.coded, self.colours = page.photometric == _PALETTE, marks.tiff_colours(page, self.bands)
+        self.orientation, self.lossy = marks.turned(page.tags.valueof(marks.ORIENTATION)), marks.lossy_tiff(page.compression)
+        told = page.tags.valueof(_NODATA_TAG)
         self.nodata = None if told is None else declared(path, str(told), self.dtype)
         self._map = None
         if self._series.dataoffset is not None:
@@ -152,8 +156,9 @@ class TiffReader(Reader):
 
     def _check_packed(self, compression: int, count: int) -> None:
         """Whether a segment of so many bytes can be what it should be."""
-        most = _MOST_PACKED.get(compression)
-        if most is not None and not self._segment_bytes // most <= count <= 2 * self._segment_bytes + _MORE:
+        most, layout = _MOST_PACKED.get(compression), self._series.keyframe
+        packed = self._segment_bytes * layout.bitspersample // (8 * layout.dtype.itemsize)  # less, of bits
+        if most is not None and not packed // most <= count <= 2 * self._segment_bytes + _MORE:
             raise ValueError(f"a strip or tile of {self._segment_bytes} bytes can't be packed into {count}")
 
     def _check_unpacked(self, compression: int, data: bytes) -> None:

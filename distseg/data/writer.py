@@ -15,7 +15,7 @@ from distseg.data import hdf5, header, layout
 from distseg.data.image_writer import ImageWriter
 from distseg.data.nodata import fitting
 from distseg.data.statistics import Moments
-from distseg.disk import locked, room_told, to_disk
+from distseg.disk import check_replaceable, locked, room_told, to_disk
 from distseg.extents import Extents
 
 
@@ -36,7 +36,7 @@ class StoreWriter:
         expected: bytes that it may take, for the message of a full disk; by default those of the images added so far.
 
     Raises:
-        FileExistsError: ``path`` is there and ``overwrite`` is not set.
+        FileExistsError: ``path`` is there and ``overwrite`` is not set, or it is no file.
         ValueError: classes, bands or data that make no store, naming the image and the position.
         NoRoom: the disk is full. Nothing is left behind.
     """
@@ -60,6 +60,7 @@ class StoreWriter:
         self._check()
         if self.path.is_dir():
             raise FileExistsError(f"{self.path} is a folder: choose another name for the store")
+        check_replaceable(self.path)
         if self.path.exists() and not overwrite:
             raise FileExistsError(f"{self.path} is already there: choose another name, or overwrite it (--overwrite)")
 

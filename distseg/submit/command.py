@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from distseg.config import Config
-from distseg.disk import whole
+from distseg.disk import check_replaceable, whole
 from distseg.mesh import MeshShape
 from distseg.submit.job import Job, node_of, nodes_for, warning_of
 from distseg.submit.render import render
@@ -212,6 +212,8 @@ def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
     """Refuse to write over another file than the same script, unless told to, and over the config at all."""
     if path.resolve() == config.resolve():
         raise ValueError(f"--output {path} is the config: name another file for the script")
+    if not path.is_dir():
+        check_replaceable(path)
     if path.is_dir() or path.exists() and not overwrite and path.read_bytes() != script.encode():
         raise ValueError(
             f"{path} is there,"

@@ -1,0 +1,129 @@
+"""Which files of the folders of images and masks are read; what would be left out is refused, or told.
+
+A folder ``valid`` beside ``train``, or GIFs among PNGs, would else be missed by nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Sequence
+
+from distseg.data.layout import check_name
+from distseg.data.readers import SUFFIXES
+
+SPLITS = ("train", "val", "test")
+_MEANT = {"training": "train", "valid": "val", "validation": "val", "testing": "test", **{name: name for name in SPLITS}}
+# Of files that hold images, or masks, but have no reader.
+_OTHERS = frozenset(
+    ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k .jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef .nii "
+    ".npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga .vrt .xcf .zarr".split()
+)
+
+
+def split_folders(images: Path) -> list[str]:
+    """The splits that are folders of ``images``; none where it holds the files itself."""
+    return [split for split in SPLITS if (images / split).is_dir()]
+
+
+def check_folders(images: Path, masks: Path | None) -> None:
+    """Refuse images that no pair would be made of: beside the folders of splits, or in other folders.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    places = _places(images, masks)
+    for root in (images, *([masks] if masks else [])):
+        _refuse_loose_files(root, split_folders(root) if split_folders(images) else [])
+    for place in places:
+        _refuse_folders(place, places)
+
+
+def unread(images: Path, masks: Path | None) -> list[str]:
+    """Files that look like images by their names, but that nothing here can read."""
+    return [entry.path for place in _places(images, masks) for entry in _listed(place) if _suffix(entry.name) in _OTHERS]
+
+
+def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
+    """The files of two folders that have the same name, but for the ending.
+
+    Raises:
+        ValueError: a file without a partner, two of one name, or no image at all.
+    """
+    left = _image_files(images)
+    if masks is None:
+        return [(path, None) for path in left.values()]
+    right = _image_files(masks)
+    lonely = _lonely(left, right, f"images of {images} have no mask") + _lonely(right, left, f"masks of {masks} have no image")
+    if lonely:
+        raise ValueError(f"{' and '.join(lonely)}: an image and its mask have the same name, but for the ending")
+    return [(left[stem], right[stem]) for stem in left]
+
+
+def some(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _places(images: Path, masks: Path | None) -> list[Path]:
+    """All folders that are looked into, those of splits included."""
+    splits = split_folders(images)
+    roots = [images, *([masks] if masks else [])]
+    places = [*roots, *(root / split for root in roots for split in splits)]
+    return [place for place in dict.fromkeys(places) if place.is_dir()]
+
+
+def _listed(folder: Path) -> list[os.DirEntry]:
+    """What is in a folder and not hidden, in order of the names."""
+    with os.scandir(folder) as entries:
+        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _image_files(folder: Path) -> dict[str, Path]:
+    """Stem -> file, in order of the names."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    found: dict[str, Path] = {}
+    for path in [folder / entry.name for entry in _listed(folder) if _suffix(entry.name) in SUFFIXES]:
+        check_name(path.stem, str(folder))
+        if path.stem in found:
+            raise ValueError(f"{found[path.stem]} and {path} differ in their endings only: remove one")
+        found[path.stem] = path
+    if not found:
+        raise ValueError(f"the folder {folder} holds no image ({' '.join(SUFFIXES)})")
+    return found
+
+
+def _lonely(these: dict[str, Path], those: dict[str, Path], what: str) -> list[str]:
+    names = sorted(these.keys() - those.keys())
+    return [f"{len(names)} {what} ({some(names)})"] if names else []
+
+
+def _refuse_loose_files(root: Path, folders: list[str]) -> None:
+    loose = [entry.name for entry in _listed(root) if _suffix(entry.name) in SUFFIXES] if folders else []
+    if loose:
+        raise ValueError(f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): move these into a folder")
+
+
+def _refuse_folders(place: Path, places: list[Path]) -> None:
+    """Refuse a folder inside ``place`` that holds images, unless it is, or leads to, one of ``places``."""
+    read = {folder for known in places for folder in (known.resolve(), *known.resolve().parents)}
+    for entry in _listed(place):
+        if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):
+            meant = _MEANT.get(entry.name.lower())
+            repair = f"rename it {meant}" if meant not in (None, entry.name) else "move its images to where they are read, or the folder elsewhere"
+            raise ValueError(
+                f"{entry.path} holds images, but would not be read: of folders are read {', '.join(SPLITS)}, "
+                f"right in the folder of images, and those of the same names in that of masks: {repair}"
+            )
+
+
+def _holds_images(folder: str) -> bool:
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if any(_suffix(name) in SUFFIXES for name in files if not name.startswith(".")):
+            return True
+    return False

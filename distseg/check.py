@@ -82,8 +82,11 @@ def notes(config: Config, model: nn.Module) -> list[str]:
 
 def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
     """A group norm that has fewer groups than the config says, and how many."""
+    groups = config.model.groups
+    if not groups or norm_of(config) != "group":
+        return None
     every = ((name, layer.num_groups) for name, layer in model.named_modules() if isinstance(layer, nn.GroupNorm))
-    return next((found for found in every if config.model.groups and norm_of(config) == "group" and found[1] != config.model.groups), None)
+    return next((found for found in every if found[1] != groups), None)
 
 
 def of(config: Config, setting: str):

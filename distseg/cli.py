@@ -401,11 +401,12 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
     from distseg.trained import check_model, left_behind, taken_over
 
     run, *flags = arguments
-    trained = read_manifest(find(run)).get("config")
+    checkpoint = find(run)  # once: training may write a better one meanwhile
+    trained = read_manifest(checkpoint).get("config")
     parsed = _parse(parser, flags, settings_of(taken_over(trained, run), f"{run}, config in manifest.json"))
     config = _config(parsed)
     check_model(trained, config.model, run)
-    return config, {"run": run, "left": left_behind(trained, asdict(Config())), **_own(parsed)}
+    return config, {"run": str(checkpoint), "left": left_behind(trained, asdict(Config())), **_own(parsed)}
 
 
 def _tell(left: list[str], comm) -> None:

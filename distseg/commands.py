@@ -65,7 +65,8 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     classes = Classes(names, class_colors(names))
     files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
     with together(world):
-        network = network_identity(run, config, manifest)
+        checkpoint = find(run)
+        network = network_identity(checkpoint, config, manifest)
         if nodata is not None and not images:
             raise ValueError(f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out")
         if images:
@@ -83,7 +84,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             predictor.check(scene.size)
             are_there(files(scene), "")
     if world.rank == 0:
-        print(f"network: {find(run)}")
+        print(f"network: {checkpoint}")
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)

@@ -89,7 +89,7 @@ class Rank:
     def dump(self) -> str:
         """The stacks of its threads, from its fault handler."""
         before = os.fstat(self.stacks).st_size
-        self._signal(signal.SIGQUIT)
+        self._signal(signal.SIGQUIT, _to_main_thread)
         self._signal(signal.SIGCONT)  # a stopped process takes the other signal first
         deadline, size = time.monotonic() + STACKS_WITHIN, before
         while time.monotonic() < deadline:
@@ -102,12 +102,26 @@ class Rank:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, number: int, send=os.kill) -> None:
         if self.is_there():
             try:
-                os.kill(self.pid, number)
+                send(self.pid, number)
             except ProcessLookupError:
                 pass
+
+
+def _to_main_thread(pid: int, number: int) -> None:
+    """The process's main thread takes the signal. The stacks are written by whichever thread takes it, while the others go on:
+    a thread of MPI's that walks the frames of a main thread at work reads freed memory."""
+    try:
+        import ctypes
+
+        tgkill = ctypes.CDLL(None, use_errno=True).tgkill
+    except (ImportError, AttributeError, OSError):  # no ctypes, or a C library without it
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class Member:
@@ -362,11 +376,12 @@ class Guardian:
             print(report(reason, members, self.folder), file=sys.stderr, flush=True)
             for lines in self.guests.values():
                 lines.send({"end": True, "folder": self.folder})
+        killed_at = time.monotonic() + STACKS_WITHIN + KEPT_WITHIN  # not earlier: at the first death the launcher ends the others
         stacks = self.rank.dump()
         if os.fork() == 0:  # a disk that hangs must not keep the rank alive
             self._keep(stacks)
             os._exit(0)
-        time.sleep(KEPT_WITHIN)
+        time.sleep(max(KEPT_WITHIN, killed_at - time.monotonic()))
         self.rank.kill()
         os._exit(0)
 

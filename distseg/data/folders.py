@@ -32,11 +32,13 @@ def check_folders(images: Path, masks: Path | None) -> None:
     Raises:
         ValueError: naming the first of them.
     """
+    if split_folders(images):
+        for root in _roots(images, masks):
+            _refuse_loose_files(root, split_folders(root))
     places = _places(images, masks)
-    for root in (images, *([masks] if masks else [])):
-        _refuse_loose_files(root, split_folders(root) if split_folders(images) else [])
+    read = {folder for place in places for folder in (place.resolve(), *place.resolve().parents)}
     for place in places:
-        _refuse_folders(place, places)
+        _refuse_folders(place, read)
 
 
 def unread(images: Path, masks: Path | None) -> list[str]:
@@ -64,10 +66,14 @@ def some(names: Sequence[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def _roots(images: Path, masks: Path | None) -> list[Path]:
+    return [images] if masks is None else [images, masks]
+
+
 def _places(images: Path, masks: Path | None) -> list[Path]:
     """All folders that are looked into, those of splits included."""
     splits = split_folders(images)
-    roots = [images, *([masks] if masks else [])]
+    roots = _roots(images, masks)
     places = [*roots, *(root / split for root in roots for split in splits)]
     return [place for place in dict.fromkeys(places) if place.is_dir()]
 
@@ -108,9 +114,8 @@ def _refuse_loose_files(root: Path, folders: list[str]) -> None:
         raise ValueError(f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): move these into a folder")
 
 
-def _refuse_folders(place: Path, places: list[Path]) -> None:
-    """Refuse a folder inside ``place`` that holds images, unless it is, or leads to, one of ``places``."""
-    read = {folder for known in places for folder in (known.resolve(), *known.resolve().parents)}
+def _refuse_folders(place: Path, read: set[Path]) -> None:
+    """Refuse a folder inside ``place`` that holds images, unless it is one of ``read``: those that are looked into, or lead to them."""
     for entry in _listed(place):
         if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):
             meant = _MEANT.get(entry.name.lower())

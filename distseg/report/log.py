@@ -118,20 +118,28 @@ def _parse(line: str | bytes) -> dict | None:
 
 def _truncate(path: Path, step: int, revalidates: bool) -> None:
     """Keep the whole lines up to ``step``, that of a validation which comes again left out. The new file replaces the old at once: a kill
-    leaves one or the other. A damaged log is kept beside it, and what is missing is told."""
+    leaves one or the other."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries = [_parse(line) for line in lines]
-    if damaged := [str(number) for number, entry in enumerate(entries[:-1], 1) if entry is None]:  # the last one may be cut by a kill
-        kept_as = _free(path.parent)[0]
-        shutil.copyfile(path, kept_as)
-        print(f"distseg: {path} is damaged in line {', '.join(damaged[:5])}, which is left out; the file as it was is {kept_as.name}", file=sys.stderr)
+    _keep_damaged(path, [number for number, entry in enumerate(entries[:-1], 1) if entry is None])  # the last one may be cut by a kill
     again = lambda entry: revalidates and entry.get("step") == step and entry.get("kind") == "validation"  # noqa: E731
     kept = [(line, entry) for line, entry in zip(lines, entries) if entry is not None and entry.get("step", 0) <= step and not again(entry)]
-    there = {entry.get("step") for _, entry in kept if entry.get("kind") == "step"}
-    if missing := [n for n in range(1, step + 1) if n not in there]:
-        print(f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the first is step {missing[0]}): the curves will have a gap", file=sys.stderr)
+    _tell_gaps(path, step, {entry.get("step") for _, entry in kept if entry.get("kind") == "step"})
     with whole(path) as growing:
         growing.write_bytes(b"".join(line + b"\n" for line, _ in kept))
+
+
+def _keep_damaged(path: Path, lines: list[int]) -> None:
+    """Keep a log with damaged lines beside the one that goes on without them."""
+    if lines:
+        kept_as = _free(path.parent)[0]
+        shutil.copyfile(path, kept_as)
+        print(f"distseg: {path} is damaged in line {', '.join(map(str, lines[:5]))}, which is left out; the file as it was is {kept_as.name}", file=sys.stderr)
+
+
+def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
+    if missing := [n for n in range(1, step + 1) if n not in there]:
+        print(f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the first is step {missing[0]}): the curves will have a gap", file=sys.stderr)
 
 
 def _set_aside(folder: Path) -> None:

@@ -278,8 +278,8 @@ def _check_index(run: Path) -> list[str]:
     except (ValueError, OSError) as e:
         return [f"{run / FOLDER / INDEX} is damaged ({e})"]
     there = names_of(run)
-    lost = [f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}" for which in ("best", "last") if index.get(which) not in (None, *there)]
-    return lost
+    lost = [which for which in ("best", "last") if index.get(which) not in (None, *there)]
+    return [f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}" for which in lost]
 
 
 def _check_checkpoint(checkpoint: Path) -> list[str]:

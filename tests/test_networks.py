@@ -26,8 +26,8 @@ WAYS = {  # name: (ranks, settings)
 EXACT = ["residual", "long_skip", "one_sided", "replicating", "shuffled", "early_norm", "loud_relu"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "active_norm": "layer 1 \\(ActiveNorm\\) is a BatchNorm2d that has a forward of its own.*of its own behind or before a plain BatchNorm2d",
-    "noisy_dropout": "layer 1 \\(NoisyDropout\\) is a Dropout that has a forward of its own|layer 1 \\(NoisyDropout\\) draws random numbers",
-    "hooked_norm": "layer 1 \\(BatchNorm2d\\)(, which| is a BatchNorm2d that) has hooks",
+    "noisy_dropout": "layer 1 \\(NoisyDropout\\) is a Dropout that has a forward of its own",
+    "hooked_norm": "layer 1 \\(BatchNorm2d\\) is a BatchNorm2d that has hooks",
     "hooked_conv": "layer 1 \\(Conv2d\\), which has hooks, looks beyond a pixel",
     "hooked_block": "layer 1 \\(Sequential\\), which has hooks, looks beyond a pixel",
     "hooked_pointwise": "never",

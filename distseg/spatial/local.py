@@ -54,6 +54,8 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
         return Link(name, stash=layer.name)
     if isinstance(layer, Pop):
         return Link(name, pop=layer.name)
+    if isinstance(layer, (*NORMS, *DROPOUTS)):
+        check_plain(name, layer)
     for kinds, footprints in _FOOTPRINTS:
         if genuine(layer, kinds):
             try:
@@ -76,6 +78,20 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
         f"layer {name} ({type(layer).__name__}){which} looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
         "flat nn.Sequential (convolutions, poolings, up-samplings, norms, Stash and Pop have one), or set spatial.exchange_every to all"
     )
+
+
+def check_plain(name: str, layer: nn.Module) -> None:
+    """Refuse a norm or dropout that does more than its class says: its twin would leave that out.
+
+    Raises:
+        ValueError: naming the layer and what it does besides.
+    """
+    if why := altered(layer):
+        base = known(type(layer)).__name__
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or masks are the whole image's, so it is replaced by a twin, which would "
+            f"leave that out: put what it does besides into a layer of its own behind or before a plain {base}"
+        )
 
 
 class _Unsupported(ValueError):

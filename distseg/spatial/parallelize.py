@@ -15,13 +15,14 @@ from typing import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.altered import altered, genuine, known
+from distseg.altered import genuine
 from distseg.geometry.layout import Link
 from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import Pop, channels_of_maps, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.local import check_plain
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
 from distseg.spatial.skip import DensePop
 
@@ -244,7 +245,7 @@ def _act_in_place(sequential: nn.Sequential) -> None:
         if fresh and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
             sequential._modules[name] = layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
             layer.inplace = True
-        fresh = isinstance(layer, (nn.modules.conv._ConvNd, Pop)) or fresh and isinstance(layer, _HANDS_ON)
+        fresh = genuine(layer, nn.modules.conv._ConvNd) or isinstance(layer, Pop) or fresh and isinstance(layer, _HANDS_ON)
 
 
 _HANDS_ON = (nn.Identity, KeyedDropout, Folded)  # layers whose result may be their input
@@ -258,12 +259,7 @@ def _check_own_layers(model: nn.Module) -> None:
             continue
         if places.setdefault(layer, name) != name:
             raise ValueError(f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own")
-        if why := altered(layer):
-            base = known(type(layer)).__name__
-            raise ValueError(
-                f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or masks are the whole image's, so it is replaced by a twin, which would "
-                f"leave that out: put what it does besides into a layer of its own behind or before a plain {base}"
-            )
+        check_plain(name, layer)
 
 
 def _check_state(model: nn.Module, reach: Reach) -> None:

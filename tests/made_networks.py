@@ -76,6 +76,11 @@ def one_sided(in_channels, out_channels):
     return nn.Sequential(nn.ZeroPad2d((1, 0, 1, 0)), nn.Conv2d(in_channels, 4, 2), nn.ReLU(), nn.ZeroPad2d((0, 3, 0, 3)), nn.Conv2d(4, 4, 4), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 3, padding=1))
 
 
+def dilated(in_channels, out_channels):
+    """An even kernel with gaps: at the middle of what a cell looks at there is nothing."""
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.ReLU(), nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(4, 4, 2, dilation=3), nn.ReLU(), nn.Conv2d(4, out_channels, 1))
+
+
 def replicating(in_channels, out_channels):
     """Padding wider than the deepest map."""
     down = [nn.Conv2d(in_channels, 4, 3, padding=1), *(nn.MaxPool2d(2) for _ in range(3))]

@@ -23,8 +23,8 @@ from distseg.cli import main
 from distseg.comm import reducer
 from distseg.config import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.models.unet import unet
+from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.train.checkpoint import digest_of, find
 from distseg.train.loop import train

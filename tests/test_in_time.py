@@ -11,11 +11,12 @@ from distseg.config import RunConfig
 from distseg.extents import Extents
 from distseg.geometry.segment import chain, segments_of
 from distseg.geometry.tile import Box, boxes_of
-from distseg.models.zoo import outline_model
 from distseg.models.layers import Pop, Stash, channels_of_maps, flat_layers
+from distseg.models.zoo import outline_model
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.spatial import in_time, transfer
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.links import links_of
 from distseg.spatial.scratch import Map
 from distseg.train.engine import check_in_time
 from distseg.verify import verify

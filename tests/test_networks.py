@@ -23,7 +23,7 @@ WAYS = {  # name: (ranks, settings)
     "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
 }
-EXACT = ["residual", "long_skip", "one_sided", "replicating", "shuffled", "early_norm", "loud_relu"]
+EXACT = ["residual", "long_skip", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "active_norm": "layer 1 \\(ActiveNorm\\) is a BatchNorm2d that has a forward of its own.*of its own behind or before a plain BatchNorm2d",
     "noisy_dropout": "layer 1 \\(NoisyDropout\\) is a Dropout that has a forward of its own",

@@ -21,9 +21,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Callable, Iterable, Sequence
 
-from distseg.geometry.footprint import Footprint, Gather, Span, inside
 from distseg.extents import Extents
-from distseg.geometry.tile import Box
+from distseg.geometry.footprint import Footprint, Gather, Span, inside
+from distseg.geometry.tile import Box, Reach
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _cut(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...], inne
         if link.pop is not None:
             n, cuts, scale = skips.pop(link.pop)  # the input is cut to the skip's size
         elif footprint is not None:
-            scale = scale * footprint.stride if isinstance(footprint, Gather) else scale / footprint.stride
+            scale = _scaled(scale, footprint)
             n, cuts = _mapped(link, footprint, n, len(cuts) - 1, inner(footprint, cuts, scale))
         maps.append((n, cuts))
     return maps
@@ -274,3 +274,51 @@ def _needed(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset
 
 def _hull(one: Span, other: Span) -> Span:
     return min(one[0], other[0]), max(one[1], other[1])
+
+
+def reach_of(links: Sequence[Link], dims: int) -> Reach:
+    """Halo and stride of a flat model, by arithmetic.
+
+    Args:
+        links: the model's layers in order.
+        dims: number of spatial dims.
+
+    Raises:
+        ValueError: a result that is not of the image's size.
+    """
+    pairs = [_reach_along(links, dim) for dim in range(dims)]
+    return Reach(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
+
+
+def _reach_along(links: Sequence[Link], dim: int) -> tuple[int, int]:
+    stride = math.lcm(*(scale.numerator for scale in _scales(links, dim)))
+    a, b = 0, stride  # a tile in the midst of an image without end; all else moves with it
+    skips: dict[str, Span] = {}
+    for link in reversed(links):
+        if link.pop is not None:
+            skips[link.pop] = a, b
+        if (footprint := link.along(dim)) is not None:
+            a, b = footprint.needs(a, b)
+        if link.stash is not None:
+            a, b = _hull((a, b), skips.pop(link.stash))
+    halo = max(-a, b - stride)
+    n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
+    if (made := _maps(links, dim, n, (0, n))[-1][0]) != n:
+        raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size")
+    return halo, stride
+
+
+def _scales(links: Sequence[Link], dim: int) -> list[Fraction]:
+    """The pixels that a cell stands for, of each map."""
+    found, skips = [Fraction(1)], {}
+    for link in links:
+        if link.stash is not None:
+            skips[link.stash] = found[-1]
+        found.append(skips.pop(link.pop) if link.pop is not None else _scaled(found[-1], link.along(dim)))
+    return found
+
+
+def _scaled(scale: Fraction, footprint: Footprint | None) -> Fraction:
+    if footprint is None:
+        return scale
+    return scale * footprint.stride if isinstance(footprint, Gather) else scale / footprint.stride

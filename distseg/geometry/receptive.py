@@ -1,4 +1,4 @@
-"""The halo and the stride of any network, measured by asking it: no table of models, no table of layer formulas.
+"""The halo and the stride of any network, measured by asking it. Of a flat network of known layers they are worked out (:func:`distseg.geometry.layout.reach_of`).
 
 The network is probed with its non-local parts taken out (norms, dropout and activations become the identity) and every
 convolution with weights of one, so that a signal spreads wherever it can and never cancels. All channels are then
@@ -56,7 +56,7 @@ _LENGTHS = [768 * 2**k for k in range(5)]  # multiples of 2^8 and of 3, so that 
 _WIDTHS = (1, 8, 32, 96, 384)
 
 
-def receptive_field(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> Reach:
+def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> Reach:
     """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
 
     Args:
@@ -69,7 +69,7 @@ def receptive_field(model: nn.Module, dims: int | None = None, in_channels: int 
     """
     convs = [m for m in model.modules() if isinstance(m, _CONVS)]
     if not convs and (dims is None or in_channels is None):
-        raise ValueError("this model has no convolution layer to read its dims from: use one, or give receptive_field(model, dims=..., in_channels=...)")
+        raise ValueError("this model has no convolution layer to read its dims from: use one, or give probed_reach(model, dims=..., in_channels=...)")
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
     try:

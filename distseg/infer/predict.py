@@ -16,7 +16,6 @@ from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
@@ -28,6 +27,7 @@ from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.scene import Scene
 from distseg.spatial.context import Context
+from distseg.spatial.links import receptive_field
 from distseg.train.checkpoint import find, load_weights, read_run_manifest
 from distseg.train.engine import autocast, place_stages, used_reach
 from distseg.train.metrics import most_likely

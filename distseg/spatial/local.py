@@ -21,7 +21,7 @@ from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
 from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
 from distseg.geometry.layout import Link, Part
-from distseg.geometry.receptive import POINTWISE, receptive_field
+from distseg.geometry.receptive import POINTWISE, probed_reach
 from distseg.geometry.tile import Box
 from distseg.models.layers import Pop, Stash
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -100,7 +100,7 @@ class _Unsupported(ValueError):
 
 def _is_pointwise(layer: nn.Module, dims: int, channels: int) -> bool:
     try:
-        reach = receptive_field(layer, dims, channels)
+        reach = probed_reach(layer, dims, channels)
     except (ValueError, RuntimeError, TypeError):
         return False
     return not any(reach.halo) and set(reach.stride) == {1}

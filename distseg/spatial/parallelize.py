@@ -21,7 +21,8 @@ from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import Pop, channels_of_maps, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.links import links_of
 from distseg.spatial.local import check_plain
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
 from distseg.spatial.skip import DensePop

@@ -10,14 +10,13 @@ from typing import Callable, ContextManager, Sequence
 import torch
 from torch import nn
 
+from distseg.check import check_effects
 from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
-from distseg.check import check_effects
 from distseg.comm.staging import upload
 from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
@@ -31,8 +30,9 @@ from distseg.pipeline.stage import Stage
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
+from distseg.spatial.links import links_of, receptive_field
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.train.loss import Loss

@@ -18,6 +18,7 @@ from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from distseg.altered import genuine, hooked
 from distseg.geometry.receptive import POINTWISE
@@ -157,7 +158,7 @@ def outline(model: nn.Module) -> nn.Module:
     Python, and import torch._dynamo, 300 modules, a second or two of each process.
     """
     parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
-    copied = copy.deepcopy(model, parameters | {id(b): _weightless(b) for b in model.buffers()}).eval()
+    copied = _copied(model, parameters | {id(b): _weightless(b) for b in model.buffers()}).eval()
     for layer in copied.modules():
         if isinstance(layer, Pop):
             layer.joined = partial(_joined, layer.joined)
@@ -166,6 +167,20 @@ def outline(model: nn.Module) -> nn.Module:
         elif genuine(layer, POINTWISE):
             layer.forward = lambda input: input
     return copied
+
+
+def _copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+    """A deep copy, in which ``memo`` has the tensors; of PyTorch's own layers and ours, which hold no other modules than their children, several times as fast as copy's."""
+    if id(module) in memo:
+        return memo[id(module)]
+    if not type(module).__module__.startswith(("torch.", "distseg.models.")) or parametrize.is_parametrized(module) or hooked(module):
+        return copy.deepcopy(module, memo)
+    memo[id(module)] = twin = type(module).__new__(type(module))
+    twin.__dict__.update({name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(module).items()})
+    for field in ("_parameters", "_buffers"):
+        twin.__dict__[field].update({name: memo[id(x)] for name, x in getattr(module, field).items() if x is not None})
+    twin.__dict__["_modules"].update({name: _copied(child, memo) for name, child in module._modules.items() if child is not None})
+    return twin
 
 
 def _weightless(x: Tensor) -> Tensor:

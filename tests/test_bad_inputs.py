@@ -282,7 +282,7 @@ TABLE = {
     "cross-entropy of one output": (verify(model__out_channels="1"), "cross_entropy needs at least 2 classes, but the model has 1 output: use binary_cross_entropy or dice"),
     "too few class weights": (verify(loss__class_weights="[1, 2]", model__out_channels="3"), "class_weights has 2 numbers, but the model has 3 classes"),
     "label smoothing of more than all": (verify(loss__label_smoothing="1.5"), "loss.label_smoothing .*1.5"),
-    "frozen statistics that are not there": (verify(spatial__frozen_norm="true"), r"enc0_norm0 \(instance norm\) has no running statistics to freeze: spatial.frozen_norm needs batch norm"),
+    "frozen statistics that are not there": (verify(spatial__frozen_norm="true"), r"spatial.frozen_norm is True, but enc0_norm0 \(instance norm\) has no running statistics to freeze: set model.norm to batch"),
     "a negative halo": (verify(spatial__halo="-4", spatial__tiles_per_rank="1x2"), "spatial.halo .*-4"),
     "an exchange of nothing": (verify(spatial__exchange_every="0"), "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'"),
     "an exchange of a digit that is no number": (verify(spatial__exchange_every="²"), "spatial.exchange_every is .*got '²'"),

@@ -18,7 +18,7 @@ from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.links import links_of
 from distseg.spatial.scratch import Map
-from distseg.train.engine import check_in_time
+from distseg.check import check_settings
 from distseg.verify import verify
 
 GRID = Extents("2x3")
@@ -185,13 +185,13 @@ class TestBudget:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 takes statistics of the whole image: set it to spill, model.norm to none"),
+        (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to spill, model.norm to none"),
         (dict(in_time="spill"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
-        (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time spill reads exact windows: leave out spatial.exchange_every"),
-        (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"leave out spatial.exchange_every, spatial.halo"),
-        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"torchgpipe does not: set pipeline.placement to line or v"),
+        (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time is spill, but tiles in time are exact windows, which exchange nothing: leave out spatial.exchange_every"),
+        (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"in_time is spill, but tiles in time are exact windows: leave out spatial.halo"),
+        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v"),
         (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
-        (dict(in_time="together", memory="4GB"), r"run.memory is given, but with spatial.in_time together nothing can be cut to fit it"),
+        (dict(in_time="together", memory="4GB"), r"run.memory is 4GB, but with spatial.in_time together nothing can be cut to fit it"),
         (dict(memory="1MB"), r"run.memory is 1 MB, but this process .* takes \d+ MB already"),
         (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
     ],
@@ -204,8 +204,8 @@ def test_refused(comm, settings, message):
 
 
 def test_stages_go_forward_first():
-    with pytest.raises(ValueError, match="has all forward passes go first.* set pipeline.schedule to gpipe or auto"):
-        check_in_time(config(in_time="spill", tiles_per_rank=GRID, stages=2, schedule="1f1b"))
+    with pytest.raises(ValueError, match="in_time is spill, but pipeline.schedule is 1f1b, .* all forward passes go first.* set that to gpipe or auto"):
+        check_settings(config(in_time="spill", tiles_per_rank=GRID, stages=2, schedule="1f1b"))
 
 
 def one_name_twice(in_channels, out_channels, **_):

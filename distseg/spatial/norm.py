@@ -53,7 +53,7 @@ class DistributedNorm(nn.Module):
         self.momentum = getattr(norm, "momentum", None)
         for field in ("weight", "bias"):
             self.register_parameter(field, getattr(norm, field, None))
-        self.tracks = self.kind == "batch" and norm.track_running_stats
+        self.tracks = tracks(norm)
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
         self.frozen = False
@@ -351,16 +351,23 @@ def _kernels(x: Tensor):
     return compiled if compiled.available(x) else plain
 
 
+def kind_of(norm: nn.Module) -> str:
+    """Of a plain norm layer: batch, group or instance."""
+    return "group" if isinstance(norm, nn.GroupNorm) else "instance" if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else "batch"
+
+
+def tracks(norm: nn.Module) -> bool:
+    """Whether a plain norm layer has running statistics that serve here."""
+    return kind_of(norm) == "batch" and norm.track_running_stats
+
+
 def _kind(norm: nn.Module, name: str) -> str:
-    if isinstance(norm, nn.GroupNorm):
-        return "group"
-    if isinstance(norm, nn.modules.instancenorm._InstanceNorm):
-        if norm.track_running_stats:
-            raise ValueError(f"{name}: instance norm with running statistics is not supported: set track_running_stats=False")
-        return "instance"
-    if norm.momentum is None:
+    kind = kind_of(norm)
+    if kind == "instance" and norm.track_running_stats:
+        raise ValueError(f"{name}: instance norm with running statistics is not supported: set track_running_stats=False")
+    if kind == "batch" and norm.momentum is None:
         raise ValueError(f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give it a momentum, such as 0.1")
-    return "batch"
+    return kind
 
 
 def commit(norms: list[DistributedNorm], groups_comm) -> None:

@@ -18,6 +18,7 @@ from distseg.config import Config
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
 from distseg.spatial.norm import NORMS, kind_of, tracks
+from distseg.train.loss import is_linear
 
 _DEFAULTS = Config()
 
@@ -93,8 +94,8 @@ RULES = (
     Rule("spatial.frozen_norm", "model.norm", lambda f: f.untracked is not None, "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave spatial.frozen_norm out"),
     *_in_time("pipeline.placement", lambda f: f.on_devices,
               "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
-    *_in_time("pipeline.schedule", lambda f: f.config.mesh.stages > 1 and f.config.pipeline.schedule == "1f1b",
-              "pipeline.schedule is 1f1b, and of tiles in time all forward passes go first, as their maps wait where maps are stored: set that to gpipe or auto"),
+    *_in_time("pipeline.schedule", lambda f: f.config.mesh.stages > 1 and f.config.pipeline.schedule == "1f1b" and not is_linear(f.config.loss.name),
+              "pipeline.schedule is 1f1b, and loss.name {c.loss.name} is known only when all tiles of all micro-batches went forward: set that to gpipe or auto"),
     *_in_time("spatial.exchange_every", lambda f: f.config.spatial.exchanges, "tiles in time are exact windows, which exchange nothing: leave out spatial.exchange_every, or it"),
     *_in_time("spatial.halo", lambda f: f.config.spatial.halo is not None, "tiles in time are exact windows: leave out spatial.halo, or it"),
     *_in_time("spatial.norm_scope", lambda f: f.windows, "tiles in time are exact, and spatial.norm_scope window is not: leave that out, or it"),

@@ -16,9 +16,9 @@ from distseg.models.zoo import outline_model
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange
+from distseg.spatial.in_time import Walk
 from distseg.spatial.links import links_of
 from distseg.spatial.scratch import Map
-from distseg.check import check_settings
 from distseg.verify import verify
 
 GRID = Extents("2x3")
@@ -67,6 +67,30 @@ def test_batch_norm_over_sample_groups(comm, scope):
 def test_stages_times_tiles_in_time(comm, norm, loss, placement):
     """Each stage tile after tile; skips, maps and gradients travel between stages."""
     check(comm, "61x75", stages=comm.size, placement=placement, norm=norm, loss=loss, accumulate=2, in_time="spill", tiles_per_rank=GRID)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("norm, placement", [("instance", "line"), ("none", "line"), ("batch", "v")])
+def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch):
+    """And no rank has more micro-batches under way than there are stages behind it, itself included."""
+    begun, most = set(), 0
+    forward, close = Walk.forward, Walk.backward
+
+    def counted(walk, stage=0):
+        nonlocal most
+        begun.add(walk)
+        most = max(most, len(begun))
+        forward(walk, stage)
+
+    def ended(walk, stage=0):
+        close(walk, stage)
+        if stage == walk.executor.segments[0].stage:
+            begun.discard(walk)
+
+    monkeypatch.setattr(Walk, "forward", counted)
+    monkeypatch.setattr(Walk, "backward", ended)
+    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, accumulate=5, in_time="spill", tiles_per_rank=Extents("3x2"))
+    assert not begun and most == (comm.size - comm.rank if placement == "line" else most) and most < 5
 
 
 @pytest.mark.parallel(2)
@@ -201,11 +225,6 @@ def test_refused(comm, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         found = config(**{k: v for k, v in settings.items() if k != "memory"})
         verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Extents("33x47"))
-
-
-def test_stages_go_forward_first():
-    with pytest.raises(ValueError, match="in_time is spill, but pipeline.schedule is 1f1b, .* all forward passes go first.* set that to gpipe or auto"):
-        check_settings(config(in_time="spill", tiles_per_rank=GRID, stages=2, schedule="1f1b"))
 
 
 def one_name_twice(in_channels, out_channels, **_):

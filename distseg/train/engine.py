@@ -105,7 +105,7 @@ class Engine:
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
         if activations:
-            return InTimeStep(self._in_time(activations), head, self.loss)
+            return InTimeStep(self._in_time(activations), head, self.loss, "1f1b" if config.pipeline.schedule == "1f1b" else "gpipe")
         return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
 
     def _in_time(self, activations: Activations) -> InTime:

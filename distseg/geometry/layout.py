@@ -22,21 +22,9 @@ from itertools import pairwise
 from typing import Callable, Iterable, Sequence
 
 from distseg.extents import Extents
-from distseg.geometry.footprint import Footprint, Gather, Span, inside
+from distseg.geometry.footprint import Footprint, Gather, Span
+from distseg.geometry.needs import Link, Need, box_of, hull, needs_along, taken_of
 from distseg.geometry.tile import Box, Reach
-
-
-@dataclass(frozen=True)
-class Link:
-    """A layer as geometry sees it: its footprint along each dim (none: pointwise), and the skip that it stashes or pops."""
-
-    name: str
-    footprints: tuple[Footprint, ...] = ()
-    stash: str | None = None
-    pop: str | None = None
-
-    def along(self, dim: int) -> Footprint | None:
-        return self.footprints[dim] if self.footprints else None
 
 
 @dataclass(frozen=True)
@@ -76,19 +64,6 @@ class Part:
     skip: Box | None = None
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One layer along one dim: the spans of all tiles of that dim."""
-
-    size: int
-    cuts: tuple[int, ...]
-    given: list[Span]
-    taken: list[Span]
-    raw: list[Span]
-    made: list[Span]
-    skip: list[Span] | None
-
-
 class Layout:
     """All tiles of one image at all layers of a flat model.
 
@@ -108,7 +83,7 @@ class Layout:
         self.grid = tuple(len(b) - 1 for b in borders)
         maps = [_maps(self.links, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
         self.points = frozenset(_exchange_points(self.links, maps, exchange_every, fuse_below))
-        self._lines = [_lines(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
+        self._maps, self._needs = maps, [_needs(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
         self.sizes = [tuple(m[layer][0] for m in maps) for layer in range(len(self.links) + 1)]
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
@@ -136,26 +111,22 @@ class Layout:
         return self._parts[layer, cell]
 
     def _part(self, layer: int, cell: tuple[int, ...]) -> Part:
-        lines = [line[layer] for line in self._lines]
+        needs = [need[layer] for need in self._needs]
 
         def box(field: str) -> Box:
-            return _box([getattr(line, field)[c] for line, c in zip(lines, cell)])
+            return box_of([getattr(need, field)[c] for need, c in zip(needs, cell)])
 
-        owned = _box([line.cuts[c : c + 2] for line, c in zip(lines, cell)])
-        skip = box("skip") if lines[0].skip is not None else None
-        return Part(tuple(line.size for line in lines), owned, box("given"), box("taken"), box("raw"), box("made"), skip)
+        owned = box_of([m[layer][1][c : c + 2] for m, c in zip(self._maps, cell)])
+        skip = box("skip") if needs[0].skip is not None else None
+        return Part(self.sizes[layer], owned, box("given"), box("taken"), box("raw"), box("made"), skip)
 
     def result_of(self, cell: Sequence[int]) -> Box:
         """What the tile owns of the result."""
-        return _box([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
+        return box_of([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
 
     def spans(self, layer: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """Of the map before a layer, along each dim: the cuts between owners, and what each tile takes."""
-        return [line[layer].cuts for line in self._lines], [line[layer].taken for line in self._lines]
-
-
-def _box(spans: Sequence[Span]) -> Box:
-    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+        return [m[layer][1] for m in self._maps], [need[layer].taken for need in self._needs]
 
 
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
@@ -205,13 +176,10 @@ def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 
 
-def taken_of(link: Link, dim: int, made: Span, n: int) -> tuple[Span, Span]:
-    """(taken, raw) along a dim: the cells that a result is made from, in the map and with what lies beyond it."""
-    footprint = link.along(dim)
-    if footprint is None:
-        return inside(made, n), inside(made, n)
-    raw = footprint.needs(*made)
-    return inside(raw, n, footprint.mirrored), raw if isinstance(footprint, Gather) else inside(raw, n)
+def _needs(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
+    """Of all tiles of the dim; each has its own cells at least."""
+    *owned, wanted = [list(pairwise(cuts)) for _, cuts in maps]
+    return needs_along(links, dim, [n for n, _ in maps], wanted, owned, points)
 
 
 def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: str, fuse_below: int) -> list[int]:
@@ -235,45 +203,6 @@ def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: s
         if every == "level" and any(f.stride != 1 for f in link.footprints):
             eaten = 0
     return points
-
-
-def _lines(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[_Line]:
-    """What each tile of the dim holds, takes and makes at each layer."""
-    needed = _needed(links, dim, maps, points)
-    found: list[_Line] = []
-    held: dict[str, list[Span]] = {}
-    given = needed[0]
-    for layer, (link, (n, cuts)) in enumerate(zip(links, maps)):
-        if link.footprints or link.pop is not None:
-            made = needed[layer + 1]
-            taken, raw = map(list, zip(*(taken_of(link, dim, span, n) for span in made)))
-        else:
-            made = taken = raw = given
-        if link.stash is not None:
-            held[link.stash] = made
-        found.append(_Line(n, cuts, given, taken, raw, made, held[link.pop] if link.pop is not None else None))
-        given = made
-    return found
-
-
-def _needed(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[list[Span]]:
-    """What each tile must hold of each feature map, its own cells at least; found from the last layer backwards."""
-    needed = [list(pairwise(maps[-1][1]))]
-    skips: dict[str, list[Span]] = {}
-    for layer in reversed(range(len(links))):
-        link, (n, cuts) = links[layer], maps[layer]
-        taken = [taken_of(link, dim, span, n)[0] for span in needed[-1]]
-        if link.pop is not None:
-            skips[link.pop] = needed[-1]
-        if link.stash is not None:
-            taken = [_hull(*spans) for spans in zip(taken, skips.pop(link.stash))]
-        owned = list(pairwise(cuts))
-        needed.append(owned if layer in points else [_hull(*spans) for spans in zip(taken, owned)])
-    return needed[::-1]
-
-
-def _hull(one: Span, other: Span) -> Span:
-    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def reach_of(links: Sequence[Link], dims: int) -> Reach:
@@ -300,7 +229,7 @@ def _reach_along(links: Sequence[Link], dim: int) -> tuple[int, int]:
         if (footprint := link.along(dim)) is not None:
             a, b = footprint.needs(a, b)
         if link.stash is not None:
-            a, b = _hull((a, b), skips.pop(link.stash))
+            a, b = hull((a, b), skips.pop(link.stash))
     halo = max(-a, b - stride)
     n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
     if (made := _maps(links, dim, n, (0, n))[-1][0]) != n:

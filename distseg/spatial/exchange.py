@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from distseg.comm.collective import Alone
 from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, exchanged
 from distseg.extents import Extents
-from distseg.geometry.layout import Layout, Link, Part, Region
+from distseg.geometry.layout import Layout, Part, Region
+from distseg.geometry.needs import Link
 from distseg.geometry.tile import Box, check_grid, split
 from distseg.models.layers import Pop, skip_store
 from distseg.spatial.context import Context

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import Alone
-from distseg.geometry.layout import Layout, Link, Part, Region
+from distseg.geometry.layout import Layout, Part, Region
+from distseg.geometry.needs import Link
 from distseg.geometry.segment import Chain, Segment, chain, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import memory_in_use, release_freed_memory

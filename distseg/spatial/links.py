@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from distseg.geometry.layout import Link, reach_of
+from distseg.geometry.layout import reach_of
+from distseg.geometry.needs import Link
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
 from distseg.models.layers import channels_of_maps, flat_layers, skips_of

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
 from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
-from distseg.geometry.layout import Link, Part
+from distseg.geometry.layout import Part
+from distseg.geometry.needs import Link
 from distseg.geometry.receptive import POINTWISE, probed_reach
 from distseg.geometry.tile import Box
 from distseg.models.layers import Pop, Stash

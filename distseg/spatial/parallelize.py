@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.altered import genuine
-from distseg.geometry.layout import Link
+from distseg.geometry.needs import Link
 from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import Pop, channels_of_maps, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context

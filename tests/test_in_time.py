@@ -143,7 +143,7 @@ def test_within_a_budget(comm, norm):
 @pytest.mark.parallel(1)
 def test_nothing_is_stored_without_live_norms_and_all_is_let_go_of_with(comm, monkeypatch):
     made, closed = [], []
-    monkeypatch.setattr(in_time, "Map", lambda *a: made.append(Map(*a)) or made[-1])
+    monkeypatch.setattr(in_time, "Map", lambda *a, **more: made.append(Map(*a, **more)) or made[-1])
     close = Map.close
     monkeypatch.setattr(Map, "close", lambda self: closed.append(self) or close(self))
     check(comm, "33x47", norm="none", in_time="spill", tiles_per_rank=GRID)

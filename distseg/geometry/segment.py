@@ -98,8 +98,8 @@ def chain(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segmen
     own, before = links[layers.start : layers.stop], [tuple(size) for size in sizes[layers.start : layers.stop]]
     along = [needs_along(own, dim, [size[dim] for size in before], [span]) for dim, span in enumerate(zip(result.start, result.stop))]
     parts = []
-    for needs in zip(*along):
+    for position, size, needs in zip(layers, before, zip(*along)):
         taken, raw, made = (box_of([getattr(need, field)[0] for need in needs]) for field in ("taken", "raw", "made"))
-        skip = None if needs[0].skip is None else box_of([need.skip[0] for need in needs])
-        parts.append(Part(before[len(parts)], taken, taken, taken, raw, made, skip))
+        inside = None if needs[0].skip is None else box_of([need.skip[0] for need in needs])
+        parts.append(Part(size, taken, taken, taken, raw, made, made if position in segment.skips else inside))
     return Chain(parts, {pop: parts[pop - layers.start].made for pop in segment.skips})

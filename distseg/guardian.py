@@ -30,6 +30,7 @@ MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = 0, 8, 16, 24, 24 + TEXT, 24 + 2 * 
 DEPUTY_WAITS = 1.0  # seconds that rank 1's guardian leaves to rank 0's
 GONE_AFTER = 5.0  # seconds that a launcher gets to notice the end of a process
 CONNECTED_WITHIN = 20.0  # seconds
+STILL_WITHIN = 0.5  # seconds
 STACKS_WITHIN = 1.0  # seconds
 KEPT_WITHIN = 0.3  # seconds
 SEEN_OFF_EVERY = 0.1  # seconds
@@ -87,16 +88,19 @@ class Rank:
         return os.getppid() == self.pid
 
     def dump(self) -> str:
-        """The stacks of its threads, from its fault handler."""
+        """The stacks of its threads, from its fault handler; after that it stands still."""
+        if self.state == "T":  # to tell its stack it has to run again: not before those that wait for it stand still
+            time.sleep(STILL_WITHIN)
         before = os.fstat(self.stacks).st_size
         self._signal(signal.SIGQUIT, _to_main_thread)
         self._signal(signal.SIGCONT)  # a stopped process takes the other signal first
         deadline, size = time.monotonic() + STACKS_WITHIN, before
         while time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.02)
             if size > before and os.fstat(self.stacks).st_size == size:
                 break
             size = os.fstat(self.stacks).st_size
+        self._signal(signal.SIGSTOP)
         return os.pread(self.stacks, 1 << 20, before).decode(errors="replace")
 
     def kill(self) -> None:
@@ -376,7 +380,7 @@ class Guardian:
             print(report(reason, members, self.folder), file=sys.stderr, flush=True)
             for lines in self.guests.values():
                 lines.send({"end": True, "folder": self.folder})
-        killed_at = time.monotonic() + STACKS_WITHIN + KEPT_WITHIN  # not earlier: at the first death the launcher ends the others
+        killed_at = time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN  # not earlier: at the first death the launcher ends the others
         stacks = self.rank.dump()
         if os.fork() == 0:  # a disk that hangs must not keep the rank alive
             self._keep(stacks)

@@ -242,7 +242,15 @@ def test_a_store_interrupted_leaves_nothing(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == before
 
 
-def test_an_interrupt_is_not_lost_in_the_end_of_a_weak_reference(capsys):
+@pytest.fixture
+def taking_interrupts():
+    """As in a terminal: what a shell starts in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_is_not_lost_in_the_end_of_a_weak_reference(taking_interrupts, capsys):
     """Where Python prints and forgets what is raised."""
     seen, interrupts = weakref.WeakValueDictionary(), 0
     deadline = time.process_time() + 20  # of the processor: beside other work the clock runs on

@@ -45,7 +45,7 @@ class Facts:
     @property
     def live(self) -> str | None:
         """The first norm that takes statistics in training."""
-        return self._first(lambda norm: not (self.config.spatial.frozen_norm and tracks(norm)))
+        return self._first(self._is_live)
 
     @property
     def untracked(self) -> str | None:
@@ -57,8 +57,10 @@ class Facts:
         """The first norm whose statistics ranks share in training."""
         mesh, scope = self.config.mesh, self.config.spatial.norm_scope
         ranks = lambda norm: mesh.tiles.volume * (mesh.samples if scope == "step" and kind_of(norm) == "batch" else 1)
-        live = lambda norm: not (self.config.spatial.frozen_norm and tracks(norm))
-        return None if self.windows else self._first(lambda norm: live(norm) and ranks(norm) > 1)
+        return None if self.windows else self._first(lambda norm: self._is_live(norm) and ranks(norm) > 1)
+
+    def _is_live(self, norm: nn.Module) -> bool:
+        return not (self.config.spatial.frozen_norm and tracks(norm))
 
     def _first(self, which: Callable[[nn.Module], bool]) -> str | None:
         return next((f"{name} ({kind_of(norm)} norm)" for name, norm in self.norms if which(norm)), None)
@@ -143,7 +145,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     for rule in RULES:
         value = of(config, rule.setting)
         if value != of(_DEFAULTS, rule.setting) and rule.refused(facts):
-            raise ValueError(f"{rule.setting} is {value}, but {_text(rule, facts)}")
+            raise ValueError(f"{rule.setting} is {f'{value / 1e9:g}GB' if rule.setting == 'run.memory' else value}, but {_text(rule, facts)}")
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")

@@ -291,7 +291,7 @@ TABLE = {
     "windows and an exchange": (verify(spatial__exchange_every="1", spatial__norm_scope="window"), "norm_scope is window, but .* there are no windows"),
     "threads and an exchange": (
         verify(spatial__exchange_every="1", pipeline__placement="devices", pipeline__devices="[cpu, cpu]"),
-        "spatial.exchange_every is 1, but with pipeline.placement devices .* set it to all, or put the stages on ranks",
+        "pipeline.placement is devices, but spatial.exchange_every is 1, .* set that to all, or put the stages on ranks",
     ),
     "a block in an exchange": (verify(**own("residual"), spatial__exchange_every="1"), r"layer 1 \(Residual\) looks beyond a pixel and has no twin .* write it as layers"),
     "a module that is not flat in an exchange": (verify(**own("nested"), spatial__exchange_every="1"), "only a flat nn.Sequential .* but this model is a Nested: flatten it"),

@@ -81,7 +81,7 @@ class InTime:
     """The executor of a flat model on one rank, which runs all of it or some stages.
 
     Args:
-        links: of its layers (:func:`distseg.spatial.exchange.links_of`).
+        links: of its layers (:func:`distseg.spatial.links.links_of`).
         live: the positions of norms that take statistics.
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.

@@ -49,4 +49,7 @@ def links_of(model: nn.Module) -> list[Link]:
 
 
 def _dims(model: nn.Module) -> int:
-    return next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)).weight.dim() - 2
+    convolution = next((m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), None)
+    if convolution is None:
+        raise ValueError("this model has no convolution layer to read its dims from")
+    return convolution.weight.dim() - 2

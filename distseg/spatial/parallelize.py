@@ -178,7 +178,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         model: (N, C, *size) -> (N, C', *size), any module; changed in place.
         reach: its halo and stride, from :func:`distseg.receptive_field`.
         context: who shares statistics; by default one rank.
-        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.exchange.links_of`).
+        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.links.links_of`).
 
     Raises:
         ValueError: a layer that can not be computed from windows, by name.

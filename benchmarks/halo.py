@@ -22,12 +22,12 @@ from distseg.comm.halo import copies_to
 from distseg.config import ModelConfig
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, window
 from distseg.models.zoo import outline_model
 from distseg.plan.layerwise import calls, random_input
 from distseg.report.style import PALETTE, new_figure
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.links import links_of, receptive_field
 
 QUESTION = "What does each number of layers between exchanges cost, in work, bytes, messages, time and memory, and where is the best?"
 EVERY = ("1", "2", "4", "8", "level", "all")

@@ -20,15 +20,15 @@ from torch import Tensor
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
 from distseg.config import Config, LossConfig, ModelConfig, SpatialConfig
-from distseg.spatial.piece import Piece
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place, owned_tiles
 from distseg.launch import world
 from distseg.mesh import Mesh
 from distseg.models.zoo import ZOO, build_model
 from distseg.report.style import PALETTE, new_figure
 from distseg.serial import Image, serial_step
+from distseg.spatial.links import receptive_field
+from distseg.spatial.piece import Piece
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages
 

@@ -28,15 +28,15 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.config import Config, LossConfig, MeshConfig, OptimConfig, SpatialConfig
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place
+from distseg.infer.predictor import Predictor
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
 from distseg.models.unet import unet
-from distseg.infer.predictor import Predictor
 from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block
+from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.train.engine import Engine, autocast, place_model
 

@@ -21,11 +21,11 @@ from distseg.comm.collective import wait
 from distseg.config import Config, MeshConfig, PipelineConfig
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
-from distseg.models.layers import flat_layers
+from distseg.models.layers import flat_layers, skips_of
 from distseg.models.zoo import build_model
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.fold import v_split
-from distseg.pipeline.partition import edges_between, skips_of, stage_ranges
+from distseg.pipeline.partition import edges_between, stage_ranges
 from distseg.pipeline.schedule import orders, v_placement
 from distseg.pipeline.trace import Span, Trace
 from distseg.plan.cost import Costs, measured

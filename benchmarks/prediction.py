@@ -26,7 +26,6 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.config import ModelConfig
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, world
@@ -35,6 +34,7 @@ from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
+from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.train.engine import autocast, place_model
 

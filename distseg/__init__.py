@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 _HOME = {
     "unet": "distseg.models.unet",
     "build_model": "distseg.models.zoo",
-    "receptive_field": "distseg.geometry.receptive",
+    "receptive_field": "distseg.spatial.links",
     "Mesh": "distseg.mesh",
     "Config": "distseg.config",
     "Store": "distseg.data.store",

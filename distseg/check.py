@@ -1,59 +1,160 @@
-"""Settings that would be without effect beside others, in one table: who sets one believes that it acts.
+"""Settings that can not be together, in one table: two settings, why not, and the repair.
 
-A value that the user set away from the default, and that nothing would read, is refused before any work
-(:func:`check_effects`). Where only the mesh or the model of the day makes it so, as when a config of many ranks is tried on
-one, it is told instead (:func:`notes`). The loss refuses its own (:class:`distseg.train.loss.Loss`).
+Either they contradict each other, or one would be without effect beside the other: who sets it believes that it acts. Both are refused before
+any work (:func:`check_settings`). Where only the mesh or the model of the day leaves a setting without effect, as when a config of many ranks is
+tried on one, it is told instead (:func:`notes`). The loss refuses what its terms do not take (:class:`distseg.train.loss.Loss`).
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
-from typing import Callable
+from functools import partial
+from typing import Callable, Sequence
 
 from torch import nn
 
 from distseg.config import Config
+from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
-from distseg.spatial.norm import NORMS
+from distseg.spatial.norm import NORMS, kind_of, tracks
+from distseg.train.loss import is_linear
 
 _DEFAULTS = Config()
 
 
 @dataclass(frozen=True)
+class Facts:
+    """A config, and the norms of its plain model by name, as far as there is one."""
+
+    config: Config
+    norms: Sequence[tuple[str, nn.Module]] = ()
+
+    @property
+    def in_time(self) -> bool:
+        return tiles_in_time(self.config)
+
+    @property
+    def on_devices(self) -> bool:
+        return self.config.pipeline.placement == "devices"
+
+    @property
+    def windows(self) -> bool:
+        return self.config.spatial.norm_scope == "window"
+
+    @property
+    def live(self) -> str | None:
+        """The first norm that takes statistics in training."""
+        return self._first(self._is_live)
+
+    @property
+    def untracked(self) -> str | None:
+        """The first norm that has no running statistics."""
+        return self._first(lambda norm: not tracks(norm))
+
+    @property
+    def shared(self) -> str | None:
+        """The first norm whose statistics ranks share in training."""
+        mesh, scope = self.config.mesh, self.config.spatial.norm_scope
+        ranks = lambda norm: mesh.tiles.volume * (mesh.samples if scope == "step" and kind_of(norm) == "batch" else 1)
+        return None if self.windows else self._first(lambda norm: self._is_live(norm) and ranks(norm) > 1)
+
+    def _is_live(self, norm: nn.Module) -> bool:
+        return not (self.config.spatial.frozen_norm and tracks(norm))
+
+    def _first(self, which: Callable[[nn.Module], bool]) -> str | None:
+        return next((f"{name} ({kind_of(norm)} norm)" for name, norm in self.norms if which(norm)), None)
+
+
+@dataclass(frozen=True)
 class Rule:
-    """``setting`` acts where ``acts``; else ``why`` not, and the repair, with the config as ``c``."""
+    """``setting``, where it is not the default's, is ``refused`` beside ``other``; ``why``, and the repair, with the config as ``c`` and the facts as ``f``."""
 
     setting: str
-    acts: Callable[[Config], bool]
+    other: str
+    refused: Callable[[Facts], bool]
     why: str
 
 
-def _exchanges(c: Config) -> bool:
-    return c.spatial.exchanges
+def _with(setting: str, facts: Facts) -> bool:
+    """Whether ``setting`` is what makes ranks compute tiles in time."""
+    return facts.in_time and (setting == "run.memory") == (facts.config.spatial.in_time == "auto")
+
+
+def _in_time(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
+    """Of either setting by which tiles are computed in time."""
+    refused = lambda setting, f: _with(setting, f) and beside(f)
+    return tuple(Rule(setting, other, partial(refused, setting), why) for setting in ("spatial.in_time", "run.memory"))
 
 
 RULES = (
-    Rule("model.groups", lambda c: norm_of(c) in ("group", None), "model.norm is {norm}: set it to group, or leave model.groups out"),
-    Rule("pipeline.recompute", lambda c: not tiles_in_time(c), "tiles in time (run.memory or spatial.in_time) compute again by themselves what they need: leave it out"),
-    Rule("spatial.fuse_below", _exchanges, "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or level, or leave spatial.fuse_below out"),
-    Rule("spatial.scratch", tiles_in_time, "no maps wait without tiles in time: give run.memory or spatial.in_time, or leave it out (predict.scratch is prediction's)"),
-    Rule("spatial.tiles_per_rank", lambda c: c.run.memory is None or not tiles_in_time(c), "run.memory is given and decides the tiles: leave one of them out"),
-    Rule("data.focus_share", lambda c: c.data.focus_class is not None, "data.focus_class is not set: name a class, or leave data.focus_share out"),
-    Rule("data.epoch_samples", lambda c: c.data.crop is not None, "whole images are trained on, each once an epoch: set data.crop, or leave data.epoch_samples out"),
-    Rule("optim.momentum", lambda c: c.optim.name == "sgd", "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum out"),
-)
+    # contradictions
+    Rule("spatial.halo", "spatial.exchange_every", lambda f: f.config.spatial.exchanges,
+         "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one of them out"),
+    Rule("spatial.norm_scope", "spatial.exchange_every", lambda f: f.windows and f.config.spatial.exchanges,
+         "with spatial.exchange_every {c.spatial.exchange_every} there are no windows: set it to group or step"),
+    Rule("spatial.frozen_norm", "model.norm", lambda f: f.untracked is not None, "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave spatial.frozen_norm out"),
+    *_in_time("pipeline.placement", lambda f: f.on_devices,
+              "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
+    *_in_time("pipeline.schedule", lambda f: f.config.mesh.stages > 1 and f.config.pipeline.schedule == "1f1b" and not is_linear(f.config.loss.name),
+              "pipeline.schedule is 1f1b, and loss.name {c.loss.name} is known only when all tiles of all micro-batches went forward: set that to gpipe or auto"),
+    *_in_time("spatial.exchange_every", lambda f: f.config.spatial.exchanges, "tiles in time are exact windows, which exchange nothing: leave out spatial.exchange_every, or it"),
+    *_in_time("spatial.halo", lambda f: f.config.spatial.halo is not None, "tiles in time are exact windows: leave out spatial.halo, or it"),
+    *_in_time("spatial.norm_scope", lambda f: f.windows, "tiles in time are exact, and spatial.norm_scope window is not: leave that out, or it"),
+    Rule("run.memory", "spatial.in_time", lambda f: not f.in_time, "with spatial.in_time {c.spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out"),
+    Rule("spatial.in_time", "spatial.tiles_per_rank", lambda f: f.in_time and f.config.run.memory is None and f.config.spatial.tiles_per_rank.volume == 1,
+         "in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
+    Rule("spatial.in_time", "model.norm", lambda f: f.config.spatial.in_time == "recompute" and f.live is not None,
+         "{f.live} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, spatial.frozen_norm"),
+    Rule("pipeline.placement", "spatial.exchange_every", lambda f: f.on_devices and f.config.spatial.exchanges,
+         "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank compute at once, where exchanges need one order: set that to all, or put "
+         "the stages on ranks (mesh.stages)"),
+    Rule("pipeline.placement", "mesh.stages", lambda f: f.on_devices and f.config.mesh.stages != 1,
+         "that puts all {stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set mesh.stages to 1, or pipeline.placement to line for a stage a rank"),
+    Rule("pipeline.placement", "pipeline.schedule", lambda f: f.on_devices and f.config.pipeline.schedule == "1f1b",
+         "pipeline.schedule is 1f1b, and torchgpipe knows gpipe only: set it to gpipe or auto"),
+    Rule("pipeline.placement", "spatial.tiles_per_rank", lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
+         "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement to line"),
+    Rule("pipeline.placement", "mesh.tiles", lambda f: f.on_devices and f.shared is not None,
+         "threads then compute the stages, and {f.shared} would share its statistics with {ranks} ranks from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, "
+         "train with model.norm none or spatial.frozen_norm, or set pipeline.placement to line"),
+    # without effect
+    Rule("model.groups", "model.norm", lambda f: norm_of(f.config) not in ("group", None), "model.norm is {norm}: set it to group, or leave model.groups out"),
+    Rule("pipeline.recompute", "spatial.in_time", lambda f: f.in_time, "tiles in time (run.memory or spatial.in_time) compute again by themselves what they need: leave it out"),
+    Rule("spatial.fuse_below", "spatial.exchange_every", lambda f: not f.config.spatial.exchanges,
+         "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or level, or leave spatial.fuse_below out"),
+    Rule("spatial.scratch", "spatial.in_time", lambda f: not f.in_time,
+         "no maps wait without tiles in time: give run.memory or spatial.in_time, or leave it out (predict.scratch is prediction's)"),
+    Rule("spatial.tiles_per_rank", "run.memory", lambda f: f.in_time and f.config.run.memory is not None, "run.memory is given and decides the tiles: leave one of them out"),
+    Rule("data.focus_share", "data.focus_class", lambda f: f.config.data.focus_class is None, "data.focus_class is not set: name a class, or leave data.focus_share out"),
+    Rule("data.epoch_samples", "data.crop", lambda f: f.config.data.crop is None, "whole images are trained on, each once an epoch: set data.crop, or leave data.epoch_samples out"),
+    Rule("optim.momentum", "optim.name", lambda f: f.config.optim.name != "sgd", "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum out"),
+)  # fmt: skip
 
 
-def check_effects(config: Config) -> None:
-    """Refuse settings that would be without effect.
+def check_settings(config: Config, model: nn.Module | None = None) -> None:
+    """Refuse settings that contradict each other, or that would be without effect.
+
+    Args:
+        model: plain; without it, what depends on its norms is not looked at.
 
     Raises:
-        ValueError: naming the setting, its value, why it does nothing, and the repair.
+        ValueError: naming the setting, its value, the other one, why, and the repair.
     """
+    facts = Facts(config, [] if model is None else [(name, m) for name, m in model.named_modules() if isinstance(m, NORMS)])
     for rule in RULES:
         value = of(config, rule.setting)
-        if value != of(_DEFAULTS, rule.setting) and not rule.acts(config):
-            raise ValueError(f"{rule.setting} is {value}, but {rule.why.format(c=config, norm=norm_of(config))}")
+        if value != of(_DEFAULTS, rule.setting) and rule.refused(facts):
+            raise ValueError(f"{rule.setting} is {f'{value / 1e9:g}GB' if rule.setting == 'run.memory' else value}, but {_text(rule, facts)}")
+    scratch = config.spatial.scratch
+    if scratch not in (None, "memory") and not os.path.isdir(scratch):
+        raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")
+
+
+def _text(rule: Rule, facts: Facts) -> str:
+    config = facts.config
+    ranks = config.mesh.tiles.volume * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
+    return rule.why.format(c=config, f=facts, norm=norm_of(config), ranks=ranks, stages=stages_of(config.pipeline) if facts.on_devices else 0)
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:

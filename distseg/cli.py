@@ -208,10 +208,11 @@ def _models(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="Names of the zoo; all by default.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
-    from distseg.models.zoo import ZOO, describe
+    from distseg.commands import describe_model
+    from distseg.models.zoo import ZOO
     from distseg.report.tables import table
 
-    rows = [describe(name) for name in parsed.names or ZOO]
+    rows = [describe_model(name) for name in parsed.names or ZOO]
     print(json.dumps(rows, indent=1) if parsed.json else table(rows))
     return 0
 

@@ -1,15 +1,16 @@
-"""What the subcommands evaluate, predict, plot and prepare do, put together from the modules that can do it."""
+"""What the subcommands evaluate, predict, plot, prepare and models do, put together from the modules that can do it."""
 
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from distseg.colour import baseline
-from distseg.config import Config
+from distseg.config import Config, ModelConfig
 from distseg.data import hdf5
 from distseg.data.check import check_store
 from distseg.data.class_files import Classes, are_there, paths_of
@@ -17,15 +18,18 @@ from distseg.data.nodata import absent, parse
 from distseg.data.store import Store
 from distseg.disk import whole
 from distseg.extents import Extents
-from distseg.infer.evaluate import evaluate, score_rows
 from distseg.geometry.tile import Box
-from distseg.launch import together
+from distseg.infer.evaluate import evaluate, score_rows
 from distseg.infer.predict import load_predictor, predict
+from distseg.launch import together
+from distseg.models.layers import flat_layers, is_sequential
+from distseg.models.zoo import ZOO, outline_model
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
 from distseg.report.tables import table
 from distseg.scene import check_type, file_scene, network_identity, store_scene
+from distseg.spatial.links import receptive_field
 from distseg.train.checkpoint import find
 from distseg.train.metrics import scores
 
@@ -242,3 +246,17 @@ def _shares(text: str) -> tuple[float, ...]:
     if len(shares) != 3 or not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}")
     return shares
+
+
+def describe_model(name: str) -> dict:
+    """A row of ``distseg models``: name, parameters, layers, stride, halo, paper_halo. Only a user's own network is allocated."""
+    model = outline_model(ModelConfig(name))
+    reach = receptive_field(model)
+    return {
+        "name": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": len(flat_layers(model)) if is_sequential(model) else None,
+        "stride": math.lcm(*reach.stride),
+        "halo": max(reach.halo),
+        "paper_halo": ZOO[name].paper_halo if name in ZOO else None,
+    }

@@ -173,10 +173,6 @@ class SpatialConfig:
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
             raise ValueError(f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}")
         object.__setattr__(self, "exchange_every", every)
-        if self.exchanges and self.halo is not None:
-            raise ValueError(f"spatial.halo is {self.halo}, but with spatial.exchange_every {every} tiles have no halo: leave one of them out")
-        if self.exchanges and self.norm_scope == "window":
-            raise ValueError(f"spatial.norm_scope is window, but with spatial.exchange_every {every} there are no windows: set it to group or step")
 
     @property
     def exchanges(self) -> bool:

@@ -64,7 +64,7 @@ def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: in
 
 def updated_weights(model: nn.Module, gradients: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """The weights after the optimizer's step on these gradients, whoever computed them."""
-    parameters = dict(copy.deepcopy(model).named_parameters())
+    parameters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
     for name, gradient in gradients.items():
         parameters[name].grad = gradient.clone()
     return _stepped(parameters, config)

@@ -37,7 +37,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Place, Reach, owned_tiles
 from distseg.launch import together
 from distseg.mesh import Mesh, MeshShape
-from distseg.models.unet import channels_of
+from distseg.models.layers import channels_of
 from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model
 from distseg.serial import Image, Outcome, rounding_of_gradients, serial_step, updated_weights

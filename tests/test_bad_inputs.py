@@ -23,8 +23,8 @@ from distseg.cli import main
 from distseg.comm import reducer
 from distseg.config import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.models.unet import unet
+from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.train.checkpoint import digest_of, find
 from distseg.train.loop import train
@@ -282,7 +282,7 @@ TABLE = {
     "cross-entropy of one output": (verify(model__out_channels="1"), "cross_entropy needs at least 2 classes, but the model has 1 output: use binary_cross_entropy or dice"),
     "too few class weights": (verify(loss__class_weights="[1, 2]", model__out_channels="3"), "class_weights has 2 numbers, but the model has 3 classes"),
     "label smoothing of more than all": (verify(loss__label_smoothing="1.5"), "loss.label_smoothing .*1.5"),
-    "frozen statistics that are not there": (verify(spatial__frozen_norm="true"), r"enc0_norm0 \(instance norm\) has no running statistics to freeze: spatial.frozen_norm needs batch norm"),
+    "frozen statistics that are not there": (verify(spatial__frozen_norm="true"), r"spatial.frozen_norm is True, but enc0_norm0 \(instance norm\) has no running statistics to freeze: set model.norm to batch"),
     "a negative halo": (verify(spatial__halo="-4", spatial__tiles_per_rank="1x2"), "spatial.halo .*-4"),
     "an exchange of nothing": (verify(spatial__exchange_every="0"), "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'"),
     "an exchange of a digit that is no number": (verify(spatial__exchange_every="²"), "spatial.exchange_every is .*got '²'"),
@@ -291,7 +291,7 @@ TABLE = {
     "windows and an exchange": (verify(spatial__exchange_every="1", spatial__norm_scope="window"), "norm_scope is window, but .* there are no windows"),
     "threads and an exchange": (
         verify(spatial__exchange_every="1", pipeline__placement="devices", pipeline__devices="[cpu, cpu]"),
-        "spatial.exchange_every is 1, but with pipeline.placement devices .* set it to all, or put the stages on ranks",
+        "pipeline.placement is devices, but spatial.exchange_every is 1, .* set that to all, or put the stages on ranks",
     ),
     "a block in an exchange": (verify(**own("residual"), spatial__exchange_every="1"), r"layer 1 \(Residual\) looks beyond a pixel and has no twin .* write it as layers"),
     "a module that is not flat in an exchange": (verify(**own("nested"), spatial__exchange_every="1"), "only a flat nn.Sequential .* but this model is a Nested: flatten it"),

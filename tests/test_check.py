@@ -1,52 +1,82 @@
 """No setting is without effect in silence: refused where no mesh or model makes it act, told where only today's do not."""
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from distseg.check import RULES, check_effects, notes, of, with_store
+from distseg.check import RULES, check_settings, notes, of, with_store
 from distseg.cli import _config, _parse, _parser
 from distseg.config import Config
 from distseg.extents import Extents
 from distseg.models.unet import unet
 
-ACTS = {  # what makes each setting of the table act; with the setting alone it does not
-    "model.groups": ({"model.groups": 4}, {"model.norm": "group"}),
-    "pipeline.recompute": ({"pipeline.recompute": "always", "run.memory": "4GB"}, {"run.memory": None}),
-    "spatial.fuse_below": ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
-    "spatial.scratch": ({"spatial.scratch": "/tmp"}, {"run.memory": "4GB"}),
-    "spatial.tiles_per_rank": ({"spatial.tiles_per_rank": Extents("2x2"), "run.memory": "4GB"}, {"run.memory": None}),
-    "data.focus_share": ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
-    "data.epoch_samples": ({"data.epoch_samples": 9}, {"data.crop": Extents("8x8")}),
-    "optim.momentum": ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
+MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.in_time": "spill", "spatial.tiles_per_rank": Extents("2x2")}
+DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
+LINE = {"pipeline.placement": "line", "pipeline.devices": None}
+BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
+    ("spatial.halo", "spatial.exchange_every"): ({"spatial.halo": 4, "spatial.exchange_every": "2"}, {"spatial.exchange_every": "all"}),
+    ("spatial.norm_scope", "spatial.exchange_every"): ({"spatial.norm_scope": "window", "spatial.exchange_every": "2"}, {"spatial.norm_scope": "group"}),
+    ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
+    ("spatial.in_time", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
+    ("run.memory", "pipeline.placement"): ({**MEMORY, **DEVICES}, LINE),
+    ("spatial.in_time", "pipeline.schedule"): ({**TIME, "mesh.stages": 2, "pipeline.schedule": "1f1b", "loss.name": "dice"}, {"pipeline.schedule": "gpipe"}),
+    ("run.memory", "pipeline.schedule"): ({**MEMORY, "mesh.stages": 2, "pipeline.schedule": "1f1b", "loss.name": "dice"}, {"loss.name": "focal"}),
+    ("spatial.in_time", "spatial.exchange_every"): ({**TIME, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
+    ("run.memory", "spatial.exchange_every"): ({**MEMORY, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
+    ("spatial.in_time", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
+    ("run.memory", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"run.memory": None}),
+    ("spatial.in_time", "spatial.norm_scope"): ({**TIME, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
+    ("run.memory", "spatial.norm_scope"): ({**MEMORY, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
+    ("run.memory", "spatial.in_time"): ({**MEMORY, "spatial.in_time": "together"}, {"spatial.in_time": "auto"}),
+    ("spatial.in_time", "spatial.tiles_per_rank"): ({"spatial.in_time": "spill"}, TIME),
+    ("spatial.in_time", "model.norm"): ({**TIME, "spatial.in_time": "recompute"}, {"model.norm": "none"}),
+    ("pipeline.placement", "spatial.exchange_every"): ({**DEVICES, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
+    ("pipeline.placement", "mesh.stages"): ({**DEVICES, "mesh.stages": 2}, {"mesh.stages": 1}),
+    ("pipeline.placement", "pipeline.schedule"): ({**DEVICES, "pipeline.schedule": "1f1b"}, {"pipeline.schedule": "gpipe"}),
+    ("pipeline.placement", "spatial.tiles_per_rank"): ({**DEVICES, "spatial.tiles_per_rank": Extents("1x2")}, {"spatial.tiles_per_rank": Extents("1x1")}),
+    ("pipeline.placement", "mesh.tiles"): ({**DEVICES, "mesh.tiles": Extents("1x2")}, {"model.norm": "none"}),
+    ("model.groups", "model.norm"): ({"model.groups": 4}, {"model.norm": "group"}),
+    ("pipeline.recompute", "spatial.in_time"): ({"pipeline.recompute": "always", **MEMORY}, {"run.memory": None}),
+    ("spatial.fuse_below", "spatial.exchange_every"): ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
+    ("spatial.scratch", "spatial.in_time"): ({"spatial.scratch": "/tmp"}, MEMORY),
+    ("spatial.tiles_per_rank", "run.memory"): ({"spatial.tiles_per_rank": Extents("2x2"), **MEMORY}, {"run.memory": None}),
+    ("data.focus_share", "data.focus_class"): ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
+    ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Extents("8x8")}),
+    ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }
 
 
 def config(settings: dict) -> Config:
-    found = Config()
+    sections: dict[str, dict] = {}
     for setting, value in settings.items():
         section, _, field = setting.partition(".")
-        found = replace(found, **{section: replace(getattr(found, section), **{field: value})})
-    return found
+        sections.setdefault(section, {})[field] = value
+    return Config(**{section.name: replace(section.default_factory(), **sections.get(section.name, {})) for section in fields(Config)})
 
 
 def test_the_defaults_are_not_refused():
-    check_effects(Config())
+    check_settings(Config())
     assert notes(Config(), unet(depth=1, num_convs=1, base_channels=2)) == []
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.setting)
-def test_a_setting_without_effect_is_refused_and_acts_beside_another(rule):
-    alone, beside = ACTS[rule.setting]
-    with pytest.raises(ValueError, match=rf"^{rule.setting} is {of(config(alone), rule.setting)}, but .*(leave|set|give)"):
-        check_effects(config(alone))
-    check_effects(config({**alone, **beside}))
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.setting} {rule.other}")
+def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
+    refused, repaired = BESIDE[rule.setting, rule.other]
+    network = lambda found: unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
+    found = config(refused)
+    value = "4GB" if rule.setting == "run.memory" else str(of(found, rule.setting))
+    with pytest.raises(ValueError, match=rf"^{rule.setting} is {re.escape(value)}, but .*(leave|set|give)"):
+        check_settings(found, network(found))
+    found = config({**refused, **repaired})
+    check_settings(found, network(found))
 
 
 def test_every_setting_of_the_table_is_one():
     known = {f"{section.name}.{field.name}" for section in fields(Config) for field in fields(section.default_factory)}
-    assert {rule.setting for rule in RULES} == ACTS.keys() <= known
+    pairs = [(rule.setting, rule.other) for rule in RULES]
+    assert sorted(pairs) == sorted(BESIDE) and {setting for pair in pairs for setting in pair} <= known
 
 
 @pytest.mark.parametrize("name", ["zoo", "own"])
@@ -54,16 +84,16 @@ def test_groups_are_a_matter_of_the_network(name):
     """The demo's norm is batch by itself; a function of the user's does with groups what it likes."""
     if name == "zoo":
         with pytest.raises(ValueError, match="model.groups is 4, but model.norm is batch"):
-            check_effects(config({"model.name": "demo", "model.groups": 4}))
-        check_effects(config({"model.name": "demo", "model.norm": "group", "model.groups": 4}))
+            check_settings(config({"model.name": "demo", "model.groups": 4}))
+        check_settings(config({"model.name": "demo", "model.norm": "group", "model.groups": 4}))
     else:
-        check_effects(config({"model.name": "nets:mine", "model.groups": 4}))
+        check_settings(config({"model.name": "nets:mine", "model.groups": 4}))
 
 
 @pytest.mark.parametrize("path", sorted(Path("jobs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_that_come_along_are_accepted(path):
     found = _config(_parse(_parser("train"), [str(path)]))
-    check_effects(found)
+    check_settings(found)
     assert found.data.store and notes(found, unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)) == []
 
 

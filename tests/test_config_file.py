@@ -9,7 +9,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distseg.check import check_effects
+from distseg.check import check_settings
 from distseg.cli import _config, _parse, _parser
 from distseg.config import Config
 from distseg.config_file import check_value, read_settings, sections, settings_of
@@ -137,7 +137,7 @@ values = st.text(max_size=30) | scalars.map(str) | st.lists(scalars, max_size=3)
 def test_random_values_of_flags(name, value):
     found = clear(lambda: _config(_parse(PARSER, [f"--{name}={value}"])))
     if found is not None:
-        clear(check_effects, found)
+        clear(check_settings, found)
         clear(Loss, found.loss, 3)
 
 

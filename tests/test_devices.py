@@ -169,7 +169,7 @@ def test_pipelines_that_contradict_themselves(name):
 CONFIGS = {
     "stages on ranks too": (on(2, stages=2), "puts all 2 stages on each rank, but mesh.stages is 2: set mesh.stages to 1"),
     "1f1b": (on(2, schedule="1f1b"), "knows gpipe only: set it to gpipe or auto"),
-    "tiles": (on(2, tiles_per_rank=Extents("1x2")), "all micro-batches have one size, and so one tile: set it to 1x1"),
+    "tiles": (on(2, tiles_per_rank=Extents("1x2")), "all micro-batches to have one size, and so one tile: set it to 1x1"),
     "no such device": (wrong(devices=["cpu", "gpu"]), "names 'gpu', which is no device: write cpu, cuda:0"),
     "a device that is none": (wrong(devices=["meta"]), "names 'meta', which is no device"),
     "another kind than the rank's": (wrong(devices=["cpu", "cuda:0"]), "cuda:0, but this rank computes on cpu: set run.device to cuda"),

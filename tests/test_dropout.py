@@ -58,6 +58,7 @@ def test_rate_and_scale(p):
     assert abs(kept.mean() - 1) < 0.1
     elements = element_mask(p, 5, 10, (40, 50), Box.whole((40, 50)), None)
     assert abs((elements == 0).double().mean() - p) < 0.015
+    assert set(np.unique(elements)) == {0.0, 1 / (1 - p)}  # as nn.Dropout's in float64
 
 
 def test_elements_are_drawn_by_position():

@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from distseg.config import Config, MeshConfig, ModelConfig, SpatialConfig
 from distseg.extents import Extents
 from distseg.geometry.layout import Layout
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box, Place, tiles
 from distseg.mesh import Mesh
 from distseg.models.layers import Pop, Stash
 from distseg.models.zoo import build_model
 from distseg.spatial.context import Context
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.links import links_of, receptive_field
 from distseg.spatial.local import framed, link_of
 from distseg.spatial.parallelize import parallelize
 from distseg.train.engine import Engine

@@ -11,13 +11,14 @@ from distseg.config import RunConfig
 from distseg.extents import Extents
 from distseg.geometry.segment import chain, segments_of
 from distseg.geometry.tile import Box, boxes_of
-from distseg.models.zoo import outline_model
 from distseg.models.layers import Pop, Stash, channels_of_maps, flat_layers
+from distseg.models.zoo import outline_model
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.spatial import in_time, transfer
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.in_time import Walk
+from distseg.spatial.links import links_of
 from distseg.spatial.scratch import Map
-from distseg.train.engine import check_in_time
 from distseg.verify import verify
 
 GRID = Extents("2x3")
@@ -66,6 +67,30 @@ def test_batch_norm_over_sample_groups(comm, scope):
 def test_stages_times_tiles_in_time(comm, norm, loss, placement):
     """Each stage tile after tile; skips, maps and gradients travel between stages."""
     check(comm, "61x75", stages=comm.size, placement=placement, norm=norm, loss=loss, accumulate=2, in_time="spill", tiles_per_rank=GRID)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("norm, placement", [("instance", "line"), ("none", "line"), ("batch", "v")])
+def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch):
+    """And no rank has more micro-batches under way than there are stages behind it, itself included."""
+    begun, most = set(), 0
+    forward, close = Walk.forward, Walk.backward
+
+    def counted(walk, stage=0):
+        nonlocal most
+        begun.add(walk)
+        most = max(most, len(begun))
+        forward(walk, stage)
+
+    def ended(walk, stage=0):
+        close(walk, stage)
+        if stage == walk.executor.segments[0].stage:
+            begun.discard(walk)
+
+    monkeypatch.setattr(Walk, "forward", counted)
+    monkeypatch.setattr(Walk, "backward", ended)
+    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, accumulate=5, in_time="spill", tiles_per_rank=Extents("3x2"))
+    assert not begun and most == (comm.size - comm.rank if placement == "line" else most) and most < 5
 
 
 @pytest.mark.parallel(2)
@@ -184,13 +209,13 @@ class TestBudget:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 takes statistics of the whole image: set it to spill, model.norm to none"),
+        (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to spill, model.norm to none"),
         (dict(in_time="spill"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
-        (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time spill reads exact windows: leave out spatial.exchange_every"),
-        (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"leave out spatial.exchange_every, spatial.halo"),
-        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"torchgpipe does not: set pipeline.placement to line or v"),
+        (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time is spill, but tiles in time are exact windows, which exchange nothing: leave out spatial.exchange_every"),
+        (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"in_time is spill, but tiles in time are exact windows: leave out spatial.halo"),
+        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v"),
         (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
-        (dict(in_time="together", memory="4GB"), r"run.memory is given, but with spatial.in_time together nothing can be cut to fit it"),
+        (dict(in_time="together", memory="4GB"), r"run.memory is 4GB, but with spatial.in_time together nothing can be cut to fit it"),
         (dict(memory="1MB"), r"run.memory is 1 MB, but this process .* takes \d+ MB already"),
         (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
     ],
@@ -200,11 +225,6 @@ def test_refused(comm, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         found = config(**{k: v for k, v in settings.items() if k != "memory"})
         verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Extents("33x47"))
-
-
-def test_stages_go_forward_first():
-    with pytest.raises(ValueError, match="has all forward passes go first.* set pipeline.schedule to gpipe or auto"):
-        check_in_time(config(in_time="spill", tiles_per_rank=GRID, stages=2, schedule="1f1b"))
 
 
 def one_name_twice(in_channels, out_channels, **_):

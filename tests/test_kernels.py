@@ -12,10 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from distseg import rng
 from distseg.geometry.tile import Box
 from distseg.kernels import build, norm as kernels, plain
 from distseg.kernels.norm import Affine
+from distseg.spatial.dropout import channel_mask
 
 TYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -67,6 +70,48 @@ def test_formulas(dtype, dims, last, cropped, channels):
     arguments = g, x, affine, random(), affine.bias, own
     close(kernels.gradient(*arguments, torch.empty_like(x)), dx)
     close(plain.gradient(*arguments, torch.empty_like(x)), dx)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dims, last, cropped", [(1, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 1, 1)])
+@pytest.mark.parametrize("groups, joint", [(0, False), (3, False), (0, True)])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_norm_of_whole_images(dtype, dims, last, cropped, groups, joint, drops):
+    """Dropout, norm and activation of a batch in one call, there and back, against the layers that a user writes, in float64."""
+    x, g = (torch.cat([image(6, dtype, last, False, dims, seed) for seed in seeds]) for seeds in ((0, 1, 2), (3, 4, 5)))
+    if cropped:
+        x = x[(..., *(slice(1, n - 2) for n in x.shape[2:]))]
+        g = g[(..., *(slice(2, n - 1) for n in g.shape[2:]))]
+    weight, bias = (torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(torch.promote_types(dtype, torch.float32)) + 0.5 for seed in (6, 7))
+    keys = [rng.key(image, "dropout") for image in range(3)]
+    norm = kernels.Norm(groups, joint, 1e-3, 0.1, 0.4 if drops else 0.0, keys if drops else None)
+    wide, w, b = (v.detach().double().requires_grad_() for v in (x, weight, bias))
+    masks = torch.stack([channel_mask(0.4, k, 6) for k in keys]) if drops else torch.ones(3, 6, dtype=torch.float64)
+    dropped = wide * masks.view(3, 6, *(1 for _ in x.shape[2:]))
+    values = dropped.transpose(0, 1).reshape(1, 6, -1) if joint else dropped.reshape(3 * (groups or 6), -1)
+    over = (0, 2) if joint else (1,)
+    mean, m2 = values.mean(over), values.var(over, correction=0) * (values.numel() / values.mean(over).numel())
+    z = F.batch_norm(dropped, None, None, w, b, True, 0.1, 1e-3) if joint else F.group_norm(dropped, groups or 6, w, b, 1e-3)
+    y = F.leaky_relu(z, 0.1)
+    y.backward(g.double(), retain_graph=True)
+
+    def close(found, right, tolerance=TYPES[dtype]):
+        assert (found.double() - right).norm() <= tolerance * right.norm()
+
+    found, statistics, numbers = kernels.norm_forward(x, norm, weight, bias)
+    close(found, y)
+    close(statistics[0].flatten(), mean.flatten(), min(1e-5, TYPES[dtype]))
+    close(statistics[1].flatten(), m2.flatten(), min(1e-5, TYPES[dtype]))
+    for gradient, right in zip(kernels.norm_backward(g, x, norm, weight, numbers), (wide.grad, w.grad, b.grad)):
+        close(gradient, right, 4 * TYPES[dtype])
+    plain_found, _, numbers = kernels.norm_forward(x, norm, None, None)
+    close(plain_found, F.leaky_relu((z - shaped(b, x)) / shaped(w, x), 0.1))
+    close(kernels.norm_backward(g, x, norm, None, numbers)[0], torch.autograd.grad(F.leaky_relu(_again(dropped, groups, joint), 0.1), wide, g.double())[0], 4 * TYPES[dtype])
+
+
+def _again(x, groups, joint):
+    return F.batch_norm(x, None, None, None, None, True, 0.1, 1e-3) if joint else F.group_norm(x, groups or 6, None, None, 1e-3)
+
 
 
 @pytest.mark.parametrize("last", [0, 1])

@@ -4,10 +4,11 @@ import pytest
 from torch import nn
 
 from distseg.geometry.footprint import Gather, Interpolate, Scatter, inside
-from distseg.geometry.layout import Layout, Link
+from distseg.geometry.layout import Layout
+from distseg.geometry.needs import Link
 from distseg.geometry.tile import Box, most_even_grid
 from distseg.models.unet import unet
-from distseg.spatial.exchange import links_of
+from distseg.spatial.links import links_of
 
 CONV = Link("conv", (Gather(3, 1, 1, 1, 1),))
 POOL = Link("pool", (Gather(2, 2, ceil=True),))

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distseg.commands import describe_model
 from distseg.config import ModelConfig
-from distseg.models.unet import channels_of, unet
-from distseg.models.zoo import ZOO, build_model, describe
+from distseg.models.layers import channels_of
+from distseg.models.unet import unet
+from distseg.models.zoo import ZOO, build_model
 
 PAPER = {  # parameters and layers of the paper's table; stride, halo measured; the slides' formula
     "summit-small": (72_301_856, 109, 32, 190, 92),
@@ -22,13 +24,13 @@ PAPER = {  # parameters and layers of the paper's table; stride, halo measured; 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_table(name):
-    found = describe(name)
+    found = describe_model(name)
     assert tuple(found[k] for k in ("parameters", "layers", "stride", "halo", "paper_halo")) == PAPER[name]
 
 
 def test_the_other_networks_have_no_halo_of_the_papers():
     for name in ZOO.keys() - PAPER.keys():
-        found = describe(name)
+        found = describe_model(name)
         assert (found["name"], found["paper_halo"]) == (name, None)
 
 

@@ -7,11 +7,10 @@ import torch
 from test_cli import run
 from torch import nn
 
-from distseg.models.layers import Pop, Stash, skip_store
+from distseg.models.layers import Pop, Stash, skip_store, skips_of
 from distseg.models.unet import unet
 from distseg.models.zoo import ZOO
 from distseg.pipeline.balance import even_split, starts_of
-from distseg.pipeline.partition import skips_of
 from distseg.plan import report
 from distseg.plan.cost import measured, modelled
 from distseg.plan.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds

@@ -12,12 +12,12 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Box
+from distseg.infer.predictor import Predictor
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
-from distseg.infer.predictor import Predictor
 from distseg.scene import Scene
+from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 
 SIZE = (61, 45)

@@ -1,13 +1,16 @@
 """Halo and stride: of known networks, by hand, and against a brute-force probe by autograd."""
 
+import made_networks
 import pytest
 import torch
 from torch import nn
 
+from distseg.config import ModelConfig
 from distseg.geometry import receptive
-from distseg.geometry.receptive import receptive_field
+from distseg.geometry.receptive import probed_reach
 from distseg.models.unet import unet
-from distseg.models.zoo import _builder
+from distseg.models.zoo import _builder, outline_model
+from distseg.spatial.links import links_of, receptive_field
 
 
 def conv(i, o, k=3, **more):
@@ -18,7 +21,7 @@ def test_a_network_of_the_paper_on_the_meta_device():
     """The others, and what the table says of them, are in test_models.py."""
     with torch.device("meta"):
         model = _builder("summit-small")()
-    found = receptive_field(model)
+    found = probed_reach(model)
     assert (found.halo, found.stride) == ((190, 190), (32, 32))
     assert all(p.is_meta for p in model.parameters()), "the model is not touched"
 
@@ -39,13 +42,13 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name):
     model, halo, stride = BY_HAND[name]
-    found = receptive_field(model)
+    found = probed_reach(model)
     assert (found.halo, found.stride) == (halo, stride)
 
 
 def test_volumes():
-    found = receptive_field(unet(depth=2, num_convs=1, base_channels=2, dims=3))
-    assert found == receptive_field(unet(depth=2, num_convs=1, base_channels=2, dims=3, up="nearest", norm="batch"))
+    found = probed_reach(unet(depth=2, num_convs=1, base_channels=2, dims=3))
+    assert found == probed_reach(unet(depth=2, num_convs=1, base_channels=2, dims=3, up="nearest", norm="batch"))
     assert (found.halo, found.stride) == ((11, 11, 11), (4, 4, 4))
 
 
@@ -69,6 +72,27 @@ BRUTE = {
     "transposed": nn.Sequential(conv(2, 3), nn.AvgPool2d(2), conv(3, 3, 5), nn.ConvTranspose2d(3, 2, 4, stride=2, padding=1)),
     "stride 6": nn.Sequential(nn.AvgPool2d(2), conv(2, 2), nn.AvgPool2d(3), conv(2, 2), nn.Upsample(scale_factor=6)),
 }
+
+
+FLAT = ["residual", "long_skip", "one_sided", "replicating", "shuffled", "early_norm"]
+
+
+@pytest.mark.parametrize("name", [*FLAT, *("u-net", "transposed", "stride 6"), *("tiny", "demo", "summit-small", "gigapixel-4492")])
+def test_what_is_worked_out_is_what_is_measured(name):
+    model = getattr(made_networks, name)(3, 3) if name in FLAT else BRUTE.get(name) or outline_model(ModelConfig(name))
+    links_of(model)  # which raises where it would have to be measured
+    assert receptive_field(model) == probed_reach(model)
+
+
+def test_gaps_are_counted():
+    """The probe looks behind a border on the stride grid, and of a kernel with gaps no cell there looks across it by chance."""
+    model = made_networks.dilated(3, 3)
+    assert receptive_field(model).halo == (3, 3) and probed_reach(model).halo < (3, 3)
+
+
+def test_a_flat_model_that_changes_the_size():
+    with pytest.raises(ValueError, match="an image of .* pixels along dim 0 comes out as .*, but a segmentation network keeps the size"):
+        receptive_field(nn.Sequential(conv(3, 4), nn.Conv2d(4, 2, 3)))
 
 
 def brute_force(model: nn.Module, length: int = 96) -> tuple[int, int]:
@@ -97,7 +121,7 @@ def brute_force(model: nn.Module, length: int = 96) -> tuple[int, int]:
 @pytest.mark.parametrize("name", BRUTE)
 def test_against_the_whole_jacobian(name):
     torch.manual_seed(0)
-    found = receptive_field(BRUTE[name])
+    found = probed_reach(BRUTE[name])
     assert (found.halo[0], found.stride[0]) == brute_force(BRUTE[name])
     assert found.halo[0] == found.halo[1]
 
@@ -125,20 +149,20 @@ class MeanAdded(nn.Module):
 def test_a_layer_that_looks_at_the_whole_image_is_refused(layer, monkeypatch):
     monkeypatch.setattr(receptive, "_LENGTHS", receptive._LENGTHS[:3])  # attention over a strip costs its length squared
     with pytest.raises(ValueError, match="looks at the whole image"):
-        receptive_field(nn.Sequential(conv(3, 4), layer(), conv(4, 2)))
+        probed_reach(nn.Sequential(conv(3, 4), layer(), conv(4, 2)))
 
 
 @pytest.mark.timeout(15)
 def test_a_grid_that_hangs_on_the_images_size_is_refused():
     with pytest.raises(ValueError, match="align_corners|stride|whole image"):
-        receptive_field(nn.Sequential(conv(3, 4), nn.MaxPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)))
+        probed_reach(nn.Sequential(conv(3, 4), nn.MaxPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)))
 
 
 @pytest.mark.parametrize("layer", [nn.Softmax(dim=-1), nn.Softmax(dim=2), nn.LogSoftmax(dim=3)])
 def test_a_softmax_over_pixels_is_no_pointwise_layer(layer):
     with pytest.raises(ValueError, match="Softmax|whole image"):
-        receptive_field(nn.Sequential(conv(3, 4), layer))
-    assert receptive_field(nn.Sequential(conv(3, 4), nn.Softmax(dim=1))).halo == (1, 1)
+        probed_reach(nn.Sequential(conv(3, 4), layer))
+    assert probed_reach(nn.Sequential(conv(3, 4), nn.Softmax(dim=1))).halo == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -147,22 +171,22 @@ def test_a_softmax_over_pixels_is_no_pointwise_layer(layer):
         (nn.Sequential(conv(3, 4), nn.AdaptiveAvgPool2d(1)), "comes out as .1, 1., but a segmentation network keeps the size"),
         (nn.Sequential(conv(3, 4, padding=0)), "keeps the size"),
         (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "circular padding joins opposite borders"),
-        (nn.Sequential(nn.ReLU()), r"no convolution layer .* give receptive_field\(model, dims=..., in_channels=...\)"),
+        (nn.Sequential(nn.ReLU()), r"no convolution layer .* give probed_reach\(model, dims=..., in_channels=...\)"),
     ],
 )
 def test_what_can_not_be_cut_is_refused(model, message):
     with pytest.raises(ValueError, match=message):
-        receptive_field(model)
+        probed_reach(model)
 
 
 def test_a_model_without_convolutions_by_its_dims():
-    found = receptive_field(nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1)), dims=2, in_channels=3)
+    found = probed_reach(nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1)), dims=2, in_channels=3)
     assert (found.halo, found.stride) == ((1, 1), (1, 1))
 
 
 def test_the_model_is_not_changed():
     model = unet(depth=2, num_convs=1, base_channels=2)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    receptive_field(model)
+    probed_reach(model)
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

@@ -7,7 +7,8 @@ import pytest
 
 from distseg.pipeline import listing, schedule
 from distseg.pipeline.fold import v_split
-from distseg.pipeline.partition import OUTPUT, Edge, Skip, edges_between, stage_ranges
+from distseg.models.layers import Skip
+from distseg.pipeline.partition import OUTPUT, Edge, edges_between, stage_ranges
 from distseg.pipeline.schedule import SCHEDULES, Backward, Forward, gpipe, one_f_one_b, orders, v_placement
 from distseg.plan.simulate import check, peak_live, peak_memory, simulate
 from distseg.report.timeline import short_form

@@ -8,7 +8,8 @@ from distseg.geometry.segment import chain, segments_of
 from distseg.geometry.tile import Box
 from distseg.models.layers import Pop, Stash, flat_layers, skip_store
 from distseg.models.unet import unet
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.links import links_of
 from distseg.spatial.local import cropped, run
 
 NETWORK = dict(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=2, dropout=0.0)

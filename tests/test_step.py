@@ -8,8 +8,6 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.config import LossConfig
-from distseg.spatial.piece import Piece
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Place, tiles, window
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
@@ -17,7 +15,9 @@ from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
 from distseg.spatial.context import Context
+from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
+from distseg.spatial.piece import Piece
 from distseg.train.loss import Loss
 from distseg.train.step import GradientStep, LossHead, Rows
 

@@ -108,6 +108,6 @@ def inside(span: Span, n: int, mirrored: bool = False) -> Span:
     a, b = span
     first, last = max(0, min(a, n)), max(0, min(b, n))
     if mirrored:
-        first = min(first, n - 1, *([2 * n - 1 - b] if b > n else []))
-        last = max(last, 1, *([1 - a] if a < 0 else []))
+        first = max(0, min(first, n - 1, *([2 * n - 1 - b] if b > n else [])))
+        last = min(n, max(last, 1, *([1 - a] if a < 0 else [])))
     return first, max(first, last)

@@ -15,26 +15,16 @@ All is done per dim: a tile's boxes are products of spans.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
-from typing import Sequence
+from typing import Callable, Iterable, Sequence
 
-from distseg.geometry.footprint import Footprint, Gather, Span, inside
 from distseg.extents import Extents
-from distseg.geometry.tile import Box
-
-
-@dataclass(frozen=True)
-class Link:
-    """A layer as geometry sees it: its footprint along each dim (none: pointwise), and the skip that it stashes or pops."""
-
-    name: str
-    footprints: tuple[Footprint, ...] = ()
-    stash: str | None = None
-    pop: str | None = None
-
-    def along(self, dim: int) -> Footprint | None:
-        return self.footprints[dim] if self.footprints else None
+from distseg.geometry.footprint import Footprint, Gather, Span
+from distseg.geometry.needs import Link, Need, box_of, hull, needs_along, taken_of
+from distseg.geometry.tile import Box, Reach
 
 
 @dataclass(frozen=True)
@@ -74,19 +64,6 @@ class Part:
     skip: Box | None = None
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One layer along one dim: the spans of all tiles of that dim."""
-
-    size: int
-    cuts: tuple[int, ...]
-    given: list[Span]
-    taken: list[Span]
-    raw: list[Span]
-    made: list[Span]
-    skip: list[Span] | None
-
-
 class Layout:
     """All tiles of one image at all layers of a flat model.
 
@@ -106,7 +83,7 @@ class Layout:
         self.grid = tuple(len(b) - 1 for b in borders)
         maps = [_maps(self.links, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
         self.points = frozenset(_exchange_points(self.links, maps, exchange_every, fuse_below))
-        self._lines = [_lines(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
+        self._maps, self._needs = maps, [_needs(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
         self.sizes = [tuple(m[layer][0] for m in maps) for layer in range(len(self.links) + 1)]
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
@@ -134,55 +111,63 @@ class Layout:
         return self._parts[layer, cell]
 
     def _part(self, layer: int, cell: tuple[int, ...]) -> Part:
-        lines = [line[layer] for line in self._lines]
+        needs = [need[layer] for need in self._needs]
 
         def box(field: str) -> Box:
-            return _box([getattr(line, field)[c] for line, c in zip(lines, cell)])
+            return box_of([getattr(need, field)[c] for need, c in zip(needs, cell)])
 
-        owned = _box([line.cuts[c : c + 2] for line, c in zip(lines, cell)])
-        skip = box("skip") if lines[0].skip is not None else None
-        return Part(tuple(line.size for line in lines), owned, box("given"), box("taken"), box("raw"), box("made"), skip)
+        owned = box_of([m[layer][1][c : c + 2] for m, c in zip(self._maps, cell)])
+        skip = box("skip") if needs[0].skip is not None else None
+        return Part(self.sizes[layer], owned, box("given"), box("taken"), box("raw"), box("made"), skip)
 
     def result_of(self, cell: Sequence[int]) -> Box:
         """What the tile owns of the result."""
-        return _box([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
+        return box_of([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
 
     def spans(self, layer: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """Of the map before a layer, along each dim: the cuts between owners, and what each tile takes."""
-        return [line[layer].cuts for line in self._lines], [line[layer].taken for line in self._lines]
-
-
-def _box(spans: Sequence[Span]) -> Box:
-    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+        return [m[layer][1] for m in self._maps], [need[layer].taken for need in self._needs]
 
 
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 
 
-def _maps(links: Sequence[Link], dim: int, n: int, cuts: tuple[int, ...]) -> list[_Map]:
-    """The feature maps before each layer and after the last one."""
-    maps, skips = [(n, cuts)], {}
+def _maps(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
+    """The feature maps before each layer and after the last one.
+
+    Who owns the middle of what a cell looks at owns the cell. Where that ends beside the borders, as behind a padding on one side only, who
+    owns the cell's pixels does.
+    """
+    maps = _cut(links, dim, n, borders, lambda footprint, cuts, scale: map(footprint.cut, cuts[1:-1]))
+    if maps[-1][0] == n and maps[-1][1] != borders:
+        maps = _cut(links, dim, n, borders, lambda footprint, cuts, scale: (math.ceil(b / scale) for b in borders[1:-1]))
+    return maps
+
+
+def _cut(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...], inner: Callable[[Footprint, tuple[int, ...], Fraction], Iterable[int]]) -> list[_Map]:
+    """Maps cut where ``inner`` says, from a footprint, the cuts before it and the pixels that a cell behind it stands for."""
+    maps, scale, skips = [(n, borders)], Fraction(1), {}
     for link in links:
         n, cuts = maps[-1]
         if link.stash is not None:
-            skips[link.stash] = n, cuts
+            skips[link.stash] = n, cuts, scale
         footprint = link.along(dim)
         if link.pop is not None:
-            n, cuts = skips.pop(link.pop)  # the input is cut to the skip's size
+            n, cuts, scale = skips.pop(link.pop)  # the input is cut to the skip's size
         elif footprint is not None:
-            n, cuts = _mapped(link, footprint, n, cuts)
+            scale = _scaled(scale, footprint)
+            n, cuts = _mapped(link, footprint, n, len(cuts) - 1, inner(footprint, cuts, scale))
         maps.append((n, cuts))
     return maps
 
 
-def _mapped(link: Link, footprint: Footprint, n: int, cuts: tuple[int, ...]) -> _Map:
-    m, tiles = footprint.size(n), len(cuts) - 1
+def _mapped(link: Link, footprint: Footprint, n: int, tiles: int, inner: Iterable[int]) -> _Map:
+    m = footprint.size(n)
     if m < tiles:
         raise ValueError(
             f"layer {link.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
         )
-    inner = [min(max(footprint.cut(c), k), m - tiles + k) for k, c in enumerate(cuts[1:-1], 1)]
-    return m, (0, *inner, m)
+    return m, (0, *(min(max(c, k), m - tiles + k) for k, c in enumerate(inner, 1)), m)
 
 
 def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
@@ -191,66 +176,78 @@ def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 
 
-def taken_of(link: Link, dim: int, made: Span, n: int) -> tuple[Span, Span]:
-    """(taken, raw) along a dim: the cells that a result is made from, in the map and with what lies beyond it."""
-    footprint = link.along(dim)
-    if footprint is None:
-        return inside(made, n), inside(made, n)
-    raw = footprint.needs(*made)
-    return inside(raw, n, footprint.mirrored), raw if isinstance(footprint, Gather) else inside(raw, n)
+def _needs(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
+    """Of all tiles of the dim; each has its own cells at least."""
+    *owned, wanted = [list(pairwise(cuts)) for _, cuts in maps]
+    return needs_along(links, dim, [n for n, _ in maps], wanted, owned, points)
 
 
 def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: str, fuse_below: int) -> list[int]:
     """The layers before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
     points: list[int] = []
     eaten = 0  # layers that looked beyond since the last exchange
-    fused = False
+    fused = bare = False
+    stashes: dict[str, int] = {}
     for layer, link in enumerate(links):
+        if link.stash is not None:
+            stashes[link.stash] = layer
+        if link.pop is not None and points:
+            bare |= stashes[link.pop] < points[0]  # that skip was put aside before any exchange, so it has no margin
         if any(_eats(link, dim, m[layer], m[layer + 1]) for dim, m in enumerate(maps)):
             small = min(b - a for m in maps for a, b in pairwise(m[layer][1])) < fuse_below
             due = eaten == 0 if every == "level" else eaten % int(every) == 0 if every != "all" else False
-            if due and not (small and fused):
+            if due and not (small and fused) or bare:
                 points.append(layer)
+                bare = False
             eaten, fused = eaten + 1, small
         if every == "level" and any(f.stride != 1 for f in link.footprints):
             eaten = 0
     return points
 
 
-def _lines(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[_Line]:
-    """What each tile of the dim holds, takes and makes at each layer."""
-    needed = _needed(links, dim, maps, points)
-    found: list[_Line] = []
-    held: dict[str, list[Span]] = {}
-    given = needed[0]
-    for layer, (link, (n, cuts)) in enumerate(zip(links, maps)):
-        if link.footprints or link.pop is not None:
-            made = needed[layer + 1]
-            taken, raw = map(list, zip(*(taken_of(link, dim, span, n) for span in made)))
-        else:
-            made = taken = raw = given
+def reach_of(links: Sequence[Link], dims: int) -> Reach:
+    """Halo and stride of a flat model, by arithmetic.
+
+    Args:
+        links: the model's layers in order.
+        dims: number of spatial dims.
+
+    Raises:
+        ValueError: a result that is not of the image's size.
+    """
+    pairs = [_reach_along(links, dim) for dim in range(dims)]
+    return Reach(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
+
+
+def _reach_along(links: Sequence[Link], dim: int) -> tuple[int, int]:
+    stride = math.lcm(*(scale.numerator for scale in _scales(links, dim)))
+    a, b = 0, stride  # a tile in the midst of an image without end; all else moves with it
+    skips: dict[str, Span] = {}
+    for link in reversed(links):
+        if link.pop is not None:
+            skips[link.pop] = a, b
+        if (footprint := link.along(dim)) is not None:
+            a, b = footprint.needs(a, b)
         if link.stash is not None:
-            held[link.stash] = made
-        found.append(_Line(n, cuts, given, taken, raw, made, held[link.pop] if link.pop is not None else None))
-        given = made
+            a, b = hull((a, b), skips.pop(link.stash))
+    halo = max(-a, b - stride)
+    n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
+    if (made := _maps(links, dim, n, (0, n))[-1][0]) != n:
+        raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size")
+    return halo, stride
+
+
+def _scales(links: Sequence[Link], dim: int) -> list[Fraction]:
+    """The pixels that a cell stands for, of each map."""
+    found, skips = [Fraction(1)], {}
+    for link in links:
+        if link.stash is not None:
+            skips[link.stash] = found[-1]
+        found.append(skips.pop(link.pop) if link.pop is not None else _scaled(found[-1], link.along(dim)))
     return found
 
 
-def _needed(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[list[Span]]:
-    """What each tile must hold of each feature map, its own cells at least; found from the last layer backwards."""
-    needed = [list(pairwise(maps[-1][1]))]
-    skips: dict[str, list[Span]] = {}
-    for layer in reversed(range(len(links))):
-        link, (n, cuts) = links[layer], maps[layer]
-        taken = [taken_of(link, dim, span, n)[0] for span in needed[-1]]
-        if link.pop is not None:
-            skips[link.pop] = needed[-1]
-        if link.stash is not None:
-            taken = [_hull(*spans) for spans in zip(taken, skips.pop(link.stash))]
-        owned = list(pairwise(cuts))
-        needed.append(owned if layer in points else [_hull(*spans) for spans in zip(taken, owned)])
-    return needed[::-1]
-
-
-def _hull(one: Span, other: Span) -> Span:
-    return min(one[0], other[0]), max(one[1], other[1])
+def _scaled(scale: Fraction, footprint: Footprint | None) -> Fraction:
+    if footprint is None:
+        return scale
+    return scale * footprint.stride if isinstance(footprint, Gather) else scale / footprint.stride

@@ -1,4 +1,4 @@
-"""The halo and the stride of any network, measured by asking it: no table of models, no table of layer formulas.
+"""The halo and the stride of any network, measured by asking it. Of a flat network of known layers they are worked out (:func:`distseg.geometry.layout.reach_of`).
 
 The network is probed with its non-local parts taken out (norms, dropout and activations become the identity) and every
 convolution with weights of one, so that a signal spreads wherever it can and never cancels. All channels are then
@@ -19,6 +19,7 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
+from distseg.altered import genuine
 from distseg.blame import blame
 from distseg.geometry.tile import Reach
 
@@ -50,11 +51,12 @@ POINTWISE = (
     nn.Softmax2d,
 )
 
+_CONVS = nn.modules.conv._ConvNd
 _LENGTHS = [768 * 2**k for k in range(5)]  # multiples of 2^8 and of 3, so that common strides divide them
 _WIDTHS = (1, 8, 32, 96, 384)
 
 
-def receptive_field(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> Reach:
+def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> Reach:
     """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
 
     Args:
@@ -65,9 +67,9 @@ def receptive_field(model: nn.Module, dims: int | None = None, in_channels: int 
     Raises:
         ValueError: the model has no convolution to ask, changes the spatial size, or a pixel's reach has no bound.
     """
-    convs = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    convs = [m for m in model.modules() if isinstance(m, _CONVS)]
     if not convs and (dims is None or in_channels is None):
-        raise ValueError("this model has no convolution layer to read its dims from: use one, or give receptive_field(model, dims=..., in_channels=...)")
+        raise ValueError("this model has no convolution layer to read its dims from: use one, or give probed_reach(model, dims=..., in_channels=...)")
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
     try:
@@ -207,18 +209,23 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
                 setattr(parent, name, replacement)
     if any(p.is_meta for p in model.parameters()):
         model = model.to_empty(device="cpu")
+        for b in model.buffers():
+            b.fill_(1)
     model = model.to(torch.float64).eval()
-    for p in model.parameters():
-        p.data.fill_(1.0)
+    draw = torch.Generator().manual_seed(0)
+    for layer in model.modules():
+        for p in layer.parameters(recurse=False):
+            # What a convolution of the user's makes of its weights may be 0 where all are alike, as of a standardised weight.
+            p.data.uniform_(0.5, 1.5, generator=draw) if isinstance(layer, _CONVS) else p.data.fill_(1.0)
     return model
 
 
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it")
-    if isinstance(layer, POINTWISE):
+    if genuine(layer, POINTWISE):
         return nn.Identity()
-    if isinstance(layer, nn.modules.conv._ConvNd):
+    if genuine(layer, _CONVS):
         if layer.padding_mode == "circular":
             raise ValueError("a convolution with circular padding joins opposite borders of the image: windows can not compute it; use zeros")
         return _OnesConv(layer, 1 if narrow else layer.out_channels)
@@ -228,7 +235,7 @@ def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
 class _OnesConv(nn.Module):
     """A convolution of ones: the sum of the input's channels under the kernel, the same in every output channel."""
 
-    def __init__(self, conv: nn.modules.conv._ConvNd, out_channels: int):
+    def __init__(self, conv: _CONVS, out_channels: int):
         super().__init__()
         dims = conv.weight.dim() - 2
         kind = "conv_transpose" if conv.transposed else "conv"

@@ -14,10 +14,11 @@ too, and before a stash whose skip another stage takes up, so that nobody needs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Sequence
 
-from distseg.geometry.layout import Link, Part, taken_of
+from distseg.geometry.layout import Part
+from distseg.geometry.needs import Link, box_of, needs_along
 from distseg.geometry.tile import Box
 
 
@@ -93,39 +94,12 @@ def chain(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segmen
     Args:
         sizes: of the feature maps before each layer of the model.
     """
-    needed, popped, parts = result, {}, []
-    for position in reversed(segment.layers):
-        link, size = links[position], tuple(sizes[position])
-        made = needed
-        taken, raw = _taken(link, made, size)
-        if link.pop is not None:
-            popped[link.pop] = made
-        elif not link.footprints:
-            if link.stash in popped:
-                taken = _hull(taken, popped[link.stash])
-            made = raw = taken
-        parts.append(Part(size, taken, taken, taken, raw, made, popped.get(link.pop)))
-        needed = taken
-    parts, stashed, outside = parts[::-1], {}, {}
-    for k, (position, part) in enumerate(zip(segment.layers, parts)):
-        link = links[position]
-        if link.stash is not None:
-            stashed[link.stash] = part.made
-        if position in segment.skips:
-            outside[position] = part.made
-        elif link.pop is not None:
-            parts[k] = replace(part, skip=stashed[link.pop])
-    return Chain(parts, outside)
-
-
-def _taken(link: Link, made: Box, size: Sequence[int]) -> tuple[Box, Box]:
-    taken, raw = zip(*(taken_of(link, dim, span, n) for dim, (span, n) in enumerate(zip(zip(made.start, made.stop), size))))
-    return _box(taken), _box(raw)
-
-
-def _hull(one: Box, other: Box) -> Box:
-    return Box(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))
-
-
-def _box(spans) -> Box:
-    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+    layers = segment.layers
+    own, before = links[layers.start : layers.stop], [tuple(size) for size in sizes[layers.start : layers.stop]]
+    along = [needs_along(own, dim, [size[dim] for size in before], [span]) for dim, span in enumerate(zip(result.start, result.stop))]
+    parts = []
+    for position, size, needs in zip(layers, before, zip(*along)):
+        taken, raw, made = (box_of([getattr(need, field)[0] for need in needs]) for field in ("taken", "raw", "made"))
+        inside = None if needs[0].skip is None else box_of([need.skip[0] for need in needs])
+        parts.append(Part(size, taken, taken, taken, raw, made, made if position in segment.skips else inside))
+    return Chain(parts, {pop: parts[pop - layers.start].made for pop in segment.skips})

@@ -9,25 +9,25 @@ from typing import Sequence
 import numpy as np
 import torch
 
-from distseg.check import check_effects
+from distseg.check import check_settings
 from distseg.comm.collective import set_timeout
 from distseg.comm.replicas import broadcast
 from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
 from distseg.pipeline.build import own_part
-from distseg.pipeline.devices import check_config, devices_of
+from distseg.pipeline.devices import check_there, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.scene import Scene
 from distseg.spatial.context import Context
+from distseg.spatial.links import receptive_field
 from distseg.train.checkpoint import find, load_weights, read_run_manifest
 from distseg.train.engine import autocast, place_stages, used_reach
 from distseg.train.metrics import most_likely
@@ -52,8 +52,8 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     memory = config.run.memory
     config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
     with together(world):
-        check_config(config)
-        check_effects(config)
+        check_there(config.pipeline)
+        check_settings(config)
         devices = devices_of(config, device)
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)

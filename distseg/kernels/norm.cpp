@@ -9,6 +9,7 @@
 // loops, whose lengths are multiples of a vector whatever the number of channels.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
@@ -60,9 +61,11 @@ static const int64_t FLUSH = 256;  // periods that are added up in the narrow ty
 struct Runs {
     const Shape& s;
     int64_t rows, count, period;
+    int64_t lanes;  // of the period that some run has values for: short rows of one channel do not fill it
     explicit Runs(const Shape& s) : s(s), rows(s.depth * s.height), count(s.channels_last ? rows : rows * s.channels) {
         period = s.channels_last ? std::lcm(s.channels, int64_t(16)) : 64;
         if (period < 64) period *= (64 + period - 1) / period;
+        lanes = s.channels_last ? period : std::min(period, s.width);
     }
     int64_t plane(int64_t run) const { return run % rows / s.height; }
     int64_t row(int64_t run) const { return run % rows % s.height; }
@@ -80,12 +83,13 @@ template <class A> struct Period {
     const Runs& runs;
     const A* of_channel;
     std::vector<A> values;
+    int64_t there = -1;  // the channel that the values are of
     Period(const Runs& runs, const A* of_channel) : runs(runs), of_channel(of_channel), values(runs.period) {
         if (runs.s.channels_last)
             for (int64_t j = 0; j < runs.period; ++j) values[j] = of_channel[j % runs.s.channels];
     }
     const A* at(int64_t channel) {
-        if (!runs.s.channels_last) std::fill(values.begin(), values.end(), of_channel[channel]);
+        if (!runs.s.channels_last && channel != there) std::fill_n(values.begin(), runs.lanes, of_channel[there = channel]);
         return values.data();
     }
 };
@@ -146,7 +150,7 @@ template <class T, class A> struct MomentsOfRuns {
     }
     void take_pivot(const T* x) {
         int64_t channels = runs.s.channels;
-        for (int64_t j = 0; j < runs.period; ++j) {
+        for (int64_t j = 0; j < runs.lanes; ++j) {
             int64_t c = runs.s.channels_last ? j % channels : channel;
             pivot[j] = found.count[c] > 0 ? A(found.mean[c]) : load(x, runs.s.channels_last ? c : 0);
         }
@@ -156,11 +160,11 @@ template <class T, class A> struct MomentsOfRuns {
         int64_t first = runs.s.channels_last ? 0 : channel, apart = runs.s.channels_last ? runs.s.channels : 1;
         for (int64_t c = 0; c < apart; ++c) {
             double a = 0, b = 0;
-            for (int64_t j = c; j < runs.period; j += apart) a += s1[j], b += s2[j];
+            for (int64_t j = c; j < runs.lanes; j += apart) a += s1[j], b += s2[j];
             found.join(first + c, pixels, double(pivot[c]) + a / pixels, std::max(0.0, b - a * a / pixels));
         }
-        std::fill(s1.begin(), s1.end(), A(0));
-        std::fill(s2.begin(), s2.end(), A(0));
+        std::fill_n(s1.begin(), runs.lanes, A(0));
+        std::fill_n(s2.begin(), runs.lanes, A(0));
         pixels = 0;
     }
 };
@@ -234,7 +238,7 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
         std::vector<A> s1(runs.period), s2(runs.period);
         int64_t added = 0, apart = s.channels_last ? s.channels : 1;
         auto flush = [&](int64_t channel) {
-            for (int64_t j = 0; j < runs.period; ++j) {
+            for (int64_t j = 0; j < runs.lanes; ++j) {
                 parts[t][channel + j % apart] += s1[j];
                 parts[t][s.channels + channel + j % apart] += s2[j];
                 s1[j] = s2[j] = 0;
@@ -296,6 +300,119 @@ static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const
     });
 }
 
+// ---- whole maps ----------------------------------------------------------------------------------------------------
+
+extern "C" {
+// What makes up a norm of whole images, all of which this process has.
+struct Norm {
+    int64_t images, groups;  // groups of channels that share statistics; 0: each channel has its own
+    int64_t joint;           // the images share them, as in batch norm
+    double eps, slope;
+    double p;                // of the channels that a dropout before the norm leaves out
+};
+}
+
+// One of the keyed generator's numbers in [0, 1) (distseg/rng.py).
+static inline double uniform(uint64_t key, uint64_t position) {
+    uint64_t z = key + 0x9E3779B97F4A7C15u * (position + 1);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z = z ^ (z >> 31);
+    return double(z >> 11) * 0x1p-53;
+}
+
+// Of one image: y by pivot, scale and bias; xhat = hat * (x - pivot) + offset.
+struct Numbers {
+    double *pivot, *scale, *bias, *hat, *offset;
+    Numbers(double* numbers, int64_t image, int64_t channels) {
+        double* own = numbers + 5 * channels * image;
+        pivot = own, scale = own + channels, bias = own + 2 * channels, hat = own + 3 * channels, offset = own + 4 * channels;
+    }
+};
+
+template <class A> static std::vector<A> narrowed(const double* values, int64_t n) { return std::vector<A>(values, values + n); }
+
+// The moments of all rows (joint: one, else one an image) from those of the images' channels: mean and m2 (rows, statistics).
+static double joined(const Norm& n, int64_t channels, double pixels, const std::vector<double>& means, const std::vector<double>& m2s, double* mean, double* m2) {
+    int64_t rows = n.joint ? 1 : n.images, parts = n.joint ? n.images : 1, groups = n.groups ? n.groups : channels, width = channels / groups;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = 0; k < groups; ++k) {
+            double sum = 0, squares = 0;
+            auto each = [&](auto f) {
+                for (int64_t i = 0; i < parts; ++i)
+                    for (int64_t c = k * width; c < (k + 1) * width; ++c) f((row * parts + i) * channels + c);
+            };
+            each([&](int64_t at) { sum += means[at]; });
+            double middle = sum / (parts * width);
+            each([&](int64_t at) { squares += m2s[at] + pixels * (means[at] - middle) * (means[at] - middle); });
+            mean[row * groups + k] = middle, m2[row * groups + k] = squares;
+        }
+    return pixels * parts * width;
+}
+
+template <class T, class A>
+static void norm_forward(const Shape& s, const Norm& n, const Strides& sx, const Strides& sy, int64_t bx, int64_t by, const T* x, T* y, const uint64_t* keys, const A* weight, const A* bias, double* mean, double* m2, double* numbers) {
+    int64_t channels = s.channels, width = n.groups ? channels / n.groups : 1, statistics = channels / width;
+    std::vector<double> means(n.images * channels), m2s(n.images * channels), masks(n.images * channels, 1.0);
+    for (int64_t b = 0; b < n.images; ++b) {
+        moments(s, sx, x + b * bx, &means[b * channels], &m2s[b * channels]);
+        for (int64_t c = 0; keys && c < channels; ++c) {
+            double m = uniform(keys[b], c) >= n.p ? 1 / (1 - n.p) : 0.0;
+            masks[b * channels + c] = m, means[b * channels + c] *= m, m2s[b * channels + c] *= m * m;
+        }
+    }
+    double count = joined(n, channels, double(s.depth * s.height * s.width), means, m2s, mean, m2);
+    for (int64_t b = 0; b < n.images; ++b) {
+        Numbers f(numbers, b, channels);
+        for (int64_t c = 0; c < channels; ++c) {
+            int64_t k = (n.joint ? 0 : b * statistics) + c / width;
+            double m = masks[b * channels + c], r = 1 / std::sqrt(m2[k] / count + n.eps), w = weight ? weight[c] : 1.0;
+            f.pivot[c] = m > 0 ? mean[k] / m : 0.0;
+            f.offset[c] = m > 0 ? 0.0 : -mean[k] * r;
+            f.hat[c] = m * r;
+            f.scale[c] = m * r * w;
+            f.bias[c] = (bias ? bias[c] : 0.0) + f.offset[c] * w;
+        }
+        forward(s, sx, sy, x + b * bx, y + b * by, narrowed<A>(f.pivot, channels).data(), narrowed<A>(f.scale, channels).data(), narrowed<A>(f.bias, channels).data(), n.slope);
+    }
+}
+
+template <class T, class A>
+static void norm_backward(const Shape& s, const Norm& n, const Strides& sg, const Strides& sx, const Strides& sd, int64_t bg, int64_t bx, int64_t bd, const T* g, const T* x, T* dx, const A* weight, double* numbers, double* dweight, double* dbias) {
+    int64_t channels = s.channels, rows = n.joint ? 1 : n.images, width = n.groups ? channels / n.groups : 1;
+    double count = double(s.depth * s.height * s.width) * (n.joint ? n.images : 1) * width;
+    std::vector<double> weights(rows * channels), biases(rows * channels), total(channels), weighted(channels);
+    for (int64_t b = 0; b < n.images; ++b) {
+        Numbers f(numbers, b, channels);
+        sums(s, sg, sx, g + b * bg, x + b * bx, narrowed<A>(f.pivot, channels).data(), narrowed<A>(f.scale, channels).data(), narrowed<A>(f.bias, channels).data(), n.slope, total.data(), weighted.data());
+        for (int64_t c = 0; c < channels; ++c) {
+            biases[(n.joint ? 0 : b * channels) + c] += total[c];
+            weights[(n.joint ? 0 : b * channels) + c] += f.hat[c] * weighted[c] + f.offset[c] * total[c];
+        }
+    }
+    std::vector<A> tilt(channels), shift(channels);
+    for (int64_t b = 0; b < n.images; ++b) {
+        Numbers f(numbers, b, channels);
+        int64_t row = n.joint ? 0 : b * channels;
+        for (int64_t first = 0; first < channels; first += width) {
+            double s1 = 0, s2 = 0;
+            for (int64_t c = first; c < first + width; ++c) {
+                double w = weight ? weight[c] : 1.0;
+                s1 += w * biases[row + c], s2 += w * weights[row + c];
+            }
+            for (int64_t c = first; c < first + width; ++c) {
+                tilt[c] = A(-f.hat[c] * f.hat[c] * (s2 / count));
+                shift[c] = A(-f.hat[c] * (s1 / count + f.offset[c] * (s2 / count)));
+            }
+        }
+        gradient(s, sg, sx, sd, g + b * bg, x + b * bx, dx + b * bd, narrowed<A>(f.pivot, channels).data(), narrowed<A>(f.scale, channels).data(), narrowed<A>(f.bias, channels).data(), n.slope, tilt.data(), shift.data());
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+        dweight[c] = dbias[c] = 0;
+        for (int64_t row = 0; row < rows; ++row) dweight[c] += weights[row * channels + c], dbias[c] += biases[row * channels + c];
+    }
+}
+
 // ---- for ctypes: one function a type -------------------------------------------------------------------------------
 
 #define DISTSEG_EXPORT(NAME, T, A)                                                                                                                  \
@@ -311,6 +428,15 @@ static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const
     extern "C" void gradient_##NAME(const Shape* s, const Strides* sg, const Strides* sx, const Strides* sd, const T* g, const T* x, T* dx,          \
                                     const A* pivot, const A* scale, const A* bias, double slope, const A* tilt, const A* shift) {                   \
         gradient(*s, *sg, *sx, *sd, g, x, dx, pivot, scale, bias, slope, tilt, shift);                                                              \
+    }                                                                                                                                               \
+    extern "C" void norm_forward_##NAME(const Shape* s, const Norm* n, const Strides* sx, const Strides* sy, int64_t bx, int64_t by, const T* x,      \
+                                        T* y, const uint64_t* keys, const A* weight, const A* bias, double* mean, double* m2, double* numbers) {     \
+        norm_forward(*s, *n, *sx, *sy, bx, by, x, y, keys, weight, bias, mean, m2, numbers);                                                         \
+    }                                                                                                                                               \
+    extern "C" void norm_backward_##NAME(const Shape* s, const Norm* n, const Strides* sg, const Strides* sx, const Strides* sd, int64_t bg,          \
+                                         int64_t bx, int64_t bd, const T* g, const T* x, T* dx, const A* weight, double* numbers, double* dweight,   \
+                                         double* dbias) {                                                                                           \
+        norm_backward(*s, *n, *sg, *sx, *sd, bg, bx, bd, g, x, dx, weight, numbers, dweight, dbias);                                                 \
     }
 
 DISTSEG_EXPORT(float32, float, float)

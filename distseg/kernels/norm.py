@@ -7,6 +7,7 @@ channels of a pixel or the pixels of a row lie side by side, so tiles and their 
 from __future__ import annotations
 
 import ctypes
+from functools import cache, lru_cache
 from typing import NamedTuple, Sequence
 
 import torch
@@ -31,6 +32,10 @@ class Affine(NamedTuple):
 class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("channels", "depth", "height", "width", "channels_last")]
     _fields_ += [("own", ctypes.c_int64 * 6), ("threads", ctypes.c_int64)]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("images", "groups", "joint")] + [(name, ctypes.c_double) for name in ("eps", "slope", "p")]
 
 
 class _Strides(ctypes.Structure):
@@ -68,6 +73,82 @@ def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, 
     return out
 
 
+class Norm(NamedTuple):
+    """A live norm of whole images.
+
+    ``groups``: of channels that share statistics, 0: each has its own. ``joint``: the images share them, as in batch norm. ``slope``: of the activation behind.
+    ``p``: of the dropout of channels before it; which are dropped say ``keys``, one an image (:func:`distseg.rng.key`); None: nothing is.
+    """
+
+    groups: int
+    joint: bool
+    eps: float
+    slope: float = 1.0
+    p: float = 0.0
+    keys: Sequence[int] | None = None
+
+    def rows(self, images: int) -> int:
+        """Of statistics."""
+        return 1 if self.joint else images
+
+
+def norm_forward(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Dropout, norm and activation of whole images (B, C, *size) in one call.
+
+    Returns:
+        y; mean and sum of squared deviations (2, rows, channels or groups) float64; and what :func:`norm_backward` takes.
+    """
+    last = lies_last(x)
+    x, y = _in_runs(x, last), torch.empty_like(x)
+    images, channels = x.shape[:2]
+    statistics = torch.empty(2, norm.rows(images), norm.groups or channels, dtype=torch.float64)
+    numbers = torch.empty(images, 5, channels, dtype=torch.float64)
+    keys = None if norm.keys is None else (ctypes.c_uint64 * images)(*norm.keys)
+    weight, bias = _widened(weight, x), _widened(bias, x)
+    _function("norm_forward", x.dtype)(
+        ctypes.byref(_shape(x, last)), ctypes.byref(_of(norm, images)), ctypes.byref(_strides(x)), ctypes.byref(_strides(y)), x.stride(0), y.stride(0), x.data_ptr(), y.data_ptr(),
+        keys, _address(weight), _address(bias), statistics.data_ptr(), statistics.data_ptr() + 4 * statistics.numel(), numbers.data_ptr(),
+    )  # fmt: skip
+    return y, statistics, numbers
+
+
+def norm_backward(g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, and of weight and bias, (C,) float64."""
+    last = lies_last(x)
+    g, x = _in_runs(g, last), _in_runs(x, last)
+    dx = torch.empty_like(x)
+    images, channels = x.shape[:2]
+    found = torch.empty(2, channels, dtype=torch.float64)
+    weight = _widened(weight, x)
+    _function("norm_backward", x.dtype)(
+        ctypes.byref(_shape(x, last)), ctypes.byref(_of(norm, images)), ctypes.byref(_strides(g)), ctypes.byref(_strides(x)), ctypes.byref(_strides(dx)),
+        g.stride(0), x.stride(0), dx.stride(0), g.data_ptr(), x.data_ptr(), dx.data_ptr(), _address(weight), numbers.data_ptr(), found.data_ptr(), found.data_ptr() + 8 * channels,
+    )  # fmt: skip
+    return dx, found[0], found[1]
+
+
+def _of(norm: Norm, images: int) -> _Norm:
+    return _Norm(images, norm.groups, norm.joint, norm.eps, norm.slope, norm.p)
+
+
+def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """In the type that the kernel computes in."""
+    return None if parameter is None else parameter.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@cache
+def _function(name: str, dtype: torch.dtype):
+    found = getattr(library(), f"{name}_{_TYPES[dtype]}")
+    structures, batches, arrays = {"norm_forward": (4, 2, 8), "norm_backward": (5, 3, 7)}[name]
+    found.argtypes = [ctypes.c_void_p] * structures + [ctypes.c_int64] * batches + [ctypes.c_void_p] * arrays
+    found.restype = None
+    return found
+
+
 def _call(
     name: str, last: bool, images: Sequence[Tensor], parameters: Sequence[Tensor | float], outputs: Sequence[Tensor] = (), own: Box | None = None
 ) -> None:
@@ -83,12 +164,18 @@ def _call(
     function(ctypes.byref(_shape(x, last, own)), *(ctypes.byref(_strides(image)) for image in images), *pointers)
 
 
-def _shape(x: Tensor, last: bool, own: Box | None) -> _Shape:
-    flat = (slice(0, 1),) * (5 - x.dim())
-    size = (1,) * len(flat) + tuple(x.shape[2:])
+def _shape(x: Tensor, last: bool, own: Box | None = None) -> _Shape:
+    return _shape_of(tuple(x.shape[1:]), last, own, torch.get_num_threads())
+
+
+@lru_cache(4096)
+def _shape_of(shape: tuple[int, ...], last: bool, own: Box | None, threads: int) -> _Shape:
+    channels, *size = shape
+    flat = (slice(0, 1),) * (3 - len(size))
+    size = (1,) * len(flat) + tuple(size)
     box = Box.whole(size) if own is None else Box(tuple(s.start for s in flat) + own.start, tuple(s.stop for s in flat) + own.stop)
     ends = (n for pair in zip(box.start, box.stop) for n in pair)
-    return _Shape(x.shape[1], *size, last, (ctypes.c_int64 * 6)(*ends), torch.get_num_threads())
+    return _Shape(channels, *size, last, (ctypes.c_int64 * 6)(*ends), threads)
 
 
 def _strides(x: Tensor) -> _Strides:

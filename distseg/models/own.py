@@ -64,8 +64,20 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.M
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
+    _check_leaves(name, model)
     _check_channels(name, model, arguments)
     return model
+
+
+def _check_leaves(name: str, model: nn.Module) -> None:
+    """Refuse weights that hooks compute anew, as torch.nn.utils.weight_norm does: such a model can't even be copied."""
+    for place, layer in model.named_modules():
+        made = next((field for field, value in vars(layer).items() if isinstance(value, Tensor) and not value.is_leaf), None)
+        if made:
+            raise ValueError(
+                f"model {name!r} can not be distributed: the {made} of its layer {place} ({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
+                f"does: use torch.nn.utils.parametrizations.weight_norm"
+            )
 
 
 @torch.no_grad()

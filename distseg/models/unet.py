@@ -131,11 +131,3 @@ _WIDEST = 2**20
 _MOST = dict(depth=20, num_convs=100, base_channels=_WIDEST, in_channels=_WIDEST, out_channels=_WIDEST, groups=_WIDEST)
 NORMS = ("instance", "batch", "group", "none")
 UPS = ("nearest", "bilinear", "transposed")
-
-
-def channels_of(model: nn.Module) -> tuple[int, int]:
-    """(in, out) channels of a network, read off its first and last convolution in order of definition."""
-    convs = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    if not convs:
-        raise ValueError("this model has no convolution layer: its channels can not be told")
-    return convs[0].in_channels, convs[-1].out_channels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Callable
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from distseg.config import ModelConfig
 from distseg.models.gigapixel import gigapixel
-from distseg.models.layers import flat_layers, is_sequential
 from distseg.models.own import built, own_builder
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
@@ -92,19 +90,3 @@ def _builder(name: str) -> Callable[..., nn.Module]:
     if name in ZOO:
         return lambda **given: ZOO[name].builder(**{**ZOO[name].arguments, **given})
     raise ValueError(f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function")
-
-
-def describe(name: str) -> dict:
-    """A row of ``distseg models``: name, parameters, layers, stride, halo, paper_halo. Only a user's own network is allocated."""
-    from distseg.geometry.receptive import receptive_field
-
-    model = outline_model(ModelConfig(name))
-    reach = receptive_field(model)
-    return {
-        "name": name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "layers": len(flat_layers(model)) if is_sequential(model) else None,
-        "stride": math.lcm(*reach.stride),
-        "halo": max(reach.halo),
-        "paper_halo": ZOO[name].paper_halo if name in ZOO else None,
-    }

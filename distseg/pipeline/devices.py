@@ -14,7 +14,7 @@ All devices of the kind ``cpu`` are one device to PyTorch, and share one thread:
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Callable, Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import nn
@@ -23,10 +23,6 @@ from distseg.config import Config, PipelineConfig
 from distseg.pipeline.partition import OUTPUT, Partition
 from distseg.pipeline.stage import LOSS, Stage
 from distseg.spatial.piece import Unit
-
-if TYPE_CHECKING:
-    from distseg.spatial.parallelize import TiledModel
-
 
 def devices_of(config: Config, device: torch.device, gpus: int | None = None) -> list[torch.device]:
     """The device of each stage; of a rank that is no pipeline in itself, its one device.
@@ -80,54 +76,19 @@ def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
     return [torch.device("cuda", first + stage) for stage in range(stages)]
 
 
-def check_config(config: Config) -> None:
-    """Refuse what one rank's pipeline can not do, before any work.
+def check_there(pipeline: PipelineConfig) -> None:
+    """Refuse stages on devices where the package that drives them is not there.
 
     Raises:
-        ValueError: a setting that contradicts the placement, or torchgpipe is not there.
+        ValueError: saying how to install it.
     """
-    pipeline, mesh = config.pipeline, config.mesh
-    if pipeline.placement != "devices":
-        return
-    if config.spatial.exchanges:
-        raise ValueError(
-            f"spatial.exchange_every is {config.spatial.exchange_every}, but with pipeline.placement devices several threads of a rank compute at once, "
-            "and exchanges need one order: set it to all, or put the stages on ranks (mesh.stages)"
-        )
-    if mesh.stages != 1:
-        raise ValueError(
-            f"pipeline.placement devices puts all {stages_of(pipeline)} stages on each rank, but mesh.stages is {mesh.stages}: set mesh.stages to 1, "
-            "or pipeline.placement to line for a stage a rank"
-        )
-    if pipeline.schedule == "1f1b":
-        raise ValueError("pipeline.schedule is 1f1b, but torchgpipe (pipeline.placement devices) knows gpipe only: set it to gpipe or auto")
-    if config.spatial.tiles_per_rank.volume > 1:
-        raise ValueError(
-            f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}, but with pipeline.placement devices all micro-batches have one size, and "
-            "so one tile: set it to 1x1, or pipeline.placement to line"
-        )
-    if importlib.util.find_spec("torchgpipe") is None:
+    if pipeline.placement == "devices" and importlib.util.find_spec("torchgpipe") is None:
         raise ValueError("pipeline.placement devices needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line")
 
 
 def stages_of(pipeline: PipelineConfig) -> int:
     """The number of stages with ``placement: devices``."""
     return len(pipeline.devices or pipeline.balance)
-
-
-def check_norms(model: TiledModel) -> None:
-    """Refuse statistics that ranks share: the threads of two ranks would not send their messages in the same order.
-
-    Raises:
-        ValueError: naming the norm and what to set.
-    """
-    for norm in model.norms:
-        if norm.live and norm.comm.size > 1:
-            raise ValueError(
-                f"with pipeline.placement devices threads compute the stages, and {norm.name} ({norm.kind} norm) would share its statistics with "
-                f"{norm.comm.size} ranks from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, train with model.norm none or "
-                "spatial.frozen_norm, or set pipeline.placement to line"
-            )
 
 
 class DevicePipeline:

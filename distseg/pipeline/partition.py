@@ -16,18 +16,9 @@ from typing import Sequence
 
 from torch import nn
 
-from distseg.models.layers import Pop, Stash
+from distseg.models.layers import Skip, skips_of
 
 OUTPUT = "x"  # the edge of a stage's output; skips go by their own names
-
-
-@dataclass(frozen=True)
-class Skip:
-    """The layers, by position, between which the skip ``name`` waits."""
-
-    name: str
-    stash: int
-    pop: int
 
 
 @dataclass(frozen=True)
@@ -41,28 +32,6 @@ class Edge:
 
     def __str__(self) -> str:
         return f"{self.name} of stage {self.source} for stage {self.target}"
-
-
-def skips_of(layers: Sequence[nn.Module]) -> list[Skip]:
-    """The skips of a flat model in order of their stash.
-
-    Raises:
-        ValueError: a skip that is popped before it is stashed, twice, or never.
-    """
-    open_: dict[str, int] = {}
-    found = []
-    for position, layer in enumerate(layers):
-        if isinstance(layer, Stash):
-            if layer.name in open_:
-                raise ValueError(f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {open_[layer.name]}: give it a name of its own")
-            open_[layer.name] = position
-        elif isinstance(layer, Pop):
-            if layer.name not in open_:
-                raise ValueError(f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model")
-            found.append(Skip(layer.name, open_.pop(layer.name), position))
-    if open_:
-        raise ValueError(f"stash({next(iter(open_))!r}) is never popped: remove it from the model")
-    return sorted(found, key=lambda skip: skip.stash)
 
 
 def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:

@@ -17,8 +17,7 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.models.layers import flat_layers
-from distseg.pipeline.partition import Skip, skips_of
+from distseg.models.layers import Skip, flat_layers, skips_of
 from distseg.plan.layerwise import Numbers, calls, copied, random_input
 from distseg.plan.roofline import V100, Device, counted
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from distseg.config import Config
 from distseg.extents import Extents
-from distseg.geometry.layout import Layout, Link
+from distseg.geometry.layout import Layout
+from distseg.geometry.needs import Link
 from distseg.geometry.segment import Chain, Segment, chain
 from distseg.geometry.tile import Box
 from distseg.launch import LARGE_BLOCK

@@ -11,8 +11,7 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.models.layers import Pop, flat_layers, skip_store
-from distseg.models.unet import channels_of
+from distseg.models.layers import Pop, channels_of, flat_layers, skip_store
 
 
 class Call:

@@ -70,6 +70,13 @@ class Context:
         whole = Box.whole(place.image)
         return Region(whole.coarsened(stride).stop, place.tile.coarsened(stride), place.window.coarsened(stride))
 
+    def owns_all(self, size: tuple[int, ...]) -> bool:
+        """Whether the first window holds a feature map of this size, and owns all of it."""
+        if self.regions is not None:
+            return self.regions[0].owned.size == size
+        place = self.places[0]
+        return place.tile.size == place.image
+
     @property
     def current(self) -> int:
         """The window that a layer is working on."""

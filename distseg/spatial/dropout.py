@@ -19,12 +19,12 @@ def channel_mask(p: float, k: int, channels: int) -> Tensor:
     return torch.from_numpy((rng.uniform(k, channels) >= p) / (1 - p))
 
 
-def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Box, device) -> Tensor:
-    """(C, *box.size) float64: the part inside ``box`` of the mask of a feature map of this size."""
+def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Box, device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(C, *box.size): the part inside ``box`` of the mask of a feature map of this size."""
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
         position = position.unsqueeze(-1) * n + torch.arange(a, b, device=device)
-    return (rng.uniform_at(k, position) >= p) / (1 - p)
+    return (rng.uniform_at(k, position) >= p).to(dtype) / (1 - p)
 
 
 class KeyedDropout(nn.Module):
@@ -46,11 +46,12 @@ class KeyedDropout(nn.Module):
         if self.by_channel:
             return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in self.stride))
         region = context.region(context.current, self.stride)
-        return torch.stack([element_mask(self.p, k, x.shape[1], region.size, region.held, x.device) for k in self._keys(place)])
+        return torch.stack([element_mask(self.p, k, x.shape[1], region.size, region.held, x.device, x.dtype) for k in self.keys(place)])
 
     def channels_of(self, place: Place, channels: int) -> Tensor:
         """(B, C) float64, where channels are dropped."""
-        return torch.stack([channel_mask(self.p, k, channels) for k in self._keys(place)])
+        return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
 
-    def _keys(self, place: Place) -> list[int]:
+    def keys(self, place: Place) -> list[int]:
+        """One an image: of its mask."""
         return [rng.key(self.context.seed, self.context.epoch, sample, self.name, "dropout") for sample in place.samples]

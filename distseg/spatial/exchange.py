@@ -15,33 +15,16 @@ from torch import Tensor, nn
 from distseg.comm.collective import Alone
 from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, exchanged
 from distseg.extents import Extents
-from distseg.geometry.layout import Layout, Link, Part, Region
+from distseg.geometry.layout import Layout, Part, Region
+from distseg.geometry.needs import Link
 from distseg.geometry.tile import Box, check_grid, split
-from distseg.models.layers import Pop, channels_of_maps, flat_layers, skip_store
+from distseg.models.layers import Pop, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
-from distseg.spatial.local import cropped, fill_of, framed, fuses, link_of, run
+from distseg.spatial.local import cropped, fill_of, framed, fuses, run
 from distseg.spatial.norm import DistributedNorm
 
 Cell = tuple[int, ...]
-
-
-def links_of(model: nn.Module) -> list[Link]:
-    """The layers of a flat model, perhaps only outlined, as geometry sees them.
-
-    Raises:
-        ValueError: a model that is not flat, or a layer that can't be computed in tiles that exchange borders, by name.
-    """
-    try:
-        layers = flat_layers(model)
-    except ValueError:
-        raise ValueError(
-            f"only a flat nn.Sequential can be computed in tiles that exchange borders, but this model is a {type(model).__name__}: "
-            "flatten it, or set spatial.exchange_every to all"
-        ) from None
-    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
-    dims = first.weight.dim() - 2
-    return [link_of(name, layer, dims, lambda position=position: channels_of_maps(model, position)[-1]) for position, (name, layer) in enumerate(layers)]
 
 
 class Exchange:

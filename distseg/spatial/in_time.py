@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import Alone
-from distseg.geometry.layout import Layout, Link, Part, Region
+from distseg.geometry.layout import Layout, Part, Region
+from distseg.geometry.needs import Link
 from distseg.geometry.segment import Chain, Segment, chain, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import memory_in_use, release_freed_memory
@@ -80,7 +81,7 @@ class InTime:
     """The executor of a flat model on one rank, which runs all of it or some stages.
 
     Args:
-        links: of its layers (:func:`distseg.spatial.exchange.links_of`).
+        links: of its layers (:func:`distseg.spatial.links.links_of`).
         live: the positions of norms that take statistics.
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.

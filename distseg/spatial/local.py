@@ -10,16 +10,19 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import suppress
+from functools import cache
 from typing import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
 from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
-from distseg.geometry.layout import Link, Part
-from distseg.geometry.receptive import POINTWISE, receptive_field
+from distseg.geometry.layout import Part
+from distseg.geometry.needs import Link
+from distseg.geometry.receptive import POINTWISE, probed_reach
 from distseg.geometry.tile import Box
 from distseg.models.layers import Pop, Stash
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -52,8 +55,10 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
         return Link(name, stash=layer.name)
     if isinstance(layer, Pop):
         return Link(name, pop=layer.name)
+    if isinstance(layer, (*NORMS, *DROPOUTS)):
+        check_plain(name, layer)
     for kinds, footprints in _FOOTPRINTS:
-        if isinstance(layer, kinds):
+        if genuine(layer, kinds):
             try:
                 return Link(name, footprints(layer, dims))
             except _Unsupported as e:
@@ -63,16 +68,31 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
         )
-    if isinstance(layer, _ALIKE):
+    if genuine(layer, _ALIKE):
         return Link(name)
     if _is_pointwise(layer, dims, channels()):
         if _draws(layer, dims, channels()):
             raise ValueError(f"layer {name} ({type(layer).__name__}) draws random numbers, other ones each time a tile is computed: use nn.Dropout, whose masks belong to pixels")
         return Link(name)
+    which = f", which {altered(layer)}," if known(type(layer)) is not nn.Module and altered(layer) else ""
     raise ValueError(
-        f"layer {name} ({type(layer).__name__}) looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
+        f"layer {name} ({type(layer).__name__}){which} looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
         "flat nn.Sequential (convolutions, poolings, up-samplings, norms, Stash and Pop have one), or set spatial.exchange_every to all"
     )
+
+
+def check_plain(name: str, layer: nn.Module) -> None:
+    """Refuse a norm or dropout that does more than its class says: its twin would leave that out.
+
+    Raises:
+        ValueError: naming the layer and what it does besides.
+    """
+    if why := altered(layer):
+        base = known(type(layer)).__name__
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or masks are the whole image's, so it is replaced by a twin, which would "
+            f"leave that out: put what it does besides into a layer of its own behind or before a plain {base}"
+        )
 
 
 class _Unsupported(ValueError):
@@ -81,7 +101,7 @@ class _Unsupported(ValueError):
 
 def _is_pointwise(layer: nn.Module, dims: int, channels: int) -> bool:
     try:
-        reach = receptive_field(layer, dims, channels)
+        reach = probed_reach(layer, dims, channels)
     except (ValueError, RuntimeError, TypeError):
         return False
     return not any(reach.halo) and set(reach.stride) == {1}
@@ -104,10 +124,15 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     Args:
         x: (B, C, *have.size), the input on ``have``: ``part.taken`` is in it, and what it has beyond the map is padding already.
     """
-    for kinds, function in _RUN:
-        if isinstance(layer, kinds):
-            return function(layer, x, have, part)
-    return layer(cropped(x, have, part.taken))
+    function = _function_of(type(layer))
+    if function is None or altered(layer):  # one that looks at single pixels
+        return layer(cropped(x, have, part.taken))
+    return function(layer, x, have, part)
+
+
+@cache
+def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, Part], Tensor] | None:
+    return next((function for kinds, function in _RUN if issubclass(kind, kinds)), None)
 
 
 def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:

@@ -53,7 +53,7 @@ class DistributedNorm(nn.Module):
         self.momentum = getattr(norm, "momentum", None)
         for field in ("weight", "bias"):
             self.register_parameter(field, getattr(norm, field, None))
-        self.tracks = self.kind == "batch" and norm.track_running_stats
+        self.tracks = tracks(norm)
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
         self.frozen = False
@@ -73,6 +73,8 @@ class DistributedNorm(nn.Module):
         """The same windows normalised: a list of (B, C, *size), one each place of the context."""
         if self.is_local(xs):
             return [self.local(xs[0])]
+        if len(xs) == 1 and self.is_whole(xs[0]):
+            return [_WholeNorm.apply(self, self.weight, self.bias, xs[0])]
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def is_local(self, xs: list[Tensor]) -> bool:
@@ -88,6 +90,10 @@ class DistributedNorm(nn.Module):
         if not alone or x.dtype == torch.float64:
             return False
         return self.kind != "group" or (x.is_contiguous() and not (x.is_cuda and x.dtype != torch.float32))
+
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
+        return compiled.available(x) and self.live and self.comm.size == 1 and (self.context.per_window or self.context.owns_all(x.shape[2:]))
 
     def local(self, x: Tensor) -> Tensor:
         """The norm of whole images (B, C, *size) by PyTorch."""
@@ -129,6 +135,13 @@ class DistributedNorm(nn.Module):
             before = sum(len(place.images) for place in self.context.places[:index])
             return [index if self.kind == "batch" else before + b for b in range(len(images))]
         return [0 if self.kind == "batch" else image for image in images]
+
+    def whole(self, x: Tensor) -> compiled.Norm:
+        """What the kernel has to know of the norm of whole images (B, C, *size)."""
+        keys, p = None, 0.0
+        if self.training and self.dropout:
+            keys, p = self.dropout[0].keys(self.context.places[0]), self.dropout[0].p
+        return compiled.Norm(self.groups or 0, self.kind == "batch", self.eps, self.slope, p, keys)
 
     def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
         """For each window what a dropout scales the channels of its images by, (B, C) float64; None where there is none."""
@@ -225,6 +238,28 @@ def _coefficients(mean, var, eps: float, weight, bias, slope: float, mask: Tenso
     pivot = torch.where(kept, mean / mask.where(kept, 1), 0)
     offset = torch.where(kept, 0, -mean * r)
     return Coefficients(Affine(pivot, mask * r * w, b + offset * w, slope), mask * r, offset)
+
+
+class _WholeNorm(torch.autograd.Function):
+    """Of one tensor, without a message: what :class:`_JointNorm` does, in one call there and one back."""
+
+    @staticmethod
+    def forward(ctx, norm: DistributedNorm, weight, bias, x):
+        found = norm.whole(x)
+        count = x.shape[2:].numel() * (len(x) if found.joint else 1) * (x.shape[1] // found.groups if found.groups else 1)
+        norm._check_count(count)
+        y, (mean, m2), ctx.numbers = compiled.norm_forward(x, found, weight, bias)
+        if norm.tracks and norm.training and norm.context.tracking:
+            norm.seen.append(Moments(torch.tensor(count, dtype=torch.float64), mean[0], m2[0]))
+        ctx.norm = found
+        ctx.save_for_backward(weight, x)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        weight, x = ctx.saved_tensors
+        dx, *gradients = compiled.norm_backward(g, x, ctx.norm, weight, ctx.numbers)
+        return None, *(None if weight is None else d.to(weight.dtype) for d in gradients), dx
 
 
 class _JointNorm(torch.autograd.Function):
@@ -351,16 +386,23 @@ def _kernels(x: Tensor):
     return compiled if compiled.available(x) else plain
 
 
+def kind_of(norm: nn.Module) -> str:
+    """Of a plain norm layer: batch, group or instance."""
+    return "group" if isinstance(norm, nn.GroupNorm) else "instance" if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else "batch"
+
+
+def tracks(norm: nn.Module) -> bool:
+    """Whether a plain norm layer has running statistics that serve here."""
+    return kind_of(norm) == "batch" and norm.track_running_stats
+
+
 def _kind(norm: nn.Module, name: str) -> str:
-    if isinstance(norm, nn.GroupNorm):
-        return "group"
-    if isinstance(norm, nn.modules.instancenorm._InstanceNorm):
-        if norm.track_running_stats:
-            raise ValueError(f"{name}: instance norm with running statistics is not supported: set track_running_stats=False")
-        return "instance"
-    if norm.momentum is None:
+    kind = kind_of(norm)
+    if kind == "instance" and norm.track_running_stats:
+        raise ValueError(f"{name}: instance norm with running statistics is not supported: set track_running_stats=False")
+    if kind == "batch" and norm.momentum is None:
         raise ValueError(f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give it a momentum, such as 0.1")
-    return "batch"
+    return kind
 
 
 def commit(norms: list[DistributedNorm], groups_comm) -> None:

@@ -8,17 +8,22 @@ tile is right as long as the window around it is.
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import suppress
 from typing import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from distseg.geometry.layout import Link
+from distseg.altered import genuine
+from distseg.geometry.needs import Link
 from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import Pop, channels_of_maps, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
+from distseg.spatial.links import links_of
+from distseg.spatial.local import check_plain
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
 from distseg.spatial.skip import DensePop
 
@@ -173,7 +178,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         model: (N, C, *size) -> (N, C', *size), any module; changed in place.
         reach: its halo and stride, from :func:`distseg.receptive_field`.
         context: who shares statistics; by default one rank.
-        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.exchange.links_of`).
+        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.links.links_of`).
 
     Raises:
         ValueError: a layer that can not be computed from windows, by name.
@@ -185,6 +190,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
     _check_own_layers(model)
+    _check_state(model, reach)
     links = exchange.links if exchange else _links(model)
     kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if links else ((), ())
     context = context or Context()
@@ -228,7 +234,7 @@ def _fold(sequential: nn.Sequential) -> None:
         if isinstance(dropout, KeyedDropout) and dropout.by_channel:
             norm.dropout = [dropout] if dropout.p > 0 else []
             sequential._modules[before] = Folded(dropout)
-        if isinstance(activation, (nn.ReLU, nn.LeakyReLU)):
+        if activation is not None and genuine(activation, (nn.ReLU, nn.LeakyReLU)):
             norm.slope = getattr(activation, "negative_slope", 0.0)
             sequential._modules[behind] = Folded(activation)
 
@@ -240,18 +246,46 @@ def _act_in_place(sequential: nn.Sequential) -> None:
         if fresh and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
             sequential._modules[name] = layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
             layer.inplace = True
-        fresh = isinstance(layer, (nn.modules.conv._ConvNd, Pop)) or fresh and isinstance(layer, _HANDS_ON)
+        fresh = genuine(layer, nn.modules.conv._ConvNd) or isinstance(layer, Pop) or fresh and isinstance(layer, _HANDS_ON)
 
 
 _HANDS_ON = (nn.Identity, KeyedDropout, Folded)  # layers whose result may be their input
 
 
 def _check_own_layers(model: nn.Module) -> None:
-    """Refuse one norm or dropout layer at several places of the model: statistics and masks belong to a place."""
+    """Refuse norm and dropout layers that do more than their class says, or stand at several places of the model: statistics and masks belong to a place."""
     places: dict[nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        if isinstance(layer, (*NORMS, *DROPOUTS)) and places.setdefault(layer, name) != name:
+        if not isinstance(layer, (*NORMS, *DROPOUTS)):
+            continue
+        if places.setdefault(layer, name) != name:
             raise ValueError(f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own")
+        check_plain(name, layer)
+
+
+def _check_state(model: nn.Module, reach: Reach) -> None:
+    """Refuse layers that change what they keep with each forward pass, as spectral norm does: windows and tiles are passes of their own."""
+    norms = tuple(f"{name}." for name, layer in model.named_modules() if isinstance(layer, NORMS))
+    kept = {name: b.clone() for name, b in model.named_buffers() if not name.startswith(norms) and not b.is_meta}
+    if not kept:
+        return
+    probe = copy.deepcopy(model).train()
+    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), skip_store({}):  # what fails here fails in the first step, and is told there
+        probe(_image_of(model, [8 * s for s in reach.stride]))
+    for name, b in probe.named_buffers():
+        if name in kept and not torch.equal(b, kept[name]):
+            layer, _, buffer = name.rpartition(".")
+            owner = re.sub(r"\.parametrizations\..*", "", layer)
+            raise ValueError(
+                f"layer {owner} ({type(model.get_submodule(owner)).__name__}) changes its {buffer} with each forward pass, as spectral norm does, and windows and tiles are "
+                "passes of their own: the result would depend on how many there are; leave that out, or use weight_norm"
+            )
+
+
+def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) -> Tensor:
+    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    like = next(model.parameters())
+    return torch.zeros(1, first.in_channels, *size, device=device or like.device, dtype=like.dtype)
 
 
 def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:
@@ -273,7 +307,6 @@ def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, .
 
     for name in layers:
         shadow.get_submodule(name).register_forward_pre_hook(note(name))
-    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
     with torch.no_grad(), skip_store({}):
-        shadow(torch.empty(1, first.in_channels, *size, device="meta", dtype=next(model.parameters()).dtype))
+        shadow(_image_of(model, size, "meta"))
     return {name: found[name] for name in layers if name in found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from contextlib import nullcontext
 from typing import Callable, ContextManager, Sequence
@@ -10,30 +9,29 @@ from typing import Callable, ContextManager, Sequence
 import torch
 from torch import nn
 
+from distseg.check import check_settings
 from distseg.comm.collective import add, putting_off, set_timeout
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
-from distseg.check import check_effects
 from distseg.comm.staging import upload
 from distseg.config import Config, SpatialConfig
 from distseg.extents import Extents
-from distseg.geometry.receptive import receptive_field
 from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
-from distseg.models.layers import channels_of_maps, flat_layers
-from distseg.models.unet import channels_of
+from distseg.models.layers import channels_of, channels_of_maps, flat_layers
 from distseg.pipeline.build import own_part
-from distseg.pipeline.devices import DevicePipeline, check_config, check_norms, devices_of
+from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.context import Context
-from distseg.spatial.exchange import Exchange, links_of
+from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
+from distseg.spatial.links import links_of, receptive_field
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.train.loss import Loss
@@ -62,9 +60,8 @@ class Engine:
         self.config, self.mesh, self.precision, self.channels_last = config, mesh, precision, channels_last
         set_timeout(config.run.timeout)
         with together(mesh.world):
-            check_config(config)
-            check_in_time(config)
-            check_effects(config)
+            check_there(config.pipeline)
+            check_settings(config, model)
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
             if self.device.type == "cuda":
@@ -79,8 +76,6 @@ class Engine:
             self.context = _context(config, mesh)
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
-            if config.pipeline.placement == "devices":
-                check_norms(self.model)
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         broadcast(model, mesh.replicas)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -110,17 +105,12 @@ class Engine:
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
         if activations:
-            return InTimeStep(self._in_time(activations), head, self.loss)
+            return InTimeStep(self._in_time(activations), head, self.loss, "1f1b" if config.pipeline.schedule == "1f1b" else "gpipe")
         return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
 
     def _in_time(self, activations: Activations) -> InTime:
         spatial, links = self.config.spatial, self.exchange.links
         live = activations.norms if self.model.live_in_training else []
-        if spatial.in_time == "recompute" and live:
-            raise ValueError(
-                f"spatial.in_time is recompute, but {links[live[0]].name} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, "
-                "spatial.frozen_norm"
-            )
         tiling = GridTiling(spatial.tiles_per_rank)
         memory = self.config.run.memory
         if memory is not None:
@@ -202,30 +192,6 @@ def check_trainable(model: nn.Module) -> None:
     if not any(p.requires_grad for p in parameters):
         what = f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)" if parameters else "this model has no parameters"
         raise ValueError(f"{what}, so there is nothing to train: let some have requires_grad")
-
-
-def check_in_time(config: Config) -> None:
-    """Refuse tiles in time where they can't be.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    spatial = config.spatial
-    if not tiles_in_time(config):
-        if config.run.memory is not None:
-            raise ValueError(f"run.memory is given, but with spatial.in_time {spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out")
-        return
-    what = f"spatial.in_time {spatial.in_time}" if spatial.in_time != "auto" else "run.memory"
-    if config.pipeline.placement == "devices":
-        raise ValueError(f"{what} computes a rank's tiles one after another, which torchgpipe does not: set pipeline.placement to line or v, or leave it out")
-    if config.mesh.stages > 1 and config.pipeline.schedule == "1f1b":
-        raise ValueError(f"{what} has all forward passes go first, as feature maps wait in files: set pipeline.schedule to gpipe or auto")
-    if spatial.exchanges or spatial.halo is not None or spatial.norm_scope == "window":
-        raise ValueError(f"{what} reads exact windows: leave out spatial.exchange_every, spatial.halo and spatial.norm_scope window")
-    if spatial.scratch not in (None, "memory") and not os.path.isdir(spatial.scratch):
-        raise ValueError(f"spatial.scratch is {spatial.scratch}, which is no folder: make it, or name another")
-    if config.run.memory is None and spatial.tiles_per_rank.volume == 1:
-        raise ValueError(f"{what}, but in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank")
 
 
 def owned_per_rank(config: Config) -> Extents:

@@ -150,7 +150,7 @@ class Loss:
         self.config = config
         self.terms = [(weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)]
         self.sums = sum(term.sums for _, term in self.terms)
-        self.linear = all(term.linear for _, term in self.terms)
+        self.linear = is_linear(config.name)
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(B, C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
@@ -193,6 +193,11 @@ def _check_taken(config: LossConfig) -> None:
         if value != getattr(default, field) and not any(field in _TERMS[name].takes for name in names):
             takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
             raise ValueError(f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out")
+
+
+def is_linear(name: str) -> bool:
+    """Of the loss of this name: :attr:`Loss.linear`."""
+    return all(_TERMS[term].linear for _, term in parse(name))
 
 
 def parse(text: str) -> list[tuple[float, str]]:

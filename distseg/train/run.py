@@ -21,10 +21,10 @@ from distseg.data.store import Store
 from distseg.disk import locked
 from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
-from distseg.models.unet import channels_of
 from distseg.models.zoo import outline_model
 from distseg.plan.in_time import tiles_in_time
 from distseg.infer.predictor import Predictor, room_of
+from distseg.models.layers import channels_of
 from distseg.train.checkpoint import load_optimizer, load_weights, read_run_manifest, share
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies

@@ -165,14 +165,13 @@ class DevicesStep:
 class InTimeStep:
     """The same on a rank that computes its part of each image tile after tile, in the memory of one.
 
-    A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. Stages of a pipeline
-    go forward through all micro-batches first, whose maps wait where maps are stored.
+    A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. The maps of micro-batches
+    that stages of a pipeline have under way wait where maps are stored: of all of them by gpipe, of as many as there are stages by 1f1b.
     """
 
-    schedule = "gpipe, tiles in time"
-
-    def __init__(self, executor: InTime, head: LossHead | None, loss: Loss):
-        self.executor, self.head, self.loss = executor, head, loss
+    def __init__(self, executor: InTime, head: LossHead | None, loss: Loss, order: str = "gpipe"):
+        self.executor, self.head, self.loss, self.order = executor, head, loss, order
+        self.schedule = f"{order}, tiles in time"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
 
     def __call__(self, micro_batches: list[list[Block]]) -> float:
@@ -194,21 +193,22 @@ class InTimeStep:
         for m, walk in zip(those, walks):
             walk.watch = partial(self._watch, shares, m)
         last = len(self.executor.placement) - 1
-        actions = orders("gpipe", self.executor.placement, len(walks))[self.executor.comm.rank]
+        actions = orders(self.order, self.executor.placement, len(walks))[self.executor.comm.rank]
+        # The first micro-batch first in the backward passes too: its maps are there before the others are.
+        number = lambda a: len(walks) - 1 - a.micro_batch if isinstance(a, Backward) and self.order == "gpipe" else a.micro_batch
         for action in actions:
-            k = action.micro_batch
+            if isinstance(action, Backward):
+                walks[number(action)].expect_gradients(action.stage)
+        for action in actions:
+            k, stage = number(action), action.stage
             if isinstance(action, Forward):
-                walks[k].forward(action.stage)
-                if action.stage == last and not self.loss.linear:
+                walks[k].forward(stage)
+                if stage == last and not self.loss.linear:
                     self._note(walks[k], those[k])
-        # The first micro-batch first here too: its maps are there before the others are.
-        backward = [(len(walks) - 1 - a.micro_batch, a.stage) for a in actions if isinstance(a, Backward)]
-        for k, stage in backward:
-            walks[k].expect_gradients(stage)
-        for k, stage in backward:
-            if stage == last:
-                self._end(walks[k], those[k])
-            walks[k].backward(stage)
+            else:
+                if stage == last:
+                    self._end(walks[k], those[k])
+                walks[k].backward(stage)
 
     @torch.no_grad()
     def _note(self, walk: Walk, m: int) -> None:

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distseg.comm import halo, transport
 from distseg.geometry.tile import Reach
-from distseg.spatial import exchange, parallelize
+from distseg.spatial import parallelize
 from distseg.train import engine
 
 from .waits import Event, Stream, Waits
 
-_PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (exchange, "links_of"))
+_PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (parallelize, "links_of"), (engine, "links_of"))
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.uint8: np.uint8, torch.int64: np.int64}
 
 

@@ -1,0 +1,169 @@
+"""Networks as users write them, each with something that a tool which knows layers by their class gets wrong."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+from distseg.models.layers import Add, Pop, Stash
+
+
+class ActiveNorm(nn.BatchNorm2d):
+    """A norm with its activation, as many code bases have it."""
+
+    def forward(self, x):
+        return F.leaky_relu(super().forward(x), 0.1)
+
+
+class EarlyNorm(nn.BatchNorm2d):
+    """A plain one with another default."""
+
+    def __init__(self, channels):
+        super().__init__(channels, eps=1e-3)
+
+
+class NoisyDropout(nn.Dropout):
+    def forward(self, x):
+        return super().forward(x) + 0.25
+
+
+class StandardConv(nn.Conv2d):
+    """Weight standardisation."""
+
+    def forward(self, x):
+        w = self.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return F.conv2d(x, w, self.bias, self.stride, self.padding)
+
+
+class BlurPool(nn.Conv2d):
+    """Blurs with a fixed kernel before it takes every second pixel."""
+
+    def __init__(self, channels):
+        super().__init__(channels, channels, 3, 2, 1, groups=channels, bias=False)
+
+    def forward(self, x):
+        kernel = torch.ones_like(self.weight) / 9 * self.weight.mean()
+        return F.conv2d(x, kernel, None, self.stride, self.padding, groups=self.groups)
+
+
+class LoudRelu(nn.ReLU):
+    """A subclass that computes something else."""
+
+    def forward(self, x):
+        return F.silu(x) * 2
+
+
+def _doubled(layer):
+    layer.register_forward_hook(lambda layer, given, made: 2 * made)
+    return layer
+
+
+def residual(in_channels, out_channels):
+    """An ordinary block whose skip is put aside before any layer looks beyond a tile."""
+    block = [Stash("a"), nn.Conv2d(in_channels, in_channels, 3, padding=1), nn.ReLU(), nn.Conv2d(in_channels, in_channels, 5, padding=2), Add("a")]
+    return nn.Sequential(*block, nn.Conv2d(in_channels, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def long_skip(in_channels, out_channels):
+    """A skip around the whole network."""
+    inner = [nn.Conv2d(in_channels, 4, 3, padding=1), nn.MaxPool2d(2, ceil_mode=True), nn.Conv2d(4, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)]
+    return nn.Sequential(Stash("image"), *inner, Pop("image"), nn.Conv2d(in_channels + 4, 4, 3, padding=1), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def one_sided(in_channels, out_channels):
+    """Padding before, an even kernel behind it: as many pixels, but another middle."""
+    return nn.Sequential(nn.ZeroPad2d((1, 0, 1, 0)), nn.Conv2d(in_channels, 4, 2), nn.ReLU(), nn.ZeroPad2d((0, 3, 0, 3)), nn.Conv2d(4, 4, 4), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def dilated(in_channels, out_channels):
+    """An even kernel with gaps: at the middle of what a cell looks at there is nothing."""
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.ReLU(), nn.ZeroPad2d((1, 2, 1, 2)), nn.Conv2d(4, 4, 2, dilation=3), nn.ReLU(), nn.Conv2d(4, out_channels, 1))
+
+
+def replicating(in_channels, out_channels):
+    """Padding wider than the deepest map."""
+    down = [nn.Conv2d(in_channels, 4, 3, padding=1), *(nn.MaxPool2d(2) for _ in range(3))]
+    deep = nn.Conv2d(4, 4, 9, padding=4, padding_mode="replicate")
+    return nn.Sequential(*down, deep, nn.ReLU(), nn.Upsample(scale_factor=8), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def shuffled(in_channels, out_channels):
+    """The last layer is no convolution, and the last convolution has other channels."""
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 4, 2, 1), nn.ReLU(), nn.Conv2d(4, 4 * out_channels, 1), nn.PixelShuffle(2))
+
+
+def stash_in_place(in_channels, out_channels):
+    """What is put aside is overwritten by the next layer: PyTorch's own result has the skip activated too."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1), Stash("a"), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, padding=1), Pop("a"), nn.Conv2d(8, out_channels, 3, padding=1)
+    )
+
+
+def early_norm(in_channels, out_channels):
+    return _with(EarlyNorm(4), in_channels, out_channels)
+
+
+def active_norm(in_channels, out_channels):
+    return _with(ActiveNorm(4), in_channels, out_channels)
+
+
+def noisy_dropout(in_channels, out_channels):
+    return _with(NoisyDropout(0.5), in_channels, out_channels)
+
+
+def loud_relu(in_channels, out_channels):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.BatchNorm2d(4), LoudRelu(), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def hooked_norm(in_channels, out_channels):
+    return _with(_doubled(nn.BatchNorm2d(4)), in_channels, out_channels)
+
+
+def hooked_conv(in_channels, out_channels):
+    return _with(_doubled(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
+
+
+def hooked_block(in_channels, out_channels):
+    """Hooks of a Sequential inside the flat one."""
+    return _with(_doubled(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())), in_channels, out_channels)
+
+
+def hooked_pointwise(in_channels, out_channels):
+    return _with(_doubled(nn.Conv2d(4, 4, 1)), in_channels, out_channels)
+
+
+def standardised(in_channels, out_channels):
+    return _with(StandardConv(4, 4, 3, padding=1), in_channels, out_channels)
+
+
+def blurred(in_channels, out_channels):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), BlurPool(4), nn.Upsample(scale_factor=2), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def weight_normed(in_channels, out_channels):
+    return _with(parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
+
+
+def weight_normed_by_hook(in_channels, out_channels):
+    return _with(weight_norm(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
+
+
+def spectral_normed(in_channels, out_channels):
+    return _with(parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
+
+
+def spectral_normed_by_hook(in_channels, out_channels):
+    return _with(spectral_norm(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
+
+
+def never_popped(in_channels, out_channels):
+    return _with(Stash("a"), in_channels, out_channels)
+
+
+def stashed_twice(in_channels, out_channels):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Stash("a"), nn.ReLU(), Stash("a"), nn.Conv2d(4, 4, 3, padding=1), Pop("a"), nn.Conv2d(8, out_channels, 3, padding=1))
+
+
+def _with(layer, in_channels, out_channels):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), layer, nn.ReLU(), nn.Conv2d(4, out_channels, 3, padding=1))

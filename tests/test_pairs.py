@@ -1,0 +1,103 @@
+"""Every pair of settings, and many triples, on a small network: exact, or refused by the table of :mod:`distseg.check`; never silent, never a traceback."""
+
+import random
+import re
+from dataclasses import fields, replace
+from itertools import combinations
+
+import pytest
+
+from distseg.check import RULES
+from distseg.config import Config, LossConfig, MeshConfig, ModelConfig
+from distseg.extents import Extents
+from distseg.verify import verify
+
+TOLERANCE = 1e-12
+BASE = Config(
+    model=ModelConfig(depth=2, base_channels=2, num_convs=1, in_channels=2, out_channels=3, norm="instance", dropout=0.2),
+    mesh=MeshConfig(reducer="mpi"),
+    loss=LossConfig(name="cross_entropy"),
+)
+TILES = {"spatial.tiles_per_rank": Extents("2x3")}
+MESH = [{"mesh.samples": 2}, {"mesh.tiles": Extents("2x1")}, {"mesh.stages": 2}]
+OTHERS = [  # each with what it can not do without
+    {"pipeline.placement": "v"},
+    {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]},
+    {"pipeline.schedule": "1f1b"},
+    {"pipeline.recompute": "always"},
+    TILES,
+    {"spatial.in_time": "recompute", **TILES, "model.norm": "none"},
+    {"spatial.in_time": "spill", **TILES},
+    {"spatial.in_time": "spill", **TILES, "spatial.scratch": "memory"},
+    {"spatial.exchange_every": "1"},
+    {"spatial.exchange_every": "level"},
+    {"spatial.exchange_every": "1", "spatial.fuse_below": 8},
+    {"spatial.halo": 4},
+    {"spatial.norm_scope": "step", "model.norm": "batch"},
+    {"spatial.norm_scope": "window"},
+    {"spatial.frozen_norm": True, "model.norm": "batch"},
+    {"run.memory": "4GB"},
+    {"train.accumulate": 2},
+    {"train.channels_last": True},
+    {"data.images": 2},
+    {"loss.name": "dice"},
+    {"loss.name": "dice", "loss.dice_over": "batch"},
+    {"loss.name": "0.5*binary_cross_entropy + focal"},
+    {"loss.class_weights": [1.0, 2.0, 0.5]},
+    {"model.norm": "batch"},
+    {"model.norm": "group"},
+    {"model.dropout": 0.0},
+    {"model.up": "bilinear"},
+    {"model.up": "transposed"},
+]
+NAMED = [rf"{rule.setting} is .*, but {re.sub(r'{[^}]*}', '.*', rule.why)}".replace("(", r"\(").replace(")", r"\)") for rule in RULES]
+NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
+
+
+def together(*chosen: dict) -> dict | None:
+    """All settings of several choices; None where two want another value of one."""
+    found: dict = {}
+    for settings in chosen:
+        if any(found.get(name, value) != value for name, value in settings.items()):
+            return None
+        found |= settings
+    return found
+
+
+def config(settings: dict) -> Config:
+    sections: dict[str, dict] = {}
+    for setting, value in settings.items():
+        section, _, field = setting.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return Config(**{section.name: replace(getattr(BASE, section.name), **sections.get(section.name, {})) for section in fields(Config)})
+
+
+def ranks_of(settings: dict) -> int:
+    return settings.get("mesh.samples", 1) * settings.get("mesh.tiles", Extents("1x1")).volume * settings.get("mesh.stages", 1)
+
+
+def cases(ranks: int, triples: int) -> list[dict]:
+    """Of so many ranks: all pairs, the axes of the mesh that make the ranks aside, and some triples."""
+    axes = [together(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
+    pairs = [together(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
+    more = [together(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
+    more = [settings for settings in more if settings is not None]
+    return [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(more, triples)
+
+
+def outcome(comm, settings: dict) -> str:
+    """``exact``, ``told``, ``refused: why`` or ``wrong: error``."""
+    try:
+        report = verify(config(settings), comm, Extents("20x24"))
+    except ValueError as e:
+        return f"refused: {e}" if any(re.match(named, str(e)) for named in NAMED) else f"wrong: {e}"
+    error, told = comm.bcast(report and (report["max_error"], report["approximations"]))
+    return "exact" if error <= TOLERANCE else "told" if told else f"wrong: {error:.1e}"
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.timeout(600)
+def test_exact_or_refused(comm):
+    found = {str(settings): outcome(comm, settings) for settings in cases(comm.size, {1: 60, 2: 60, 4: 30}[comm.size])}
+    assert not {settings: result for settings, result in found.items() if result.startswith("wrong")}
+    assert sum(result == "exact" for result in found.values()) > len(found) / 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Callable, Sequence
 
 from torch import nn
@@ -35,6 +34,15 @@ class Facts:
         return tiles_in_time(self.config)
 
     @property
+    def stages(self) -> int:
+        """Of a rank that drives several devices."""
+        return stages_of(self.config.pipeline)
+
+    @property
+    def norm(self) -> str | None:
+        return norm_of(self.config)
+
+    @property
     def on_devices(self) -> bool:
         return self.config.pipeline.placement == "devices"
 
@@ -54,16 +62,21 @@ class Facts:
 
     @property
     def shared(self) -> str | None:
-        """The first norm whose statistics ranks share in training."""
-        mesh, scope = self.config.mesh, self.config.spatial.norm_scope
-        ranks = lambda norm: mesh.tiles.volume * (mesh.samples if scope == "step" and kind_of(norm) == "batch" else 1)
-        return None if self.windows else self._first(lambda norm: self._is_live(norm) and ranks(norm) > 1)
+        """The first norm whose statistics ranks share in training, and how many do."""
+        return self._first(
+            lambda norm: not self.windows and self._is_live(norm) and self._ranks(norm) > 1, lambda norm: f" would share its statistics with {self._ranks(norm)} ranks"
+        )
+
+    def _ranks(self, norm: nn.Module) -> int:
+        mesh = self.config.mesh
+        return mesh.tiles.volume * (mesh.samples if self.config.spatial.norm_scope == "step" and kind_of(norm) == "batch" else 1)
 
     def _is_live(self, norm: nn.Module) -> bool:
         return not (self.config.spatial.frozen_norm and tracks(norm))
 
-    def _first(self, which: Callable[[nn.Module], bool]) -> str | None:
-        return next((f"{name} ({kind_of(norm)} norm)" for name, norm in self.norms if which(norm)), None)
+    def _first(self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: "") -> str | None:
+        """Its name and kind, and what else is said of it."""
+        return next((f"{name} ({kind_of(norm)} norm){more(norm)}" for name, norm in self.norms if which(norm)), None)
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,8 @@ def _with(setting: str, facts: Facts) -> bool:
 
 def _in_time(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
     """Of either setting by which tiles are computed in time."""
-    refused = lambda setting, f: _with(setting, f) and beside(f)
-    return tuple(Rule(setting, other, partial(refused, setting), why) for setting in ("spatial.in_time", "run.memory"))
+    rule = lambda setting: Rule(setting, other, lambda f: _with(setting, f) and beside(f), why)
+    return rule("spatial.in_time"), rule("run.memory")
 
 
 RULES = (
@@ -110,16 +123,16 @@ RULES = (
          "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank compute at once, where exchanges need one order: set that to all, or put "
          "the stages on ranks (mesh.stages)"),
     Rule("pipeline.placement", "mesh.stages", lambda f: f.on_devices and f.config.mesh.stages != 1,
-         "that puts all {stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set mesh.stages to 1, or pipeline.placement to line for a stage a rank"),
+         "that puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set mesh.stages to 1, or pipeline.placement to line for a stage a rank"),
     Rule("pipeline.placement", "pipeline.schedule", lambda f: f.on_devices and f.config.pipeline.schedule == "1f1b",
          "pipeline.schedule is 1f1b, and torchgpipe knows gpipe only: set it to gpipe or auto"),
     Rule("pipeline.placement", "spatial.tiles_per_rank", lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
          "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement to line"),
     Rule("pipeline.placement", "mesh.tiles", lambda f: f.on_devices and f.shared is not None,
-         "threads then compute the stages, and {f.shared} would share its statistics with {ranks} ranks from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, "
+         "threads then compute the stages, and {f.shared} from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, "
          "train with model.norm none or spatial.frozen_norm, or set pipeline.placement to line"),
     # without effect
-    Rule("model.groups", "model.norm", lambda f: norm_of(f.config) not in ("group", None), "model.norm is {norm}: set it to group, or leave model.groups out"),
+    Rule("model.groups", "model.norm", lambda f: f.norm not in ("group", None), "model.norm is {f.norm}: set it to group, or leave model.groups out"),
     Rule("pipeline.recompute", "spatial.in_time", lambda f: f.in_time, "tiles in time (run.memory or spatial.in_time) compute again by themselves what they need: leave it out"),
     Rule("spatial.fuse_below", "spatial.exchange_every", lambda f: not f.config.spatial.exchanges,
          "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or level, or leave spatial.fuse_below out"),
@@ -145,16 +158,11 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     for rule in RULES:
         value = of(config, rule.setting)
         if value != of(_DEFAULTS, rule.setting) and rule.refused(facts):
-            raise ValueError(f"{rule.setting} is {f'{value / 1e9:g}GB' if rule.setting == 'run.memory' else value}, but {_text(rule, facts)}")
+            shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
+            raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")
-
-
-def _text(rule: Rule, facts: Facts) -> str:
-    config = facts.config
-    ranks = config.mesh.tiles.volume * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
-    return rule.why.format(c=config, f=facts, norm=norm_of(config), ranks=ranks, stages=stages_of(config.pipeline) if facts.on_devices else 0)
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:

@@ -48,12 +48,12 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
 }
 
 
-def config(settings: dict) -> Config:
+def config(settings: dict, base: Config = Config()) -> Config:
     sections: dict[str, dict] = {}
     for setting, value in settings.items():
         section, _, field = setting.partition(".")
         sections.setdefault(section, {})[field] = value
-    return Config(**{section.name: replace(section.default_factory(), **sections.get(section.name, {})) for section in fields(Config)})
+    return Config(**{section.name: replace(getattr(base, section.name), **sections.get(section.name, {})) for section in fields(Config)})
 
 
 def test_the_defaults_are_not_refused():

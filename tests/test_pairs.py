@@ -2,11 +2,11 @@
 
 import random
 import re
-from dataclasses import fields, replace
 from itertools import combinations
 
 import pytest
 
+from test_check import config
 from distseg.check import RULES
 from distseg.config import Config, LossConfig, MeshConfig, ModelConfig
 from distseg.extents import Extents
@@ -64,14 +64,6 @@ def together(*chosen: dict) -> dict | None:
     return found
 
 
-def config(settings: dict) -> Config:
-    sections: dict[str, dict] = {}
-    for setting, value in settings.items():
-        section, _, field = setting.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return Config(**{section.name: replace(getattr(BASE, section.name), **sections.get(section.name, {})) for section in fields(Config)})
-
-
 def ranks_of(settings: dict) -> int:
     return settings.get("mesh.samples", 1) * settings.get("mesh.tiles", Extents("1x1")).volume * settings.get("mesh.stages", 1)
 
@@ -88,7 +80,7 @@ def cases(ranks: int, triples: int) -> list[dict]:
 def outcome(comm, settings: dict) -> str:
     """``exact``, ``told``, ``refused: why`` or ``wrong: error``."""
     try:
-        report = verify(config(settings), comm, Extents("20x24"))
+        report = verify(config(settings, BASE), comm, Extents("20x24"))
     except ValueError as e:
         return f"refused: {e}" if any(re.match(named, str(e)) for named in NAMED) else f"wrong: {e}"
     error, told = comm.bcast(report and (report["max_error"], report["approximations"]))

@@ -23,7 +23,7 @@ from typing import Callable, Iterable, Sequence
 
 from distseg.extents import Extents
 from distseg.geometry.footprint import Footprint, Gather, Span
-from distseg.geometry.needs import Link, Need, box_of, hull, needs_along, taken_of
+from distseg.geometry.needs import Link, Need, box_of, needs_along, taken_of
 from distseg.geometry.tile import Box, Reach
 
 
@@ -138,25 +138,25 @@ def _maps(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...]) -> 
     Who owns the middle of what a cell looks at owns the cell. Where that ends beside the borders, as behind a padding on one side only, who
     owns the cell's pixels does.
     """
-    maps = _cut(links, dim, n, borders, lambda footprint, cuts, scale: map(footprint.cut, cuts[1:-1]))
+    maps = _cut(links, dim, n, borders, lambda layer, cuts: map(links[layer].along(dim).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:
-        maps = _cut(links, dim, n, borders, lambda footprint, cuts, scale: (math.ceil(b / scale) for b in borders[1:-1]))
+        scales = _scales(links, dim)
+        maps = _cut(links, dim, n, borders, lambda layer, cuts: (math.ceil(b / scales[layer + 1]) for b in borders[1:-1]))
     return maps
 
 
-def _cut(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...], inner: Callable[[Footprint, tuple[int, ...], Fraction], Iterable[int]]) -> list[_Map]:
-    """Maps cut where ``inner`` says, from a footprint, the cuts before it and the pixels that a cell behind it stands for."""
-    maps, scale, skips = [(n, borders)], Fraction(1), {}
-    for link in links:
+def _cut(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...], inner: Callable[[int, tuple[int, ...]], Iterable[int]]) -> list[_Map]:
+    """Maps cut where ``inner`` says, from the number of a layer that has a footprint and the cuts before it."""
+    maps, skips = [(n, borders)], {}
+    for layer, link in enumerate(links):
         n, cuts = maps[-1]
         if link.stash is not None:
-            skips[link.stash] = n, cuts, scale
+            skips[link.stash] = n, cuts
         footprint = link.along(dim)
         if link.pop is not None:
-            n, cuts, scale = skips.pop(link.pop)  # the input is cut to the skip's size
+            n, cuts = skips.pop(link.pop)  # the input is cut to the skip's size
         elif footprint is not None:
-            scale = _scaled(scale, footprint)
-            n, cuts = _mapped(link, footprint, n, len(cuts) - 1, inner(footprint, cuts, scale))
+            n, cuts = _mapped(link, footprint, n, len(cuts) - 1, inner(layer, cuts))
         maps.append((n, cuts))
     return maps
 
@@ -221,20 +221,17 @@ def reach_of(links: Sequence[Link], dims: int) -> Reach:
 
 def _reach_along(links: Sequence[Link], dim: int) -> tuple[int, int]:
     stride = math.lcm(*(scale.numerator for scale in _scales(links, dim)))
-    a, b = 0, stride  # a tile in the midst of an image without end; all else moves with it
-    skips: dict[str, Span] = {}
-    for link in reversed(links):
-        if link.pop is not None:
-            skips[link.pop] = a, b
-        if (footprint := link.along(dim)) is not None:
-            a, b = footprint.needs(a, b)
-        if link.stash is not None:
-            a, b = hull((a, b), skips.pop(link.stash))
-    halo = max(-a, b - stride)
+    sizes = lambda n: [size for size, _ in _maps(links, dim, n, (0, n))]
+    a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
+    first, last = needs_along(links, dim, sizes(2 * a), [(a, a + stride)])[0].given[0]
+    halo = max(a - first, last - a - stride)
     n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
-    if (made := _maps(links, dim, n, (0, n))[-1][0]) != n:
+    if (made := sizes(n)[-1]) != n:
         raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size")
     return halo, stride
+
+
+_FAR = 1 << 20  # cells of the stride
 
 
 def _scales(links: Sequence[Link], dim: int) -> list[Fraction]:

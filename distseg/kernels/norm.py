@@ -157,8 +157,7 @@ def _call(
     x = images[0]
     if own is not None and not Box.whole(x.shape[2:]).contains(own):
         raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(x.shape[2:])}")  # the kernel would write there
-    wide = torch.promote_types(x.dtype, torch.float32)
-    kept = [p.to(wide).contiguous() if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
+    kept = [_widened(p, x) if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
     pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in (*images, *kept, *outputs)]
     function = getattr(library(), f"{name}_{_TYPES[x.dtype]}")
     function(ctypes.byref(_shape(x, last, own)), *(ctypes.byref(_strides(image)) for image in images), *pointers)

@@ -211,10 +211,22 @@ def channels_of(model: nn.Module) -> tuple[int, int]:
     return x.shape[1], convs[-1].out_channels
 
 
+def first_convolution(model: nn.Module) -> nn.Module:
+    """The one that tells a network's dims and channels.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), None)
+    if found is None:
+        raise ValueError("this model has no convolution layer to read its dims from")
+    return found
+
+
 def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:
     """The channels of the feature map before each layer of a flat model, up to layer ``until``, by default the result."""
     layers = [layer for _, layer in flat_layers(outline(model))]
-    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    first = first_convolution(model)
     x = torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
     found = [x.shape[1]]
     with torch.no_grad(), skip_store({}):

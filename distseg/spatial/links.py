@@ -8,7 +8,7 @@ from distseg.geometry.layout import reach_of
 from distseg.geometry.needs import Link
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
-from distseg.models.layers import channels_of_maps, flat_layers, skips_of
+from distseg.models.layers import channels_of_maps, first_convolution, flat_layers, skips_of
 from distseg.spatial.local import link_of
 
 
@@ -27,7 +27,7 @@ def receptive_field(model: nn.Module) -> Reach:
         links = links_of(model)
     except ValueError:
         return probed_reach(model)
-    return reach_of(links, _dims(model))
+    return reach_of(links, first_convolution(model).weight.dim() - 2)
 
 
 def links_of(model: nn.Module) -> list[Link]:
@@ -44,12 +44,5 @@ def links_of(model: nn.Module) -> list[Link]:
             "flatten it, or set spatial.exchange_every to all"
         ) from None
     skips_of([layer for _, layer in layers])
-    dims = _dims(model)
+    dims = first_convolution(model).weight.dim() - 2
     return [link_of(name, layer, dims, lambda position=position: channels_of_maps(model, position)[-1]) for position, (name, layer) in enumerate(layers)]
-
-
-def _dims(model: nn.Module) -> int:
-    convolution = next((m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), None)
-    if convolution is None:
-        raise ValueError("this model has no convolution layer to read its dims from")
-    return convolution.weight.dim() - 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distseg.altered import genuine
 from distseg.geometry.needs import Link
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import Pop, channels_of_maps, flat_layers, is_sequential, outline, skip_store
+from distseg.models.layers import Pop, channels_of_maps, first_convolution, flat_layers, is_sequential, outline, skip_store
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
@@ -283,7 +283,7 @@ def _check_state(model: nn.Module, reach: Reach) -> None:
 
 
 def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) -> Tensor:
-    first = next(m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd))
+    first = first_convolution(model)
     like = next(model.parameters())
     return torch.zeros(1, first.in_channels, *size, device=device or like.device, dtype=like.dtype)
 

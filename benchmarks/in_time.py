@@ -31,7 +31,6 @@ from distseg.launch import set_up, world
 from distseg.mesh import Mesh
 from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
-from distseg.spatial.in_time import Walk
 from distseg.train.engine import Engine, autocast, place_model
 from distseg.train.run import step_loader
 from distseg.train.optim import make_optimizer
@@ -120,7 +119,7 @@ def _job(options: argparse.Namespace) -> None:
     seconds, stored = [], 0
     while not seconds or sum(seconds) < options.seconds:
         for blocks in loader.epoch(len(seconds)):
-            stored = Walk(engine.gradient_step.executor, blocks[0]).stored
+            stored = engine.gradient_step.executor.stored([block.place for block in blocks[0]])
             start = time.perf_counter()
             loss = engine.backward(blocks)
             engine.update(1e-3)

@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Sequence
 
+from distseg.geometry.footprint import Span
 from distseg.geometry.layout import Part
-from distseg.geometry.needs import Link, box_of, needs_along
+from distseg.geometry.needs import Link, box_of, hull, needs_along
 from distseg.geometry.tile import Box
 
 
@@ -103,3 +104,14 @@ def chain(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segmen
         inside = None if needs[0].skip is None else box_of([need.skip[0] for need in needs])
         parts.append(Part(size, taken, taken, taken, raw, made, made if position in segment.skips else inside))
     return Chain(parts, {pop: parts[pop - layers.start].made for pop in segment.skips})
+
+
+def rows_read(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segment, rows: Span) -> dict[int, Span]:
+    """The rows of each map that some rows of a segment's result are made from."""
+    layers = segment.layers
+    needs = needs_along(links[layers.start : layers.stop], 0, [size[0] for size in sizes[layers.start : layers.stop]], [rows])
+    found = {layers.start: needs[0].given[0]}
+    for pop, skip in segment.skips.items():
+        window = needs[pop - layers.start].made[0]
+        found[skip.source] = hull(found.get(skip.source, window), window)
+    return found

@@ -37,8 +37,9 @@ from distseg.memory_format import channels_last as last_format
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
 from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling, budget_of
+from distseg.program.tiles import whole
 from distseg.scene import Scene
-from distseg.spatial.in_time import Block, InTime, Walk
+from distseg.spatial.in_time import Block, InTime
 from distseg.spatial.parallelize import TiledModel
 
 _SHARE = 0.5  # of the memory that is free, in which maps may wait
@@ -193,8 +194,8 @@ class Predictor:
         every = self.tiles_of(size)
         mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
         block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
-        walk, _ = self._walk(size, block, borders, lambda box: None)
-        return walk.computed([mine])
+        executor, place = self._executor(size, block, borders)
+        return executor.computed(whole(executor.work([place], boxes=[mine])), [place])
 
     @property
     def _dealt_singly(self) -> bool:
@@ -222,22 +223,20 @@ class Predictor:
 
     def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         reader = _Reader(scene.read)
-        walk, executor = self._walk(scene.size, block, borders, reader)
-        reads = self.pipeline is None or self.pipeline.first
-        ahead = reader.ahead(walk.pixel_windows([mine]) if reads else [])
+        executor, place = self._executor(scene.size, block, borders)
+        operations = whole(executor.work([place], boxes=[mine]))
+        ahead = reader.ahead(list(executor.windows(operations, [place])))
         with self._evaluating(workers), executor.transfers.moving(), ahead:
-            for stage in self._stages:
-                walk.forward(stage)
-            results = walk.outputs([mine]) if self.last else iter(())
+            blocks = [Block(place, lambda box: self._uploaded(reader(box)))]
+            results = ((op.box, y) for op, y in executor.run(operations, {0: blocks}))
             while (found := self._next(results)) is not None:
                 yield found
-            walk.close()
             executor.transfers.flush()
 
     @torch.no_grad()
-    def _next(self, results: Iterator[tuple[int, Box, torch.Tensor]]) -> tuple[Box, np.ndarray] | None:
+    def _next(self, results: Iterator[tuple[Box, torch.Tensor]]) -> tuple[Box, np.ndarray] | None:
         """Within a call, so that whoever takes results keeps his own setting of gradients."""
-        for _, box, output in results:
+        for box, output in results:
             return box, output[0].to(torch.promote_types(output.dtype, torch.float32)).cpu().numpy()
         return None
 
@@ -246,28 +245,26 @@ class Predictor:
         """The stages, where they lie on several ranks or devices."""
         return self.pipeline.partition if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1) else None
 
-    @property
-    def _stages(self) -> list[int]:
-        return self._cut.stages_of(self.pipeline.comm.rank) if self._cut else [0]
-
-    def _walk(self, size, block: Box, borders: Sequence[Sequence[int]] | None, read: Callable[[Box], np.ndarray]) -> tuple[Walk, InTime]:
-        """Through the network with a block of an image; its maps in memory or in files."""
-        model, size = self.model, tuple(size)
-        layout, cut = self.layout(size, borders), self._cut
-        stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
-        executor = InTime(
-            model, model.links, model.live_always, lambda image: layout, SizeTiling(self._tile_of(size)), None, self._activations.stored, self.autocast,
-            self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
-        )  # fmt: skip
-        place = Place(size, block, window(block, size, model.reach), (0,), (0,))
-        blocks = [Block(place, lambda box: self._uploaded(read(box)))]
-        stored = Walk(executor, blocks).stored
+    def _executor(self, size, block: Box, borders: Sequence[Sequence[int]] | None) -> tuple[InTime, Place]:
+        """Of a block of an image, and where that lies; maps wait in memory or in files."""
+        place = Place(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
+        layout = self.layout(size, borders)
+        executor = self._in_memory(layout)
+        stored = executor.stored([place])
         if not self._fits(stored):
             executor.folder, stored = self.scratch or tempfile.gettempdir(), 0
+            executor.check_room([place])
         if self.room is not None:
             executor.tiling = BudgetTiling(self._activations, self.room - stored)
-        (walk,) = executor.walks([blocks])
-        return walk, executor
+        return executor, place
+
+    def _in_memory(self, layout: Layout) -> InTime:
+        model, cut = self.model, self._cut
+        stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
+        return InTime(
+            model, model.links, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations.bytes_of, self.autocast,
+            self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
+        )  # fmt: skip
 
     def _fits(self, stored: int) -> bool:
         """Whether maps of so many bytes wait in memory."""
@@ -281,7 +278,7 @@ class Predictor:
         workers = self._first(min(self.replicas.size, len(self.tiles_of(scene.size))))
         with self._evaluating(workers), closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead:
             results = self._windows(places, lambda i: self._uploaded(next(ahead)))  # windows are asked for in order, each once
-            while (found := self._next((None, mine[i], output) for i, output in results)) is not None:
+            while (found := self._next((mine[i], output) for i, output in results)) is not None:
                 yield found
 
     @cached_property

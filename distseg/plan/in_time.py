@@ -112,40 +112,9 @@ class Activations:
         """The positions of norms."""
         return [position for position, kind in enumerate(self.kinds) if issubclass(kind, NORMS)]
 
-    def stored(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int, returning: Sequence[int] = (), back: bool = True) -> int:
-        """Bytes of the maps that segments read and make, and of their gradients, at most at once.
-
-        Args:
-            held: the part of the map before a layer that is stored.
-            segments: of a rank, in order.
-            returning: the maps whose gradients other ranks send, once for each; they may come at any time.
-            back: whether backward passes follow; else a map goes once it was read.
-        """
-        positions = {p for s in segments for p in (*s.sources, s.layers.stop)} - {0, len(self.links)}
-        sizes = {p: images * self.channels[p] * held(p).pixels * self.itemsize for p in positions}
-        if not back:
-            return self._passing(segments, sizes)
-        most = present = sum(sizes.values())
-        gradients: set[int] = set()
-        for segment in reversed(segments):  # its sources' gradients come, what is behind it goes
-            gradients |= {source for source in segment.sources if source in sizes}
-            present -= sizes.get(segment.layers.stop, 0)
-            most = max(most, present + sum(sizes[g] for g in gradients | ({segment.layers.stop} & set(sizes))))
-            gradients.discard(segment.layers.stop)
-        return most + sum(sizes[p] for p in returning)
-
-    @staticmethod
-    def _passing(segments: Sequence[Segment], sizes: dict[int, int]) -> int:
-        """The most that maps of these sizes take at once where each goes after its last reader; maps of other ranks come at any time."""
-        made = {s.layers.stop for s in segments}
-        present = sum(size for p, size in sizes.items() if p not in made)
-        last = {p: s for s in segments for p in s.sources}
-        most = 0
-        for segment in segments:
-            present += sizes.get(segment.layers.stop, 0)
-            most = max(most, present)
-            present -= sum(sizes.get(p, 0) for p in segment.sources if last[p] is segment)
-        return most
+    def bytes_of(self, position: int, box: Box, images: int) -> int:
+        """Of a part of the map before a layer, as it is stored."""
+        return images * self.channels[position] * box.pixels * self.itemsize
 
     def _kept_otherwise(self, position: int) -> bool:
         """Whether a layer's result is its input's memory, or computed together with the norm before it (distseg.spatial.parallelize)."""

@@ -3,7 +3,8 @@
 Between the layers that need all of a feature map, which are the live norms, lie segments (:mod:`distseg.geometry.segment`).
 Their borders are stored, in a scratch folder or in the host's memory. Forward, a segment is run on windows of the map before
 it, tile by tile of its result, and the statistics of the next norm are collected on the way. Backward, a segment is run once
-more on each window, now with a graph, and what reaches the window is added to the stored gradient of that map::
+more on each window, now with a graph, and what reaches the window is added to the stored gradient of that map. The order is that of
+the program (:mod:`distseg.program.tiles`), whose operations are done here::
 
     forward      read window - norm act conv - write tile, moments           then: statistics over all tiles, all ranks
     backward     read gradient of the tile, read window - the same again - backward - add to gradient of the window
@@ -17,19 +18,23 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Callable, ContextManager, Iterator, Protocol, Sequence
+from typing import Callable, ContextManager, Iterator, Mapping, Protocol, Sequence
 
 import torch
 from torch import Tensor
 
 from distseg.comm.collective import Alone
+from distseg.geometry.footprint import Span
 from distseg.geometry.layout import Layout, Part, Region
 from distseg.geometry.needs import Link
-from distseg.geometry.segment import Chain, Segment, chain, segments_of
+from distseg.geometry.segment import Chain, Segment, chain, rows_read, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
+from distseg.program.operations import (
+    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Forward, Loss, Measure, OfTile, Operation, Output, Send, SendGradient, Settle, Statistic,
+)  # fmt: skip
+from distseg.program.tiles import Work, peak, whole
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import Pending
 from distseg.spatial.parallelize import TiledModel
@@ -71,12 +76,6 @@ class Tiling(Protocol):
         """Cells of a tile along each dim; the last may be smaller."""
 
 
-class Stored(Protocol):
-    """Tells the bytes that maps take, at most at once."""
-
-    def __call__(self, held: Callable[[int], Box], segments: Sequence[Segment], images: int, returning: Sequence[int] = (), back: bool = True) -> int: ...
-
-
 class InTime:
     """The executor of a flat model on one rank, which runs all of it or some stages.
 
@@ -85,7 +84,7 @@ class InTime:
         live: the positions of norms that take statistics.
         layout: of an image on the mesh's tiles, read as windows.
         folder: for stored maps; None: the host's memory.
-        stored: :meth:`distseg.plan.in_time.Activations.stored`, the bytes that maps take.
+        bytes_of: of a part of the map before a layer, of so many images.
         autocast: makes the context in which the network runs.
         devices: where the network runs; of each stage, where a rank has several.
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
@@ -93,204 +92,241 @@ class InTime:
         trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
 
     Attributes:
-        watch: told the share of a step that is done, now and then.
+        watch: told the share of a program that is done, now and then.
         span: makes the context of what is done, by kind and name, for those who watch (:mod:`distseg.pipeline.trace`).
     """
 
     def __init__(
         self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
-        stored: Stored, autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
+        bytes_of: Callable[[int, Box, int], int], autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
         placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True,
     ):  # fmt: skip
-        self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
-        self.stored, self.autocast, self.devices = stored, autocast, [torch.device(d) for d in devices]
-        self.returns, self.trims = returns, trims
+        self.model, self.links, self.layout, self.tiling, self.folder = model, list(links), layout, tiling, folder
+        self.bytes_of, self.autocast, self.devices = bytes_of, autocast, [torch.device(d) for d in devices]
+        self.returns, self.pages = returns, _Pages(trims)
         self.placement, self.comm, self.transfers = tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
-        every = segments_of(self.links, live, stages)
+        self.segments = segments_of(self.links, live, stages)
         rank_of = lambda segment: self.placement[segment.stage]
-        self.segments = [s for s in every if rank_of(s) == comm.rank]
-        self.makers = {s.layers.stop: rank_of(s) for s in every}  # of the map before a layer
-        self.readers = {p: sorted({rank_of(s) for s in every if p in s.sources} - {comm.rank}) for p in self.makers}  # other ranks
-        self.popped = {skip.stash for segment in every for skip in segment.skips.values()}  # in other segments
-
-    def comes_from_elsewhere(self, position: int) -> bool:
-        """Whether another rank makes the map before a layer; pixels come from the store."""
-        return self.makers.get(position, self.comm.rank) != self.comm.rank
+        self.mine = [number for number, segment in enumerate(self.segments) if rank_of(segment) == comm.rank]
+        self.live = set(live) & {self.segments[number].layers.start for number in self.mine}
+        self.makers = {s.layers.stop: rank_of(s) for s in self.segments}  # of the map before a layer
+        self.readers = {p: sorted({rank_of(s) for s in self.segments if p in s.sources} - {comm.rank}) for p in self.makers}  # other ranks
+        self.popped = {skip.stash for segment in self.segments for skip in segment.skips.values()}  # in other segments
+        self._works: dict[tuple, Work] = {}
+        self._stored: dict[tuple, int] = {}
 
     def device_of(self, segment: Segment) -> torch.device:
         return self.devices[segment.stage if len(self.devices) > 1 else 0]
+
+    def name_of(self, segment: Segment) -> str:
+        return f"{self.links[segment.layers.start].name} to {self.links[segment.layers.stop - 1].name}"
+
+    def map_before(self, position: int) -> str:
+        return f"the map before {self.links[position].name}"
 
     def label_tiles(self, block: Block) -> Iterator[Box]:
         """The tile of a block, in strips that are read at once."""
         return strips(block.place.tile, _LABELS)
 
+    def work(self, places: Sequence[Place], number: int = 0, boxes: Sequence[Sequence[Box]] | None = None) -> Work:
+        """What this rank has of micro-batch ``number``, whose blocks lie at these places; made once for each size.
+
+        Args:
+            boxes: the tiles of each block to compute of the network's result; by default all, of the executor's size.
+        """
+        key = number, _sizes(places)
+        if boxes is None and key in self._works:
+            return self._works[key]
+        cut = Cut(self, places, boxes)
+        work = Work(self.segments, self.mine, self.live, self.readers, len(places), cut.tiles, cut.rows, cut.held, self.returns, number)
+        return self._works.setdefault(key, work) if boxes is None else work
+
+    def stored(self, places: Sequence[Place]) -> int:
+        """Bytes of the maps that a micro-batch will store, at most at once."""
+        key = _sizes(places)
+        if key not in self._stored:
+            cut = Cut(self, places)
+            self._stored[key] = peak(self.work(places), lambda block, position: self.bytes_of(position, cut.held(block, position), cut.images[block]))
+        return self._stored[key]
+
     def describe(self, image: Sequence[int]) -> str:
         """What a step on an image of this size is made of, for the first of its ranks."""
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
-        walk = Walk(self, [Block(Place(tuple(image), tile, tile, (0,), (0,)), lambda box: None)])
-        if not walk.stored:
-            return f"tiles in time: {walk.visits} windows a step, one after another"
+        places = [Place(tuple(image), tile, tile, (0,), (0,))]
+        visits, stored = sum(isinstance(op, OfTile) for op in whole(self.work(places))), self.stored(places)
+        if not stored:
+            return f"tiles in time: {visits} windows a step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
-        segments = f"{len(self.segments)} segment{'s' * (len(self.segments) > 1)}{of}"
-        return f"tiles in time: {segments}, {walk.visits} tiles an image there and back; {walk.stored / 1e9:.3g} GB of feature maps wait {where}"
+        segments = f"{len(self.mine)} segment{'s' * (len(self.mine) > 1)}{of}"
+        return f"tiles in time: {segments}, {visits} tiles an image there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
 
-    def walks(self, micro_batches: Sequence[Sequence[Block]]) -> "list[Walk]":
-        """Through the network with the blocks of each micro-batch, which may be under way together.
+    def check_room(self, *under_way: Sequence[Place]) -> None:
+        """Refuse a scratch folder without room for the maps of micro-batches that are under way together, each by its places.
 
         Raises:
-            OSError: the scratch folder has no room for what will be stored.
+            OSError: naming the folder and both numbers.
         """
-        walks = [Walk(self, blocks) for blocks in micro_batches]
-        if self.folder is not None and (stored := sum(walk.stored for walk in walks)):
+        if self.folder is not None and (stored := sum(map(self.stored, under_way))):
             check_room(self.folder, stored)
-        for walk in walks:
-            walk.expect_maps()
-        return walks
+
+    def run(
+        self, operations: Sequence[Operation], micro_batches: Mapping[int, Sequence[Block]], settle: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[Output, Tensor]]:
+        """Do the operations one after another; yields the logits (B, C', *box.size) of each tile of the network's result.
+
+        Where an output goes back, the logits have a graph, and what is asked for next tells that they were gone back through. Collective
+        over the ranks that share statistics, and over those of the pipeline.
+
+        Args:
+            settle: called where the loss's slope must be known.
+        """
+        walks = {m: Walk(self, blocks) for m, blocks in micro_batches.items()}
+        tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
+        for op in operations:
+            if isinstance(op, Loss):
+                settle()
+            elif isinstance(op, Output):
+                yield from ((op, y) for y in walks[op.micro_batch].output(op))
+            else:
+                walks[op.micro_batch].do(op)
+            if isinstance(op, OfTile):
+                self.pages.end()
+                done += 1
+                self.watch(done / tiles)
+        for walk in walks.values():
+            walk.close()
+
+    def windows(self, operations: Sequence[Operation], places: Sequence[Place]) -> Iterator[Box]:
+        """What the operations read of pixels, in order; for those who read ahead."""
+        cut = Cut(self, places)
+        there = (op for op in operations if isinstance(op, OfTile) and self.segments[op.segment].layers.start == 0)
+        return (cut.chain(op).given for op in there)
+
+    def computed(self, operations: Sequence[Operation], places: Sequence[Place]) -> Iterator[tuple[int, Box]]:
+        """(layer, cells of its result) of all that the operations compute, each tile once."""
+        cut = Cut(self, places)
+        for op in (op for op in operations if isinstance(op, OfTile)):
+            segment, way = self.segments[op.segment], cut.chain(op)
+            yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
+            yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
+
+
+def _sizes(places: Sequence[Place]) -> tuple:
+    """By which programs are told apart."""
+    return tuple((place.image, place.tile, len(place.images)) for place in places)
+
+
+class Cut:
+    """Where the tiles of a micro-batch's blocks lie in each map.
+
+    Args:
+        boxes: the tiles of each block of the network's result; by default all.
+    """
+
+    def __init__(self, executor: InTime, places: Sequence[Place], boxes: Sequence[Sequence[Box]] | None = None):
+        self.segments, self.links, self.tiling, self.boxes = executor.segments, executor.links, executor.tiling, boxes
+        self.images = [len(place.images) for place in places]
+        self.layouts = [executor.layout(place.image) for place in places]
+        self.cells = [layout.cell_of(place.tile) for layout, place in zip(self.layouts, places)]
+
+    def held(self, block: int, position: int) -> Box:
+        """What of the map before a layer is computed."""
+        layout, cell = self.layouts[block], self.cells[block]
+        return layout.result_of(cell) if position == len(self.links) else layout.part(position, cell).given
+
+    def owned(self, block: int, position: int) -> Box:
+        return self.layouts[block].part(position, self.cells[block]).owned
+
+    def size(self, block: int, position: int) -> tuple[int, ...]:
+        return tuple(self.layouts[block].sizes[position])
+
+    def tiles(self, block: int, segment: int) -> Sequence[Box]:
+        """Of what is computed of a segment's result."""
+        if self.boxes is not None and segment == len(self.segments) - 1:
+            return self.boxes[block]
+        result = self.held(block, self.segments[segment].layers.stop)
+        return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
+
+    def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
+        return rows_read(self.links, self.layouts[block].sizes, self.segments[segment], rows)
+
+    def chain(self, op: OfTile) -> Chain:
+        return chain(self.links, self.layouts[op.block].sizes, self.segments[op.segment], op.box)
+
+    def ends(self, op: OfTile) -> tuple:
+        """At which ends of its map a tile lies: windows there are smaller."""
+        whole = self.held(op.block, self.segments[op.segment].layers.stop)
+        return tuple((a == c, b == d) for a, b, c, d in zip(op.box.start, op.box.stop, whole.start, whole.stop))
 
 
 class Walk:
-    """The blocks of one micro-batch on their way through this rank's part of the network, there and back."""
+    """The blocks of one micro-batch on their way through this rank's part of the network: does its operations."""
 
     def __init__(self, executor: InTime, blocks: Sequence[Block]):
-        self.executor, self.blocks = executor, list(blocks)
-        self.segments, self.layers, self.transfers = executor.segments, executor.model.layers, executor.transfers
-        self.context = executor.model.context
-        self.layouts = [executor.layout(block.place.image) for block in blocks]
-        self.cells = [layout.cell_of(block.place.tile) for layout, block in zip(self.layouts, blocks)]
-        self.maps: dict[tuple[int, int], Map] = {}
+        self.executor, self.blocks, self.segments = executor, list(blocks), executor.segments
+        self.cut, self.span = Cut(executor, [block.place for block in blocks]), executor.span
+        self.layers, self.transfers, self.context = executor.model.layers, executor.transfers, executor.model.context
+        self.maps: dict[tuple[int, int], Map] = {}  # by block and position, as all below
         self.gradients: dict[tuple[int, int], Map] = {}
         self.norms: dict[int, Pending] = {}
-        self.watch: Callable[[float], None] = lambda share: None
-        self._ends = [segment for segment in self.segments if segment.layers.stop == len(self.layers)]
-        self._done, self.visits = 0, sum(self._count(s) * (2 if executor.returns and s not in self._ends else 1) for s in self.segments)
-        self._first_reader = {p: segment for segment in reversed(self.segments) for p in segment.sources}
-        self._last_reader = {p: segment for segment in self.segments for p in segment.sources}
+        self._moments: dict[int, list] = {}
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
-        self._sending: dict[tuple[int, int], list[Sending]] = {}  # maps to their readers, gradients to the map's maker
-        elsewhere = filter(executor.comes_from_elsewhere, self._first_reader)
-        self._final_by_rows = {p for p in elsewhere if p not in executor.live and not self._mirrors(self._first_reader[p])}
+        self._sending: dict[tuple[int, int], list[Sending]] = {}
+        self._handing_back: dict[tuple[int, int], Sending] = {}
 
-    @property
-    def stored(self) -> int:
-        """Bytes of the maps that it will store, at most at once."""
-        back = self.executor.returns
-        returning = [s.layers.stop for s in self.segments for _ in self.executor.readers[s.layers.stop]] if back else []
-        sizes = (self.executor.stored(partial(self._held, i=i), self.segments, len(block.place.images), returning, back) for i, block in enumerate(self.blocks))
-        return sum(sizes)
+    def do(self, op: Operation) -> None:
+        """Any operation but an output, or the loss."""
+        _DOES[type(op)](self, op)
 
-    @torch.no_grad()
-    def forward(self, stage: int = 0) -> None:
-        """All segments of a stage but the network's last. Collective over the ranks that share statistics."""
-        for segment in self._of(stage):
-            start, stop = segment.layers.start, segment.layers.stop
-            if start in self.executor.live and start not in self.norms:  # nobody here made the map
-                whole = ((i, box) for i in range(len(self.blocks)) for box in strips(self._held(start, i), _CELLS if start else _PIXELS))
-                self._meet_norm(start, [part for i, box in whole for part in self._moments(start, i, box, self._read(start, i, box))])
-            if segment in self._ends:
-                continue
-            parts, here = [], any(s.layers.start == stop for s in self.segments)
-            for i, box in self._tiles(segment):
-                with self.span("forward", self._name(segment)):
-                    y, _ = self._run(segment, i, box)
-                with self.span("scratch", "write"):
-                    self._map(self.maps, i, stop, y).write(box, y)
-                self._hand_on(i, stop, box)
-                if here:
-                    parts += self._moments(stop, i, box, y)
-            if here and stop in self.executor.live:
-                self._meet_norm(stop, parts)
-            if not self.executor.returns:
-                self._let_go(segment)
-
-    def outputs(self, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box, Tensor]]:
-        """(block, tile, logits (B, C', *tile.size)) of the network's last segment, tile by tile, with a graph if gradients are on.
-
-        What is asked for next tells that a tile's backward pass, if there is one, is done.
-
-        Args:
-            boxes: the tiles of each block to compute; by default all, of the executor's size.
-        """
-        (segment,) = self._ends
-        for i, box in self._tiles(segment, boxes):
-            with self.span("forward", self._name(segment)):
-                y, leaves = self._run(segment, i, box)
-            yield i, box, y
-            self._take_in(segment, i, leaves)
-        if not self.executor.returns:
-            self._let_go(segment)
+    def output(self, op: Output) -> Iterator[Tensor]:
+        """The logits of a tile; the gradients of what was read for them are taken in when the next is asked for."""
+        with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
+            y, leaves = self._run(op)
+        yield y
+        self._take_in(op.block, leaves)
 
     def close(self) -> None:
-        """Let go of all maps, once others have what they read of them."""
-        for (i, position), sendings in self._sending.items():
-            for sending in sendings:
-                self.transfers.wait_sent(sending, self._map_before(position))
+        """Let go of what is left, once others have what they read of it."""
+        for block, position in [*self._sending]:
+            self._wait_sent(block, position)
         for stored in self.maps.values():
             stored.close()
         self.maps.clear()
 
-    def pixel_windows(self, boxes: Sequence[Sequence[Box]] | None = None) -> list[Box]:
-        """What the first segment reads of the blocks' pixels, in order; for those who read ahead."""
-        segment = next((s for s in self.segments if s.layers.start == 0), None)
-        if segment is None:
-            return []
-        given = boxes if segment in self._ends else None
-        return [self._chain(segment, i, box).given for i in range(len(self.blocks)) for box in (given[i] if given else self._cut(segment, i)[1])]
+    def _name(self, op: OfTile) -> str:
+        return self.executor.name_of(self.segments[op.segment])
 
-    def computed(self, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
-        """(layer, cells of its result) of all that is computed on the way there."""
-        for segment in self.segments:
-            for i in range(len(self.blocks)):
-                for box in boxes[i] if boxes is not None and segment in self._ends else self._cut(segment, i)[1]:
-                    way = self._chain(segment, i, box)
-                    yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
-                    yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
+    def _blocks(self) -> range:
+        return range(len(self.blocks))
 
-    def _let_go(self, segment: Segment) -> None:
-        """Close the maps that no later segment of this rank reads, nor any other rank."""
-        for position in segment.sources:
-            if self._last_reader[position] is not segment or position == 0:
-                continue
-            for i in range(len(self.blocks)):
-                if (i, position) in self._coming:  # also what no window reads
-                    self.transfers.wait_for(self._coming[i, position], self._held(position, i).stop[0], self._map_before(position))
-                for sending in self._sending.pop((i, position), ()):
-                    self.transfers.wait_sent(sending, self._map_before(position))
-            self._close(self.maps, position)
+    # tiles
 
-    def backward(self, stage: int = 0) -> None:
-        """All segments of a stage from behind; the network's last one, which :meth:`outputs` went through, is closed. Collective, as :meth:`forward`."""
-        for segment in reversed(self._of(stage)):
-            if segment not in self._ends:
-                self._back_through(segment)
-            self._read_last_by(segment)
+    @torch.no_grad()
+    def forward(self, op: Forward) -> None:
+        stop = self.segments[op.segment].layers.stop
+        with self.span("forward", self._name(op)):
+            y, _ = self._run(op)
+        with self.span("scratch", "write"):
+            self._map(self.maps, op.block, stop, y).write(op.box, y)
+        self._take_moments(stop, op.block, op.box, y)
 
-    def _back_through(self, segment: Segment) -> None:
-        stop = segment.layers.stop
-        if stop in self.norms:
-            self.norms[stop].settle()
-        for i in range(len(self.blocks)):
-            for sending in self._sending.pop((i, stop), ()):
-                self.transfers.wait_sent(sending, self._map_before(stop))
-        self._close(self.maps, stop)
-        for i, box in self._tiles(segment):
-            g = self._gradient(i, stop, box)
-            with self.span("recompute", self._name(segment)):
-                y, leaves = self._run(segment, i, box)
-            with self.span("backward", self._name(segment)):
-                if stop in self.norms:
-                    g = self._corrected(stop, i, box, g, y.detach())
-                if y.requires_grad:
-                    torch.autograd.backward([y], [g])
-            self._take_in(segment, i, leaves)
-        self._close(self.gradients, stop)
-        for i in range(len(self.blocks)):
-            for returning in self._returning.pop((i, stop), ()):
-                returning.stored.close()
+    @torch.enable_grad()
+    def backward(self, op: Backward) -> None:
+        stop = self.segments[op.segment].layers.stop
+        g = self._gradient(op.block, stop, op.box)
+        with self.span("recompute", self._name(op)):
+            y, leaves = self._run(op)
+        with self.span("backward", self._name(op)):
+            if stop in self.norms:
+                g = self._corrected(stop, op.block, op.box, g, y.detach())
+            if y.requires_grad:
+                torch.autograd.backward([y], [g])
+        self._take_in(op.block, leaves)
 
     def _gradient(self, i: int, position: int, box: Box) -> Tensor:
         """The sum over all readers, always in the same order."""
@@ -299,7 +335,7 @@ class Walk:
             with self.span("scratch", "read gradient"):
                 parts.append(self.gradients[i, position].read(box))
         for returning in self._returning.get((i, position), ()):
-            self.transfers.wait_for(returning, box.stop[0], f"the gradient of {self._map_before(position)}")
+            self.transfers.wait_for(returning, box.stop[0], f"the gradient of {self.executor.map_before(position)}")
             with self.span("scratch", "read gradient"):
                 parts.append(returning.stored.read(box))
         total = parts[0]
@@ -307,83 +343,14 @@ class Walk:
             total += part
         return total
 
-    @property
-    def span(self) -> Callable[[str, str], ContextManager]:
-        return self.executor.span
-
-    def _of(self, stage: int) -> list[Segment]:
-        return [segment for segment in self.segments if segment.stage == stage]
-
-    def _name(self, segment: Segment) -> str:
-        return f"{self.executor.links[segment.layers.start].name} to {self.executor.links[segment.layers.stop - 1].name}"
-
-    def _map_before(self, position: int) -> str:
-        return f"the map before {self.executor.links[position].name}"
-
-    # between ranks
-
-    def expect_maps(self) -> None:
-        """From other ranks, of one micro-batch after another."""
-        for position in filter(self.executor.comes_from_elsewhere, self._first_reader):
-            for i in range(len(self.blocks)):
-                coming = Receiving(self._held(position, i), lambda like, i=i, position=position: self._map(self.maps, i, position, self._here(like)))
-                self._coming[i, position] = self.transfers.begin(coming, self.executor.makers[position], 2 * position)
-
-    def expect_gradients(self, stage: int) -> None:
-        """From other ranks, of what they read of a stage's maps; of one micro-batch after another, as the backward passes will come."""
-        for position in (segment.layers.stop for segment in self._of(stage) if segment not in self._ends):
-            for reader in self.executor.readers[position]:
-                for i in range(len(self.blocks)):
-                    box = self._held(position, i)
-                    coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))  # all of it comes
-                    self._returning.setdefault((i, position), []).append(self.transfers.begin(coming, reader, 2 * position + 1))
-
-    def _hand_on(self, i: int, position: int, made: Box) -> None:
-        """Send what other ranks read of a map, up to a tile that was made of it."""
-        if (i, position) not in self._sending:
-            readers = self.executor.readers[position]
-            self._sending[i, position] = [self.transfers.begin(Sending(self.maps[i, position]), reader, 2 * position) for reader in readers]
-        ends_rows = made.stop[1:] == self._held(position, i).stop[1:]
-        for sending in self._sending[i, position]:
-            sending.final = made.stop[0] if ends_rows else made.start[0]
-        self.transfers.progress()
-
-    def _hand_back(self, i: int, position: int, final: int) -> None:
-        """Send the gradient of a map that was made elsewhere, whose rows before ``final`` are, and let go of it."""
-        if (i, position) not in self._sending:
-            sending = Sending(self.gradients[i, position], self.gradients[i, position].close)
-            self._sending[i, position] = [self.transfers.begin(sending, self.executor.makers[position], 2 * position + 1)]
-        self._sending[i, position][0].final = final
-        self.transfers.progress()
-
-    def _read_last_by(self, segment: Segment) -> None:
-        """In the backward pass no later segment reads these: settle norms whose map was made elsewhere, hand gradients back."""
-        for position in segment.sources:
-            elsewhere = self.executor.comes_from_elsewhere(position)
-            if self._first_reader[position] is not segment or not (elsewhere or position == 0):
-                continue
-            if position in self.norms:
-                self.norms[position].settle()
-            if not elsewhere:
-                continue
-            for i in range(len(self.blocks)):
-                self.transfers.wait_for(self._coming[i, position], self._held(position, i).stop[0], self._map_before(position))  # also what no window reads
-                if position in self.norms:
-                    gradient = self.gradients[i, position]
-                    for box in strips(gradient.box, _CELLS):
-                        gradient.write(box, self._corrected(position, i, box, gradient.read(box), self.maps[i, position].read(box)))
-                self._hand_back(i, position, self._held(position, i).stop[0])
-                del self.gradients[i, position]
-            self._close(self.maps, position)
-
-    # one tile
-
-    def _run(self, segment: Segment, i: int, box: Box) -> tuple[Tensor, list]:
-        """The segment's result on ``box`` of block ``i``; with gradients on also what was read, as (position, window, leaf)."""
-        way, device = self._chain(segment, i, box), self.executor.device_of(segment)
+    def _run(self, op: OfTile) -> tuple[Tensor, list]:
+        """The segment's result on the tile; with gradients on also what was read, as (position, window, leaf)."""
+        segment, i = self.segments[op.segment], op.block
+        way, device = self.cut.chain(op), self.executor.device_of(segment)
+        self.executor.pages.begin((type(op), op.segment, i, op.box.size, self.cut.ends(op)))
         self.context.places = [self.blocks[i].place]
         leaves, skips = [], {}
-        beat(f"tile {box} of {self._name(segment)}")
+        beat(f"tile {op.box} of {self._name(op)}")
         try:
             with self.executor.autocast():
                 for pop, skip in segment.skips.items():
@@ -403,15 +370,11 @@ class Walk:
         if position == 0:
             with self.span("read", "pixels"):
                 return self.blocks[i].pixels(window)
-        if (i, position) in self._coming:
-            self.transfers.wait_for(self._coming[i, position], window.stop[0], self._map_before(position))
+        self._wait_for(i, position, window.stop[0])
         stored = self.maps[i, position]
         with self.span("scratch", "read"):
             # A norm leaves what it is given as it is, and without a backward pass nobody keeps it.
             return stored.view(window) if position in self.norms and not self.executor.returns else stored.read(window)
-
-    def _chain(self, segment: Segment, i: int, box: Box) -> Chain:
-        return chain(self.executor.links, self.layouts[i].sizes, segment, box)
 
     def _source(self, position: int, i: int, window: Box, leaves: list, device: torch.device) -> Tensor:
         x = self._read(position, i, window).to(device)
@@ -435,78 +398,9 @@ class Walk:
 
     def _whole(self, i: int, position: int, window: Box) -> Part:
         """Of a layer that looks at single pixels."""
-        return Part(tuple(self.layouts[i].sizes[position]), *(window,) * 5)
+        return Part(self.cut.size(i, position), *(window,) * 5)
 
-    # norms
-
-    def _at(self, position: int, i: int, box: Box) -> Box:
-        """Make block ``i`` the one at hand; what it owns of ``box``, in cells of ``box``."""
-        owned = box.intersection(self._owned(position, i))
-        self.context.places = [self.blocks[i].place]
-        self.context.regions = [Region(tuple(self.layouts[i].sizes[position]), owned, box)]
-        return owned.relative_to(box)
-
-    def _moments(self, position: int, i: int, box: Box, x: Tensor) -> list:
-        if position not in self.executor.live or not self._at(position, i, box).pixels:
-            return []
-        norm = self.layers[position]
-        return norm.moments(x, 0, norm.masks([x])[0])
-
-    def _meet_norm(self, position: int, parts: list) -> None:
-        self.norms[position] = Pending(self.layers[position], self.layers[position].statistics(parts))
-
-    def _corrected(self, position: int, i: int, box: Box, g: Tensor, y: Tensor) -> Tensor:
-        own = self._at(position, i, box)
-        return self.norms[position].corrected(g, y, own, 0, self.layers[position].masks([y])[0])
-
-    # stored maps
-
-    def _held(self, position: int, i: int) -> Box:
-        """What of the map before a layer is computed for block ``i``."""
-        layout, cell = self.layouts[i], self.cells[i]
-        return layout.result_of(cell) if position == len(self.layers) else layout.part(position, cell).given
-
-    def _owned(self, position: int, i: int) -> Box:
-        return self.layouts[i].part(position, self.cells[i]).owned
-
-    def _tiles(self, segment: Segment, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
-        kind, usual, fresh, trims = None, 0, True, self.executor.trims
-        for i in range(len(self.blocks)):
-            result, tiles = self._cut(segment, i)
-            for box in boxes[i] if boxes is not None else tiles:
-                ends = tuple((a == c, b == d) for a, b, c, d in zip(box.start, box.stop, result.start, result.stop))  # windows there are smaller
-                before, kind = kind, (i, box.size, ends)
-                if trims and kind != before:
-                    release_freed_memory()
-                    usual, fresh = 0, True
-                yield i, box
-                if not trims:
-                    pass
-                elif fresh:  # what a tile takes by itself
-                    usual, fresh = max(usual, memory_in_use(_CPU)), False
-                elif memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
-                    release_freed_memory()
-                    fresh = True
-                self._done += 1
-                self.watch(min(1.0, self._done / self.visits))
-
-    def _cut(self, segment: Segment, i: int) -> tuple[Box, list[Box]]:
-        """What is computed of a segment's result for block ``i``, and its tiles."""
-        result = self._held(segment.layers.stop, i)
-        return result, boxes_of(result, self.executor.tiling(self.layouts[i], segment, result, len(self.blocks[i].place.images)))
-
-    def _count(self, segment: Segment) -> int:
-        return sum(len(self._cut(segment, i)[1]) for i in range(len(self.blocks)))
-
-    def _here(self, like: Tensor) -> Tensor:
-        return like.to(self.executor.devices[0])
-
-    def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
-        if (i, position) not in maps:
-            maps[i, position] = Map(self._held(position, i), like, self.executor.folder, zero=maps is self.gradients)
-        return maps[i, position]
-
-    def _take_in(self, segment: Segment, i: int, leaves: list) -> None:
+    def _take_in(self, i: int, leaves: list) -> None:
         """Add the gradients of what was read to the stored ones."""
         for position, window, x in leaves:
             if position == 0:
@@ -514,15 +408,151 @@ class Walk:
             g = torch.zeros_like(x) if x.grad is None else x.grad
             with self.span("scratch", "add gradient"):
                 self._map(self.gradients, i, position, x.detach()).add(window, g)
-            if position in self._final_by_rows and self._first_reader[position] is segment:
-                self._hand_back(i, position, window.start[0])  # windows to come begin there or below
         leaves.clear()
 
-    def _mirrors(self, segment: Segment) -> bool:
-        """Whether windows at the end of the map may reach back above earlier ones."""
-        return any(footprint.mirrored for position in segment.layers for footprint in self.executor.links[position].footprints)
+    # norms
 
-    def _close(self, maps: dict, position: int) -> None:
-        for i in range(len(self.blocks)):
-            if (i, position) in maps:
-                maps.pop((i, position)).close()
+    @torch.no_grad()
+    def measure(self, op: Measure) -> None:
+        for i in self._blocks():
+            for box in strips(self.cut.held(i, op.position), _CELLS if op.position else _PIXELS):
+                self._take_moments(op.position, i, box, self._read(op.position, i, box))
+
+    def _take_moments(self, position: int, i: int, box: Box, x: Tensor) -> None:
+        if position in self.executor.live and self._at(position, i, box).pixels:
+            norm = self.layers[position]
+            self._moments.setdefault(position, []).extend(norm.moments(x, 0, norm.masks([x])[0]))
+
+    @torch.no_grad()
+    def statistic(self, op: Statistic) -> None:
+        norm = self.layers[op.position]
+        self.norms[op.position] = Pending(norm, norm.statistics(self._moments.pop(op.position)))
+
+    def settle(self, op: Settle) -> None:
+        self.norms[op.position].settle()
+
+    @torch.no_grad()
+    def correct(self, op: Correct) -> None:
+        for i in self._blocks():
+            self._wait_for(i, op.position)
+            gradient, stored = self.gradients[i, op.position], self.maps[i, op.position]
+            for box in strips(gradient.box, _CELLS):
+                gradient.write(box, self._corrected(op.position, i, box, gradient.read(box), stored.read(box)))
+
+    def _corrected(self, position: int, i: int, box: Box, g: Tensor, y: Tensor) -> Tensor:
+        own = self._at(position, i, box)
+        return self.norms[position].corrected(g, y, own, 0, self.layers[position].masks([y])[0])
+
+    def _at(self, position: int, i: int, box: Box) -> Box:
+        """Make block ``i`` the one at hand; what it owns of ``box``, in cells of ``box``."""
+        owned = box.intersection(self.cut.owned(i, position))
+        self.context.places = [self.blocks[i].place]
+        self.context.regions = [Region(self.cut.size(i, position), owned, box)]
+        return owned.relative_to(box)
+
+    # between ranks
+
+    def expect(self, op: Expect) -> None:
+        for i in self._blocks():
+            coming = Receiving(self.cut.held(i, op.position), lambda like, i=i: self._map(self.maps, i, op.position, self._here(like)))
+            self._coming[i, op.position] = self.transfers.begin(coming, self.executor.makers[op.position], 2 * op.position)
+
+    def expect_gradient(self, op: ExpectGradient) -> None:
+        for i in self._blocks():
+            box = self.cut.held(i, op.position)
+            coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))  # all of it comes
+            self._returning.setdefault((i, op.position), []).append(self.transfers.begin(coming, op.source, 2 * op.position + 1))
+
+    def send(self, op: Send) -> None:
+        key = op.block, op.position
+        if key not in self._sending:
+            readers = self.executor.readers[op.position]
+            self._sending[key] = [self.transfers.begin(Sending(self.maps[key]), reader, 2 * op.position) for reader in readers]
+        for sending in self._sending[key]:
+            sending.final = op.final
+        self.transfers.progress()
+
+    def send_gradient(self, op: SendGradient) -> None:
+        key = op.block, op.position
+        gradient = self.gradients[key]
+        if key not in self._handing_back:
+            sending = Sending(gradient, gradient.close)
+            self._handing_back[key] = self.transfers.begin(sending, self.executor.makers[op.position], 2 * op.position + 1)
+        self._handing_back[key].final = op.final
+        if op.final == gradient.box.stop[0]:
+            del self.gradients[key]  # goes when it is sent
+        self.transfers.progress()
+
+    def _wait_for(self, i: int, position: int, row: int | None = None) -> None:
+        """Until a map that comes from another rank is there, up to a row, by default all of it; no wait for others."""
+        if (coming := self._coming.get((i, position))) is not None:
+            self.transfers.wait_for(coming, coming.box.stop[0] if row is None else row, self.executor.map_before(position))
+
+    def _wait_sent(self, i: int, position: int) -> None:
+        for sending in self._sending.pop((i, position), ()):
+            self.transfers.wait_sent(sending, self.executor.map_before(position))
+
+    # stored maps
+
+    def drop(self, op: Drop) -> None:
+        for i in self._blocks():
+            self._wait_for(i, op.position)  # also what no window reads
+            self._wait_sent(i, op.position)
+            self._close(self.maps, i, op.position)
+
+    def drop_gradient(self, op: DropGradient) -> None:
+        for i in self._blocks():
+            self._close(self.gradients, i, op.position)
+            for returning in self._returning.pop((i, op.position), ()):
+                returning.stored.close()
+
+    def _close(self, maps: dict, i: int, position: int) -> None:
+        if (i, position) in maps:
+            maps.pop((i, position)).close()
+
+    def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
+        if (i, position) not in maps:
+            maps[i, position] = Map(self.cut.held(i, position), like, self.executor.folder, zero=maps is self.gradients)
+        return maps[i, position]
+
+    def _here(self, like: Tensor) -> Tensor:
+        return like.to(self.executor.devices[0])
+
+
+_DOES: dict[type[Operation], Callable[[Walk, Operation], None]] = {
+    Expect: Walk.expect, ExpectGradient: Walk.expect_gradient, Measure: Walk.measure, Forward: Walk.forward, Statistic: Walk.statistic,
+    Send: Walk.send, Backward: Walk.backward, Settle: Walk.settle, Correct: Walk.correct, SendGradient: Walk.send_gradient,
+    Drop: Walk.drop, DropGradient: Walk.drop_gradient,
+}  # fmt: skip
+
+
+class _Pages:
+    """Gives memory that is free again back to the system where tiles begin to be of another kind, and where the process outgrew one.
+
+    Args:
+        on: else nothing is done.
+    """
+
+    def __init__(self, on: bool):
+        self.on, self._kind, self._usual, self._fresh = on, None, 0, True
+
+    def begin(self, kind: tuple) -> None:
+        """A tile of this kind."""
+        before, self._kind = self._kind, kind
+        if self.on and kind != before:
+            self._usual = 0
+            self._release()
+
+    def end(self) -> None:
+        """Of a tile, with its backward pass."""
+        if not self.on:
+            return
+        taken = memory_in_use(_CPU)
+        if self._fresh:  # what a tile takes by itself
+            self._usual, self._fresh = max(self._usual, taken), False
+        elif taken > _GROWN * self._usual:  # tile by tile the allocator leaves more gaps
+            self._release()
+
+    def _release(self) -> None:
+        release_freed_memory()
+        self._fresh = True

@@ -119,7 +119,7 @@ class Engine:
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
         stages, placement = (self.partition.ranges, self.partition.placement) if self.partition else ((), (0,))
         return InTime(
-            self.model, links, live, self.exchange.layout, tiling, folder, activations.stored, self.autocast, self.devices, stages, placement, self.mesh.pipeline
+            self.model, links, live, self.exchange.layout, tiling, folder, activations.bytes_of, self.autocast, self.devices, stages, placement, self.mesh.pipeline
         )
 
     def base_memory(self) -> int:

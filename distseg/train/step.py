@@ -9,8 +9,8 @@ single micro-batch), or, for Dice under 1F1B, from a forward pass without gradie
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Iterator, Sequence
+from functools import lru_cache
+from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from distseg.comm.staging import upload
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.schedule import Action, Backward, Forward, orders
+from distseg.program.operations import Operation
+from distseg.program.tiles import Work, step
 from distseg.geometry.tile import Box
 from distseg.spatial.context import Context
-from distseg.spatial.in_time import Block, InTime, Walk
+from distseg.spatial.in_time import Block, InTime
 from distseg.spatial.piece import Piece, Unit, on_tile
 from distseg.train.loss import Loss
 
@@ -173,56 +175,43 @@ class InTimeStep:
         self.executor, self.head, self.loss, self.order = executor, head, loss, order
         self.schedule = f"{order}, tiles in time"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
+        self._programs: dict[tuple, list[Operation]] = {}
 
     def __call__(self, micro_batches: list[list[Block]]) -> float:
         if self.head:
             self.head.clear()
             if self.loss.linear:
                 self._settle_from_labels(micro_batches)
-        numbers = list(range(len(micro_batches)))
-        shares = [0.0] * len(numbers)
+        settle = self.head.settle_beforehand if self.head else None
         with self.executor.transfers.moving():
-            for those in [numbers] if self.all_at_once else [[m] for m in numbers]:
-                self._run(micro_batches, those, shares)
+            for op, output in self.executor.run(self._program(micro_batches), dict(enumerate(micro_batches)), settle):
+                self._end(_unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box), output)
         self.executor.transfers.flush()
         return self.head.step_loss() if self.head else 0.0
 
-    def _run(self, micro_batches: list[list[Block]], those: list[int], shares: list[float]) -> None:
-        """Micro-batches ``those``: forward through all of them, then backward."""
-        walks = self.executor.walks([micro_batches[m] for m in those])
-        for m, walk in zip(those, walks):
-            walk.watch = partial(self._watch, shares, m)
-        last = len(self.executor.placement) - 1
-        actions = orders(self.order, self.executor.placement, len(walks))[self.executor.comm.rank]
-        # The first micro-batch first in the backward passes too: its maps are there before the others are.
-        number = lambda a: len(walks) - 1 - a.micro_batch if isinstance(a, Backward) and self.order == "gpipe" else a.micro_batch
-        for action in actions:
-            if isinstance(action, Backward):
-                walks[number(action)].expect_gradients(action.stage)
-        for action in actions:
-            k, stage = number(action), action.stage
-            if isinstance(action, Forward):
-                walks[k].forward(stage)
-                if stage == last and not self.loss.linear:
-                    self._note(walks[k], those[k])
-            else:
-                if stage == last:
-                    self._end(walks[k], those[k])
-                walks[k].backward(stage)
+    def _program(self, micro_batches: list[list[Block]]) -> list[Operation]:
+        """Made once for each sizes of images."""
+        places = [[block.place for block in blocks] for blocks in micro_batches]
+        key = tuple(tuple((place.image, place.tile, len(place.images)) for place in those) for those in places)
+        numbers = range(len(micro_batches))
+        together = [numbers] if self.all_at_once else [[m] for m in numbers]
+        for those in together:
+            self.executor.check_room(*(places[m] for m in those))
+        if key not in self._programs:
+            self._programs[key] = [op for those in together for op in self._operations([self.executor.work(places[m], m) for m in those])]
+        return self._programs[key]
 
-    @torch.no_grad()
-    def _note(self, walk: Walk, m: int) -> None:
-        """A forward pass through the network's last segment, for the loss alone."""
-        for unit, output in self._outputs(walk, m):
-            self.head.note(unit, self.head.rows(unit, [output]))
+    def _operations(self, works: list[Work]) -> list[Operation]:
+        actions = orders(self.order, self.executor.placement, len(works))[self.executor.comm.rank]
+        if self.order == "gpipe":  # the first micro-batch first in the backward passes too: its maps are there before the others are
+            actions = [replace(a, micro_batch=len(works) - 1 - a.micro_batch) if isinstance(a, Backward) else a for a in actions]
+        return step(works, actions, self.loss.linear)
 
-    def _end(self, walk: Walk, m: int) -> None:
-        """Forward and backward through the network's last segment."""
-        if self.head.slope is None:
-            self.head.settle_beforehand()
-        for unit, output in self._outputs(walk, m):
-            rows = self.head.rows(unit, [output])
-            self.head.note(unit, rows)
+    def _end(self, unit: Unit, output: Tensor) -> None:
+        """The loss of a tile, and its backward pass if its slope is known."""
+        rows = self.head.rows(unit, [output])
+        self.head.note(unit, rows)
+        if output.requires_grad:
             with self.executor.span("backward", "last layers"):
                 torch.autograd.backward(rows, self.head.slopes(unit, rows))
 
@@ -232,14 +221,6 @@ class InTimeStep:
                 for box in self.executor.label_tiles(block):
                     self.head.note_counts([_unit(m, block, box)])
         self.head.settle_beforehand()
-
-    def _watch(self, shares: list[float], m: int, share: float) -> None:
-        shares[m] = share
-        self.executor.watch(sum(shares) / len(shares))
-
-    def _outputs(self, walk: Walk, m: int) -> Iterator[tuple[Unit, Tensor]]:
-        for i, box, output in walk.outputs():
-            yield _unit(m, walk.blocks[i], box), output
 
 
 def _unit(m: int, block: Block, box: Box) -> Unit:

@@ -1,0 +1,176 @@
+"""What a rank does in a step, one plain operation after another.
+
+Pure functions make the list (:mod:`distseg.program.tiles`), an executor goes through it, and it prints as text. ``segment`` is a
+run of layers by its number in the network, ``position`` a feature map by the layer it lies before, ``block`` what the rank owns of an
+image of the micro-batch, ``box`` the tile of a segment's result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Iterable, Iterator
+
+from distseg.geometry.tile import Box
+
+
+@dataclass(frozen=True)
+class Operation:
+    micro_batch: int
+    verb: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"m{self.micro_batch}  {self.verb:<10}{self._what()}".rstrip()
+
+    def _what(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class OfTile(Operation):
+    """A pass of a tile through a segment."""
+
+    segment: int
+    block: int
+    box: Box
+
+    def _what(self) -> str:
+        return f"segment {self.segment}  {_block(self.block)}{self.box}"
+
+
+class Forward(OfTile):
+    """Compute a tile from windows of the maps that the segment reads, without a graph, and store it; take its moments for a live norm."""
+
+    verb = "forward"
+
+
+@dataclass(frozen=True)
+class Output(OfTile):
+    """Compute a tile of the network's result and hand it over; ``back``: with a graph, and what comes back is added to the gradients of what was read."""
+
+    back: bool
+    verb = "output"
+
+    def _what(self) -> str:
+        return super()._what() + ("  and back" if self.back else "")
+
+
+class Backward(OfTile):
+    """Read the tile's gradient, compute the tile again, now with a graph, go back through it, and add to the gradients of what was read."""
+
+    verb = "backward"
+
+
+@dataclass(frozen=True)
+class OfMap(Operation):
+    position: int
+
+    def _what(self) -> str:
+        return f"map {self.position}"
+
+
+class Expect(OfMap):
+    """A map comes from another rank, rows as they become final."""
+
+    verb = "expect"
+
+
+@dataclass(frozen=True)
+class ExpectGradient(OfMap):
+    """What another rank's readers of a map return comes."""
+
+    source: int
+    verb = "expect"
+
+    def _what(self) -> str:
+        return f"gradient of map {self.position} from rank {self.source}"
+
+
+class Measure(OfMap):
+    """Take the moments of a map that no segment of this rank made."""
+
+    verb = "measure"
+
+
+class Statistic(OfMap):
+    """The statistics of the norm before which the map lies, from the moments of all tiles. Collective."""
+
+    verb = "statistic"
+
+
+class Settle(OfMap):
+    """What the statistics collect of gradients, from all tiles. Collective."""
+
+    verb = "settle"
+
+
+class Correct(OfMap):
+    """Add to the stored gradient what the statistics collected."""
+
+    verb = "correct"
+
+
+@dataclass(frozen=True)
+class Send(OfMap):
+    """Rows of a block's map before ``final`` will not change any more, and may go to the ranks that read them."""
+
+    block: int
+    final: int
+    verb = "send"
+
+    def _what(self) -> str:
+        return f"map {self.position}  {_block(self.block)}rows before {self.final}"
+
+
+class SendGradient(Send):
+    """The same of a map's gradient, for the rank that made the map."""
+
+    verb = "return"
+
+
+class Loss(Operation):
+    """The loss's slope, from what all ranks know of the step's table by now. Collective."""
+
+    verb = "loss"
+
+
+class Drop(OfMap):
+    """Let go of a map, once others have what they read of it."""
+
+    verb = "drop"
+
+
+class DropGradient(OfMap):
+    """Let go of a map's gradient."""
+
+    verb = "drop grad"
+
+
+def _block(number: int) -> str:
+    return f"image {number} " if number else ""
+
+
+def text(operations: Iterable[Operation]) -> str:
+    """A line each; runs of tiles of one segment, which differ in their boxes only, in one line."""
+    return "\n".join(_lines(operations))
+
+
+def _lines(operations: Iterable[Operation]) -> Iterator[str]:
+    for run in _runs(operations):
+        more = f" ... {run[-1].box}  ({len(run)} tiles)" if len(run) > 1 else ""
+        yield f"{run[0]}{more}"
+
+
+def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
+    run: list[Operation] = []
+    for operation in operations:
+        if run and not _alike(run[0], operation):
+            yield run
+            run = []
+        run.append(operation)
+    if run:
+        yield run
+
+
+def _alike(one: Operation, other: Operation) -> bool:
+    key = lambda o: (type(o), o.micro_batch, o.segment, o.block)
+    return isinstance(one, OfTile) and isinstance(other, OfTile) and key(one) == key(other)

@@ -1,0 +1,199 @@
+"""The operations of a rank as text, their order, and the memory that they take; nothing is computed."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from distseg.geometry.footprint import Gather
+from distseg.geometry.needs import Link
+from distseg.geometry.segment import rows_read, segments_of
+from distseg.geometry.tile import Box, boxes_of
+from distseg.pipeline.schedule import orders
+from distseg.program.operations import Backward, Drop, DropGradient, Forward, Measure, OfTile, Output, Send, text
+from distseg.program.tiles import Work, backward, forward, outputs, peak, step, whole
+
+ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
+
+
+def conv(name: str) -> Link:
+    return Link(name, (Gather(3, before=1, after=1),) * 2)
+
+
+def work(layers: int = 3, live=(), cuts=None, balance=(), rank=0, blocks=1, back=True, links=None, number=0) -> Work:
+    """Convolutions, by default a segment each, on an image of three rows of tiles."""
+    links = links or [conv(f"conv{i}") for i in range(layers)]
+    starts = [sum(balance[:i]) for i in range(len(balance))]
+    stages = [range(a, a + n) for a, n in zip(starts, balance)]
+    segments = segments_of(links, range(1, len(links)) if cuts is None else cuts, stages)
+    image = Box.whole((ROWS * HEIGHT, 8))
+    sizes = [image.size] * (len(links) + 1)
+    mine = [n for n, s in enumerate(segments) if s.stage == rank]
+    makers = {s.layers.stop: s.stage for s in segments}
+    readers = {p: sorted({s.stage for s in segments if p in s.sources} - {rank}) for p in makers}
+    starts = {segments[n].layers.start for n in mine}
+    return Work(
+        segments, mine, set(live) & starts, readers, blocks, lambda block, segment: boxes_of(image, (HEIGHT, 8)),
+        lambda block, segment, rows: rows_read(links, sizes, segments[segment], rows), lambda block, position: image, back, number,
+    )  # fmt: skip
+
+
+def picture(operations) -> str:
+    """The segments of tiles, and a bar where a statistic is taken."""
+    return " ".join(str(op.segment) if isinstance(op, OfTile) else "|" for op in operations if isinstance(op, OfTile) or op.verb in ("statistic", "settle"))
+
+
+@pytest.mark.parametrize(
+    "live, wanted",
+    [
+        ((), "0 0 1 0 1 2 1 2 2"),
+        ((1,), "0 0 0 | 1 1 2 1 2 2"),
+        ((1, 2), "0 0 0 | 1 1 1 | 2 2 2"),
+        ((0, 1, 2), "| 0 0 0 | 1 1 1 | 2 2 2"),
+    ],
+)
+def test_tiles_go_forward_as_far_along_as_can_be(live, wanted):
+    """Of a stage that is not the last."""
+    assert picture(forward(work(4, live, balance=(3, 1)), 0)) == wanted
+
+
+@pytest.mark.parametrize(
+    "live, wanted",
+    [
+        ((), "2 2 1 2 1 0 1 0 0"),
+        ((2,), "2 2 2 | 1 1 0 1 0 0"),
+        ((1, 2), "2 2 2 | 1 1 1 | 0 0 0"),
+        ((0, 1, 2), "2 2 2 | 1 1 1 | 0 0 0 |"),
+    ],
+)
+def test_and_back(live, wanted):
+    assert picture(backward(work(4, live, balance=(3, 1)), 0)) == wanted
+
+
+def test_images_follow_one_another():
+    order = [(op.segment, op.block) for op in forward(work(3, balance=(2, 1), blocks=2), 0) if isinstance(op, Forward)]
+    assert order == [(0, 0), (0, 0), (1, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (1, 1)]
+
+
+def test_as_text():
+    """Two ranks, a stage each; the first has a live norm, the second takes a map and a skip of its own."""
+    links = [conv("a"), conv("b"), Link("stash", stash="s"), conv("c"), Link("pop", pop="s"), conv("d")]
+    first, second = (work(live=(1,), cuts=[1], balance=(3, 3), rank=rank, links=links) for rank in (0, 1))
+    assert text(whole(first)) == FIRST.strip()
+    assert text(whole(second)) == SECOND.strip()
+    assert peak(first, lambda block, position: 10**position) == 10 + 100 + 1000 + (100 + 1000) + 0  # the maps, and what the second returns
+    assert peak(second, lambda block, position: 10**position) == 2 * (100 + 1000)
+
+
+FIRST = """
+m0  forward   segment 0  [0:4, 0:8] ... [8:12, 0:8]  (3 tiles)
+m0  statistic map 1
+m0  forward   segment 1  [0:4, 0:8]
+m0  send      map 2  rows before 4
+m0  forward   segment 2  [0:4, 0:8]
+m0  send      map 3  rows before 4
+m0  forward   segment 1  [4:8, 0:8]
+m0  send      map 2  rows before 8
+m0  forward   segment 2  [4:8, 0:8]
+m0  send      map 3  rows before 8
+m0  forward   segment 1  [8:12, 0:8]
+m0  send      map 2  rows before 12
+m0  forward   segment 2  [8:12, 0:8]
+m0  send      map 3  rows before 12
+m0  expect    gradient of map 2 from rank 1
+m0  expect    gradient of map 3 from rank 1
+m0  drop      map 3
+m0  backward  segment 2  [0:4, 0:8]
+m0  backward  segment 1  [0:4, 0:8]
+m0  backward  segment 2  [4:8, 0:8]
+m0  backward  segment 1  [4:8, 0:8]
+m0  backward  segment 2  [8:12, 0:8]
+m0  drop grad map 3
+m0  drop      map 2
+m0  backward  segment 1  [8:12, 0:8]
+m0  drop grad map 2
+m0  settle    map 1
+m0  drop      map 1
+m0  backward  segment 0  [0:4, 0:8] ... [8:12, 0:8]  (3 tiles)
+m0  drop grad map 1
+"""
+SECOND = """
+m0  expect    map 2
+m0  expect    map 3
+m0  output    segment 3  [0:4, 0:8]  and back
+m0  return    map 2  rows before 3
+m0  return    map 3  rows before 2
+m0  output    segment 3  [4:8, 0:8]  and back
+m0  return    map 2  rows before 7
+m0  return    map 3  rows before 6
+m0  output    segment 3  [8:12, 0:8]  and back
+m0  return    map 3  rows before 12
+m0  drop      map 3
+m0  return    map 2  rows before 12
+m0  drop      map 2
+"""
+
+
+def test_the_loss_comes_between_where_it_takes_all_tiles():
+    """A first pass through the last segment, for the loss alone."""
+    works = [work(2, number=m) for m in range(2)]
+    found = step(works, orders("gpipe", (0,), 2)[0], linear=False)
+    verbs = [op.verb for op in found if op.verb not in ("drop", "drop grad")]
+    assert verbs == ["forward"] * 3 + ["output"] * 3 + ["forward"] * 3 + ["output"] * 3 + ["loss"] + 2 * (["output"] * 3 + ["backward"] * 3)
+    assert [op.back for op in found if isinstance(op, Output)] == [False] * 6 + [True] * 6
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 2), (0, 1, 0), (0, 1, 2, 1, 0)])
+@pytest.mark.parametrize("live", [(), (2, 5, 7), range(10)])
+def test_ranks_agree(name, placement, live):
+    """All ranks of a pipeline come to the end of their programs: none waits for rows that are never sent; every tile goes there and back, every map goes."""
+    balance = [10 // len(placement) + (s < 10 % len(placement)) for s in range(len(placement))]
+    ranks = range(max(placement) + 1)
+    works = {rank: [placed(live, balance, placement, rank, m) for m in range(3)] for rank in ranks}
+    programs = {rank: step(works[rank], orders(name, placement, 3)[rank], linear=True) for rank in ranks}
+    for rank, program in programs.items():
+        tiles = Counter((type(op), op.segment) for op in program if isinstance(op, OfTile))
+        last = {s: works[rank][0].is_last(s) for s in works[rank][0].mine}
+        assert tiles == {(kind, s): 3 * ROWS for s in last for kind in ([Output] if last[s] else [Forward, Backward])}
+        kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, Forward)}
+        assert kept <= {(op.micro_batch, op.position) for op in program if isinstance(op, Drop)}
+        assert kept == {(op.micro_batch, op.position) for op in program if isinstance(op, DropGradient)}
+    assert stuck(programs, works) == {}
+
+
+def placed(live, balance, placement, rank, number) -> Work:
+    """As :func:`work`, with stages on the ranks of a placement."""
+    found = work(10, live, balance=balance, number=number)
+    mine = [n for n, s in enumerate(found.segments) if placement[s.stage] == rank]
+    makers = {s.layers.stop: placement[s.stage] for s in found.segments}
+    readers = {p: sorted({placement[s.stage] for s in found.segments if p in s.sources} - {rank}) for p in makers}
+    return replace(found, mine=mine, readers=readers, live=set(live) & {found.segments[n].layers.start for n in mine})
+
+
+def stuck(programs, works) -> dict[int, str]:
+    """The operation at which each rank stands when none can go on."""
+    at, sent = dict.fromkeys(programs, 0), {}
+    while True:
+        before = dict(at)
+        for rank, program in programs.items():
+            while at[rank] < len(program) and all(sent.get(key, 0) >= rows for key, rows in awaited(program[at[rank]], works[rank][0])):
+                op = program[at[rank]]
+                if isinstance(op, Send):  # a gradient too
+                    sent[op.verb, op.micro_batch, op.position] = op.final
+                at[rank] += 1
+        if at == before:
+            return {rank: str(programs[rank][n]) for rank, n in at.items() if n < len(programs[rank])}
+
+
+def awaited(op, work) -> list[tuple[tuple, int]]:
+    """The rows that an operation takes of maps and gradients from other ranks."""
+    there, found = lambda p, rows: (("send", op.micro_batch, p), rows), []
+    if isinstance(op, (Measure, Drop)) and op.position in work.elsewhere:
+        found.append(there(op.position, ROWS * HEIGHT))
+    if isinstance(op, OfTile):
+        rows = op.box.start[0], op.box.stop[0]
+        found += [there(p, span[1]) for p, span in work.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
+    if isinstance(op, Backward):
+        found += [(("return", op.micro_batch, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
+    return found

@@ -111,7 +111,6 @@ RULES = (
               "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
     *_in_time("pipeline.schedule", lambda f: f.config.mesh.stages > 1 and f.config.pipeline.schedule == "1f1b" and not is_linear(f.config.loss.name),
               "pipeline.schedule is 1f1b, and loss.name {c.loss.name} is known only when all tiles of all micro-batches went forward: set that to gpipe or auto"),
-    *_in_time("spatial.exchange_every", lambda f: f.config.spatial.exchanges, "tiles in time are exact windows, which exchange nothing: leave out spatial.exchange_every, or it"),
     *_in_time("spatial.halo", lambda f: f.config.spatial.halo is not None, "tiles in time are exact windows: leave out spatial.halo, or it"),
     *_in_time("spatial.norm_scope", lambda f: f.windows, "tiles in time are exact, and spatial.norm_scope window is not: leave that out, or it"),
     Rule("run.memory", "spatial.in_time", lambda f: not f.in_time, "with spatial.in_time {c.spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out"),

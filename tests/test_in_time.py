@@ -117,6 +117,27 @@ def test_skips_of_all_kinds_cross_stages(comm, balance):
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("every, norm, loss", [("1", "instance", "cross_entropy"), ("level", "batch", "dice"), ("2", "none", "focal"), ("3", "group", "dice")])
+def test_borders_of_stored_maps_are_exchanged(comm, every, norm, loss):
+    """Instead of computed by both neighbours; on the way back their gradients return."""
+    grid = {1: "1x1", 2: "1x2", 3: "3x1", 4: "2x2"}[comm.size]
+    check(comm, "61x75", tiles=grid, norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID, exchange_every=every)
+
+
+@pytest.mark.parallel(2)
+def test_images_that_exchange_one_after_another(comm):
+    check(comm, "41x35", tiles="2x1", norm="batch", in_time="spill", tiles_per_rank=Extents("2x2"), exchange_every="1", images=2, accumulate=2)
+
+
+@pytest.mark.parallel([4, 6])
+@pytest.mark.parametrize("every, norm, placement", [("1", "instance", "line"), ("level", "none", "line"), ("2", "batch", "v")])
+def test_stages_times_tiles_that_exchange_in_time(comm, every, norm, placement):
+    check(
+        comm, "61x75", tiles="1x2", stages=comm.size // 2, placement=placement, norm=norm, accumulate=2, in_time="spill", tiles_per_rank=GRID, exchange_every=every,
+    )  # fmt: skip
+
+
 @pytest.mark.parallel(8)
 @pytest.mark.parametrize("norm, loss, placement", [("batch", "cross_entropy + dice", "line"), ("instance", "cross_entropy", "v"), ("none", "focal", "line")])
 def test_samples_times_tiles_times_stages_times_tiles_in_time(comm, norm, loss, placement):
@@ -202,7 +223,6 @@ class TestBudget:
     [
         (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to spill, model.norm to none"),
         (dict(in_time="spill"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
-        (dict(in_time="spill", tiles_per_rank=GRID, exchange_every="1"), r"in_time is spill, but tiles in time are exact windows, which exchange nothing: leave out spatial.exchange_every"),
         (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"in_time is spill, but tiles in time are exact windows: leave out spatial.halo"),
         (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v"),
         (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),

@@ -1,7 +1,7 @@
 """The operations of a rank as text, their order, and the memory that they take; nothing is computed."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -14,33 +14,47 @@ from distseg.program.operations import Backward, Drop, DropGradient, Forward, Me
 from distseg.program.tiles import Work, backward, forward, outputs, peak, step, whole
 
 ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
+IMAGE = Box.whole((ROWS * HEIGHT, 8))
 
 
 def conv(name: str) -> Link:
     return Link(name, (Gather(3, before=1, after=1),) * 2)
 
 
-def work(layers: int = 3, live=(), cuts=None, balance=(), rank=0, blocks=1, back=True, links=None, number=0) -> Work:
+def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blocks=1, back=True, links=None, number=0) -> Work:
     """Convolutions, by default a segment each, on an image of three rows of tiles."""
     links = links or [conv(f"conv{i}") for i in range(layers)]
     starts = [sum(balance[:i]) for i in range(len(balance))]
     stages = [range(a, a + n) for a, n in zip(starts, balance)]
     segments = segments_of(links, range(1, len(links)) if cuts is None else cuts, stages)
-    image = Box.whole((ROWS * HEIGHT, 8))
-    sizes = [image.size] * (len(links) + 1)
     mine = [n for n, s in enumerate(segments) if s.stage == rank]
     makers = {s.layers.stop: s.stage for s in segments}
     readers = {p: sorted({s.stage for s in segments if p in s.sources} - {rank}) for p in makers}
     starts = {segments[n].layers.start for n in mine}
-    return Work(
-        segments, mine, set(live) & starts, readers, blocks, lambda block, segment: boxes_of(image, (HEIGHT, 8)),
-        lambda block, segment, rows: rows_read(links, sizes, segments[segment], rows), lambda block, position: image, back, number,
-    )  # fmt: skip
+    return Work(segments, mine, set(live) & starts, set(points) & starts, makers, readers, Rows(links, segments, blocks), back, number)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Three tiles one above the other, of every map."""
+
+    links: list
+    segments: list
+    blocks: int
+
+    def tiles(self, block, segment):
+        return boxes_of(IMAGE, (HEIGHT, 8))
+
+    def rows(self, block, segment, rows):
+        return rows_read(self.links, [IMAGE.size] * (len(self.links) + 1), self.segments[segment], rows)
+
+    def made(self, block, position):
+        return IMAGE
 
 
 def picture(operations) -> str:
     """The segments of tiles, and a bar where a statistic is taken."""
-    return " ".join(str(op.segment) if isinstance(op, OfTile) else "|" for op in operations if isinstance(op, OfTile) or op.verb in ("statistic", "settle"))
+    return " ".join(str(op.segment) if isinstance(op, OfTile) else "|" for op in operations if isinstance(op, OfTile) or op.verb in ("statistic", "settle", "fetch", "give back"))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +182,7 @@ def placed(live, balance, placement, rank, number) -> Work:
     mine = [n for n, s in enumerate(found.segments) if placement[s.stage] == rank]
     makers = {s.layers.stop: placement[s.stage] for s in found.segments}
     readers = {p: sorted({placement[s.stage] for s in found.segments if p in s.sources} - {rank}) for p in makers}
-    return replace(found, mine=mine, readers=readers, live=set(live) & {found.segments[n].layers.start for n in mine})
+    return replace(found, mine=mine, makers=makers, readers=readers, live=set(live) & {found.segments[n].layers.start for n in mine})
 
 
 def stuck(programs, works) -> dict[int, str]:
@@ -193,7 +207,7 @@ def awaited(op, work) -> list[tuple[tuple, int]]:
         found.append(there(op.position, ROWS * HEIGHT))
     if isinstance(op, OfTile):
         rows = op.box.start[0], op.box.stop[0]
-        found += [there(p, span[1]) for p, span in work.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
+        found += [there(p, span[1]) for p, span in work.cut.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
     if isinstance(op, Backward):
         found += [(("return", op.micro_batch, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
     return found

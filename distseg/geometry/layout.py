@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Container, Iterable, Sequence
 
 from distseg.extents import Extents
 from distseg.geometry.footprint import Footprint, Gather, Span
@@ -73,16 +73,21 @@ class Layout:
         borders: the positions 0 .. n between tiles along each dim.
         exchange_every: a number of layers that look beyond a tile, ``level`` or ``all``.
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
+        stored: the layers before which maps are stored in any case: there tiles exchange, rather than behind layers that look at single cells.
 
     Raises:
         ValueError: a feature map with fewer cells than tiles, or a result that is not of the image's size.
     """
 
-    def __init__(self, links: Sequence[Link], image: Sequence[int], borders: Sequence[Sequence[int]], exchange_every: str = "1", fuse_below: int = 0):
+    def __init__(
+        self, links: Sequence[Link], image: Sequence[int], borders: Sequence[Sequence[int]], exchange_every: str = "1", fuse_below: int = 0,
+        stored: Container[int] = (),
+    ):  # fmt: skip
         self.links, self.image = list(links), tuple(image)
         self.grid = tuple(len(b) - 1 for b in borders)
         maps = [_maps(self.links, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
-        self.points = frozenset(_exchange_points(self.links, maps, exchange_every, fuse_below))
+        points = _exchange_points(self.links, maps, exchange_every, fuse_below)
+        self.points = frozenset(_earlier(self.links, point, stored) for point in points)
         self._maps, self._needs = maps, [_needs(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
         self.sizes = [tuple(m[layer][0] for m in maps) for layer in range(len(self.links) + 1)]
         self.result = self.sizes[-1]
@@ -203,6 +208,16 @@ def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: s
         if every == "level" and any(f.stride != 1 for f in link.footprints):
             eaten = 0
     return points
+
+
+def _earlier(links: Sequence[Link], point: int, stored: Container[int]) -> int:
+    """Where a map is stored before layers that look at single cells and lead to ``point``; else that."""
+    layer = point
+    while layer not in stored:
+        if layer == 0 or links[layer - 1].footprints or links[layer - 1].pop is not None:
+            return point
+        layer -= 1
+    return layer
 
 
 def reach_of(links: Sequence[Link], dims: int) -> Reach:

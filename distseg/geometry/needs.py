@@ -48,14 +48,14 @@ def needs_along(
         sizes: of the map before each layer.
         wanted: what each tile is to have behind the last layer.
         owned: what each tile has of each map at least.
-        points: the layers, by number, before which a tile has no more than it owns.
+        points: the layers, by number, before which a tile has no more than it owns, until it is given what it takes.
     """
     held = _held(links, dim, sizes, wanted, owned, points)
     found: list[Need] = []
     skips: dict[str, list[Span]] = {}
     given = held[0]
     for layer, (link, n) in enumerate(zip(links, sizes)):
-        if link.footprints or link.pop is not None:
+        if link.footprints or link.pop is not None or layer in points:
             made = held[layer + 1]
             taken, raw = map(list, zip(*(taken_of(link, dim, span, n) for span in made)))
         else:

@@ -55,6 +55,10 @@ class Box:
         start = tuple(min(max(a, c), b) for a, b, c in zip(self.start, self.stop, other.start))
         return Box(start, tuple(max(a, min(b, d)) for a, b, d in zip(start, self.stop, other.stop)))
 
+    def hull(self, other: "Box") -> "Box":
+        """The smallest box with both in it."""
+        return Box(tuple(map(min, self.start, other.start)), tuple(map(max, self.stop, other.stop)))
+
     def contains(self, other: "Box") -> bool:
         return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop))
 

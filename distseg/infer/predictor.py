@@ -39,7 +39,7 @@ from distseg.pipeline.partition import Partition
 from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling, budget_of
 from distseg.program.tiles import whole
 from distseg.scene import Scene
-from distseg.spatial.in_time import Block, InTime
+from distseg.spatial.in_time import Block, InTime, computed, windows
 from distseg.spatial.parallelize import TiledModel
 
 _SHARE = 0.5  # of the memory that is free, in which maps may wait
@@ -195,7 +195,8 @@ class Predictor:
         mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
         block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
         executor, place = self._executor(size, block, borders)
-        return executor.computed(whole(executor.work([place], boxes=[mine])), [place])
+        work = executor.work([place], boxes=[mine])
+        return computed(whole(work), work)
 
     @property
     def _dealt_singly(self) -> bool:
@@ -224,11 +225,12 @@ class Predictor:
     def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         reader = _Reader(scene.read)
         executor, place = self._executor(scene.size, block, borders)
-        operations = whole(executor.work([place], boxes=[mine]))
-        ahead = reader.ahead(list(executor.windows(operations, [place])))
+        work = executor.work([place], boxes=[mine])
+        operations = whole(work)
+        ahead = reader.ahead(list(windows(operations, work)))
         with self._evaluating(workers), executor.transfers.moving(), ahead:
             blocks = [Block(place, lambda box: self._uploaded(reader(box)))]
-            results = ((op.box, y) for op, y in executor.run(operations, {0: blocks}))
+            results = ((op.box, y) for op, y in executor.run(operations, [work], [blocks]))
             while (found := self._next(results)) is not None:
                 yield found
             executor.transfers.flush()

@@ -107,11 +107,6 @@ class Activations:
                 waiting -= values(position + 1, part.made) - taken
         return most
 
-    @property
-    def norms(self) -> list[int]:
-        """The positions of norms."""
-        return [position for position, kind in enumerate(self.kinds) if issubclass(kind, NORMS)]
-
     def bytes_of(self, position: int, box: Box, images: int) -> int:
         """Of a part of the map before a layer, as it is stored."""
         return images * self.channels[position] * box.pixels * self.itemsize

@@ -97,6 +97,18 @@ class Statistic(OfMap):
     verb = "statistic"
 
 
+class Fetch(OfMap):
+    """The margin of a map, from the ranks that own it; they get theirs. Collective over the ranks that share an image."""
+
+    verb = "fetch"
+
+
+class GiveBack(OfMap):
+    """Its adjoint: the gradient of the margin goes to its owners and is added there."""
+
+    verb = "give back"
+
+
 class Settle(OfMap):
     """What the statistics collect of gradients, from all tiles. Collective."""
 

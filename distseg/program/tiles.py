@@ -15,15 +15,30 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Callable, Container, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Callable, Container, Iterable, Iterator, Mapping, NamedTuple, Protocol, Sequence
 
 from distseg.geometry.footprint import Span
 from distseg.geometry.segment import Segment
 from distseg.geometry.tile import Box
 from distseg.pipeline.schedule import Action, Backward as Backwards, Forward as Forwards
 from distseg.program.operations import (
-    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Forward, Loss, Measure, Operation, Output, Send, SendGradient, Settle, Statistic,
+    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, Forward, GiveBack, Loss, Measure, Operation, Output, Send, SendGradient, Settle, Statistic,
 )  # fmt: skip
+
+
+class Cut(Protocol):
+    """Where the tiles of some blocks lie, by the numbers of blocks and segments and the positions of maps."""
+
+    blocks: int
+
+    def tiles(self, block: int, segment: int) -> Sequence[Box]:
+        """The boxes to compute of the segment's result, row by row."""
+
+    def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
+        """The rows of each map that some rows of the segment's result are made from."""
+
+    def made(self, block: int, position: int) -> Box:
+        """The part of a map that is computed."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,9 @@ class Work:
 
     Args:
         segments: all of the network; ``mine``: the numbers of those that this rank runs.
-        live: the maps that lie before norms which take statistics.
-        readers: of each map the other ranks that read it.
-        blocks: images of which this rank owns a part.
-        tiles: (block, segment) -> the boxes to compute of the segment's result, row by row.
-        rows: (block, segment, rows of its result) -> the rows that it reads of each map.
-        held: (block, position) -> the part of a map that is computed.
+        live: the maps of this rank's that lie before norms which take statistics.
+        points: those whose margin is fetched from the ranks that share the image.
+        makers: the rank that makes each map; ``readers``: the other ranks that read it.
         back: whether backward passes follow; else a map goes once it was read.
         number: of the micro-batch.
     """
@@ -45,13 +57,25 @@ class Work:
     segments: Sequence[Segment]
     mine: Sequence[int]
     live: Container[int]
+    points: Container[int]
+    makers: Mapping[int, int]
     readers: Mapping[int, Sequence[int]]
-    blocks: int
-    tiles: Callable[[int, int], Sequence[Box]]
-    rows: Callable[[int, int, Span], dict[int, Span]]
-    held: Callable[[int, int], Box]
+    cut: Cut
     back: bool = True
     number: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.cut.blocks
+
+    @cached_property
+    def popped(self) -> set[int]:
+        """The layers that stash what another segment pops, which computes it again."""
+        return {skip.stash for segment in self.segments for skip in segment.skips.values()}
+
+    def whole(self, position: int) -> bool:
+        """Whether nothing is read of a map before all of it is made."""
+        return position in self.live or position in self.points
 
     def of_stage(self, stage: int) -> list[int]:
         return [s for s in self.mine if self.segments[s].stage == stage]
@@ -105,17 +129,16 @@ def forward(work: Work, stage: int) -> Iterator[Operation]:
     """All segments of a stage but the network's last."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
     for position in (work.segments[s].layers.start for s in work.of_stage(stage)):
-        if position in work.live and position not in work.made:
-            yield Measure(work.number, position)
-            yield Statistic(work.number, position)
+        if position not in work.made:  # nobody here made it
+            yield from [Measure(work.number, position)] if position in work.live else ()
+            yield from _met(work, position)
     for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):
         stop = work.stop(segment)
         yield from (Forward(work.number, segment, band.block, box) for box in band.boxes)
         if work.readers[stop]:
             yield Send(work.number, stop, band.block, band.rows[1])
         if fronts.is_done(segment):
-            if stop in work.live and any(work.segments[s].layers.start == stop for s in work.mine):
-                yield Statistic(work.number, stop)
+            yield from _met(work, stop)
             yield from _passed(work, segment)
 
 
@@ -211,6 +234,14 @@ def _written(work: Work, op: Operation) -> list[tuple[str, int, int]]:
     return []
 
 
+def _met(work: Work, position: int) -> Iterator[Operation]:
+    """What ranks tell each other of a map, once it is made."""
+    if position in work.points:
+        yield Fetch(work.number, position)
+    if position in work.live:
+        yield Statistic(work.number, position)
+
+
 def _passed(work: Work, segment: int) -> Iterator[Operation]:
     """Without backward passes: maps go that no later segment reads."""
     for position in work.sources(segment):
@@ -221,7 +252,7 @@ def _passed(work: Work, segment: int) -> Iterator[Operation]:
 def _returned(work: Work, fronts: "_Fronts", segment: int, block: int) -> Iterator[Operation]:
     """Rows of gradients that are final by now, of maps that other ranks made; where a norm takes statistics none are before all are."""
     for position in work.sources(segment):
-        if position not in work.elsewhere or position in work.live:
+        if position not in work.elsewhere or work.whole(position):
             continue
         stage = work.segments[segment].stage
         pending = [s for s in work.reading(position) if work.segments[s].stage == stage and not (work.is_last(s) or s in fronts.segments)]
@@ -235,13 +266,15 @@ def _read_back(work: Work, stage: int, position: int) -> Iterator[Operation]:
     """What comes once a stage's readers of a map went back, if no earlier stage of this rank reads it."""
     if work.stages_reading(position)[:1] not in ([], [stage]):
         return
-    if position in work.live and work.reading(position):
+    if position in work.live:
         yield Settle(work.number, position)
+    if position in work.points:
+        yield GiveBack(work.number, position)
     if position in work.elsewhere:
         if position in work.live:
             yield Correct(work.number, position)
         for block in range(work.blocks):
-            yield SendGradient(work.number, position, block, work.held(block, position).stop[0])
+            yield SendGradient(work.number, position, block, work.cut.made(block, position).stop[0])
     if position != 0:
         yield Drop(work.number, position)
 
@@ -291,12 +324,12 @@ class _Fronts:
         if maker not in self.bands or self.is_done(maker):
             return True
         following = self.bands[maker][self._at[maker]]
-        return position not in self.work.live and (following.block, following.rows[0]) >= (block, rows[1])
+        return not self.work.whole(position) and (following.block, following.rows[0]) >= (block, rows[1])
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
         """Whether the gradient of a band is final, as far as segments here read it."""
         stop = self.work.stop(segment)
-        if stop in self.work.live:
+        if self.work.whole(stop):
             return all(map(self.is_done, self.readers(stop)))
         return self._final(stop, band.block) >= band.rows[1]
 
@@ -313,7 +346,7 @@ class _Fronts:
     def grown(self, position: int, block: int) -> int | None:
         """The row before which a gradient is final, where some but not all of it has newly become so."""
         final = self._final(position, block)
-        if final == math.inf or final <= self._sent.get((position, block), self.work.held(block, position).start[0]):
+        if final == math.inf or final <= self._sent.get((position, block), self.work.cut.made(block, position).start[0]):
             return None
         self._sent[position, block] = final
         return int(final)
@@ -322,8 +355,8 @@ class _Fronts:
 def _bands(work: Work, segment: int) -> list[_Band]:
     found = []
     for block in range(work.blocks):
-        for rows, boxes in groupby(work.tiles(block, segment), key=lambda box: (box.start[0], box.stop[0])):
-            found.append(_Band(block, rows, list(boxes), work.rows(block, segment, rows)))
+        for rows, boxes in groupby(work.cut.tiles(block, segment), key=lambda box: (box.start[0], box.stop[0])):
+            found.append(_Band(block, rows, list(boxes), work.cut.rows(block, segment, rows)))
     return found
 
 

@@ -38,15 +38,16 @@ class Exchange:
         every: exchange before every k-th layer that looks beyond its tile ("1", "2", ...), once a ``level``, or never (``all``).
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
         channels_last: how tensors lie in memory; messages do likewise.
+        stored: the layers before which maps are stored (:class:`distseg.geometry.layout.Layout`).
     """
 
     def __init__(
         self, links: Sequence[Link], stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
-        device=torch.device("cpu"), channels_last: bool = False,
+        device=torch.device("cpu"), channels_last: bool = False, stored: Sequence[int] = (),
     ):  # fmt: skip
         self.links, self.stride, self.comm, self.every, self.fuse_below = list(links), tuple(stride), comm, every, fuse_below
         self.grid, self.per_rank = Extents(grid), Extents(per_rank)
-        self.channels_last = channels_last
+        self.channels_last, self.stored = channels_last, tuple(stored)
         self.mail = Mail(comm, device)
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._exchanges: dict[tuple, HaloExchange] = {}
@@ -63,7 +64,7 @@ class Exchange:
             fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
             check_grid(image, fine, self.stride)
             borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
-            self._layouts[image] = Layout(self.links, image, borders, self.every, self.fuse_below).check_result(borders)
+            self._layouts[image] = Layout(self.links, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
         return self._layouts[image]
 
     def run(
@@ -134,20 +135,21 @@ class Exchange:
         for k, i in enumerate(concerned):
             cuts, wanted = layouts[i].spans(position)
             for c in copies_from(cells[i], cuts, wanted):
-                if self._rank_of(c.target) == self.comm.rank:
+                if self.rank_of(c.target) == self.comm.rank:
                     here.append((k, number[group[k], c.target], c.box))
                 else:
                     sends.append((group[k], c.target, c.source, k, c.box))
             for c in copies_to(cells[i], cuts, wanted):
-                if self._rank_of(c.source) != self.comm.rank:
+                if self.rank_of(c.source) != self.comm.rank:
                     receives.append((group[k], c.target, c.source, k, c.box))
-        by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self._rank_of(s[end]))
+        by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
         return HaloExchange(
             self.mail, sides, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
             fill=fill_of(layer) or 0.0, tag=2 * position, name=self.links[position].name, last=self.channels_last,
         )  # fmt: skip
 
-    def _rank_of(self, cell: Cell) -> int:
+    def rank_of(self, cell: Cell) -> int:
+        """The rank that owns a tile."""
         rank = 0
         for c, p, g in zip(cell, self.per_rank, self.grid):
             rank = rank * g + c // p

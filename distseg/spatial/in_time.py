@@ -32,9 +32,11 @@ from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import memory_in_use, release_freed_memory
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.program.operations import (
-    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Forward, Loss, Measure, OfTile, Operation, Output, Send, SendGradient, Settle, Statistic,
+    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, Forward, GiveBack, Loss, Measure, OfTile, Operation, Output, Send, SendGradient,
+    Settle, Statistic,
 )  # fmt: skip
 from distseg.program.tiles import Work, peak, whole
+from distseg.spatial.borders import Borders
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import Pending
 from distseg.spatial.parallelize import TiledModel
@@ -82,7 +84,7 @@ class InTime:
     Args:
         links: of its layers (:func:`distseg.spatial.links.links_of`).
         live: the positions of norms that take statistics.
-        layout: of an image on the mesh's tiles, read as windows.
+        layout: of an image on the mesh's tiles.
         folder: for stored maps; None: the host's memory.
         bytes_of: of a part of the map before a layer, of so many images.
         autocast: makes the context in which the network runs.
@@ -90,6 +92,7 @@ class InTime:
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
         returns: whether backward passes follow; else maps are let go of once they are read.
         trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
+        borders: moves the margins of maps, where the layout's tiles exchange any.
 
     Attributes:
         watch: told the share of a program that is done, now and then.
@@ -99,21 +102,14 @@ class InTime:
     def __init__(
         self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
         bytes_of: Callable[[int, Box, int], int], autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
-        placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True,
+        placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True, borders: Borders | None = None,
     ):  # fmt: skip
-        self.model, self.links, self.layout, self.tiling, self.folder = model, list(links), layout, tiling, folder
+        self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
         self.bytes_of, self.autocast, self.devices = bytes_of, autocast, [torch.device(d) for d in devices]
-        self.returns, self.pages = returns, _Pages(trims)
-        self.placement, self.comm, self.transfers = tuple(placement), comm, Transfers(comm)
+        self.returns, self.pages, self.borders = returns, _Pages(trims), borders
+        self.stages, self.placement, self.comm, self.transfers = tuple(stages), tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
-        self.segments = segments_of(self.links, live, stages)
-        rank_of = lambda segment: self.placement[segment.stage]
-        self.mine = [number for number, segment in enumerate(self.segments) if rank_of(segment) == comm.rank]
-        self.live = set(live) & {self.segments[number].layers.start for number in self.mine}
-        self.makers = {s.layers.stop: rank_of(s) for s in self.segments}  # of the map before a layer
-        self.readers = {p: sorted({rank_of(s) for s in self.segments if p in s.sources} - {comm.rank}) for p in self.makers}  # other ranks
-        self.popped = {skip.stash for segment in self.segments for skip in segment.skips.values()}  # in other segments
         self._works: dict[tuple, Work] = {}
         self._stored: dict[tuple, int] = {}
 
@@ -139,16 +135,27 @@ class InTime:
         key = number, _sizes(places)
         if boxes is None and key in self._works:
             return self._works[key]
-        cut = Cut(self, places, boxes)
-        work = Work(self.segments, self.mine, self.live, self.readers, len(places), cut.tiles, cut.rows, cut.held, self.returns, number)
+        work = self._work(places, number, boxes)
         return self._works.setdefault(key, work) if boxes is None else work
+
+    def _work(self, places: Sequence[Place], number: int, boxes: Sequence[Sequence[Box]] | None) -> Work:
+        layouts = [self.layout(place.image) for place in places]
+        points = {point for layout in layouts for point in layout.points} - {0}  # pixels are read, with their margin
+        segments = segments_of(self.links, self.live | points, self.stages)
+        rank_of = lambda segment: self.placement[segment.stage]
+        mine = [n for n, segment in enumerate(segments) if rank_of(segment) == self.comm.rank]
+        makers = {s.layers.stop: rank_of(s) for s in segments}
+        readers = {p: sorted({rank_of(s) for s in segments if p in s.sources} - {self.comm.rank}) for p in makers}
+        starts = {segments[n].layers.start for n in mine}
+        cut = Cut(self.links, segments, layouts, places, self.tiling, boxes)
+        return Work(segments, mine, self.live & starts, points & starts, makers, readers, cut, self.returns, number)
 
     def stored(self, places: Sequence[Place]) -> int:
         """Bytes of the maps that a micro-batch will store, at most at once."""
         key = _sizes(places)
         if key not in self._stored:
-            cut = Cut(self, places)
-            self._stored[key] = peak(self.work(places), lambda block, position: self.bytes_of(position, cut.held(block, position), cut.images[block]))
+            work = self.work(places)
+            self._stored[key] = peak(work, lambda block, position: self.bytes_of(position, work.cut.held(block, position), len(places[block].images)))
         return self._stored[key]
 
     def describe(self, image: Sequence[int]) -> str:
@@ -156,12 +163,13 @@ class InTime:
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
         places = [Place(tuple(image), tile, tile, (0,), (0,))]
-        visits, stored = sum(isinstance(op, OfTile) for op in whole(self.work(places))), self.stored(places)
+        work, stored = self.work(places), self.stored(places)
+        visits = sum(isinstance(op, OfTile) for op in whole(work))
         if not stored:
             return f"tiles in time: {visits} windows a step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
-        segments = f"{len(self.mine)} segment{'s' * (len(self.mine) > 1)}{of}"
+        segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
         return f"tiles in time: {segments}, {visits} tiles an image there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
 
     def check_room(self, *under_way: Sequence[Place]) -> None:
@@ -174,7 +182,7 @@ class InTime:
             check_room(self.folder, stored)
 
     def run(
-        self, operations: Sequence[Operation], micro_batches: Mapping[int, Sequence[Block]], settle: Callable[[], None] = lambda: None
+        self, operations: Sequence[Operation], works: Sequence[Work], micro_batches: Sequence[Sequence[Block]], settle: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[Output, Tensor]]:
         """Do the operations one after another; yields the logits (B, C', *box.size) of each tile of the network's result.
 
@@ -182,9 +190,10 @@ class InTime:
         over the ranks that share statistics, and over those of the pipeline.
 
         Args:
+            works: of each micro-batch.
             settle: called where the loss's slope must be known.
         """
-        walks = {m: Walk(self, blocks) for m, blocks in micro_batches.items()}
+        walks = [Walk(self, work, blocks) for work, blocks in zip(works, micro_batches)]
         tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
         for op in operations:
             if isinstance(op, Loss):
@@ -197,22 +206,22 @@ class InTime:
                 self.pages.end()
                 done += 1
                 self.watch(done / tiles)
-        for walk in walks.values():
+        for walk in walks:
             walk.close()
 
-    def windows(self, operations: Sequence[Operation], places: Sequence[Place]) -> Iterator[Box]:
-        """What the operations read of pixels, in order; for those who read ahead."""
-        cut = Cut(self, places)
-        there = (op for op in operations if isinstance(op, OfTile) and self.segments[op.segment].layers.start == 0)
-        return (cut.chain(op).given for op in there)
 
-    def computed(self, operations: Sequence[Operation], places: Sequence[Place]) -> Iterator[tuple[int, Box]]:
-        """(layer, cells of its result) of all that the operations compute, each tile once."""
-        cut = Cut(self, places)
-        for op in (op for op in operations if isinstance(op, OfTile)):
-            segment, way = self.segments[op.segment], cut.chain(op)
-            yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
-            yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
+def windows(operations: Sequence[Operation], work: Work) -> Iterator[Box]:
+    """What the operations of a micro-batch read of pixels, in order; for those who read ahead."""
+    there = (op for op in operations if isinstance(op, OfTile) and work.segments[op.segment].layers.start == 0)
+    return (work.cut.chain(op).given for op in there)
+
+
+def computed(operations: Sequence[Operation], work: Work) -> Iterator[tuple[int, Box]]:
+    """(layer, cells of its result) of all that the operations of a micro-batch compute, each tile once."""
+    for op in (op for op in operations if isinstance(op, OfTile)):
+        segment, way = work.segments[op.segment], work.cut.chain(op)
+        yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
+        yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
 
 
 def _sizes(places: Sequence[Place]) -> tuple:
@@ -224,19 +233,33 @@ class Cut:
     """Where the tiles of a micro-batch's blocks lie in each map.
 
     Args:
+        layouts, places: of each block.
         boxes: the tiles of each block of the network's result; by default all.
     """
 
-    def __init__(self, executor: InTime, places: Sequence[Place], boxes: Sequence[Sequence[Box]] | None = None):
-        self.segments, self.links, self.tiling, self.boxes = executor.segments, executor.links, executor.tiling, boxes
+    def __init__(
+        self, links: Sequence[Link], segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[Place], tiling: Tiling,
+        boxes: Sequence[Sequence[Box]] | None = None,
+    ):  # fmt: skip
+        self.links, self.segments, self.layouts, self.tiling, self.boxes = links, segments, list(layouts), tiling, boxes
         self.images = [len(place.images) for place in places]
-        self.layouts = [executor.layout(place.image) for place in places]
-        self.cells = [layout.cell_of(place.tile) for layout, place in zip(self.layouts, places)]
+        self.cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
 
-    def held(self, block: int, position: int) -> Box:
+    @property
+    def blocks(self) -> int:
+        return len(self.layouts)
+
+    def made(self, block: int, position: int) -> Box:
         """What of the map before a layer is computed."""
         layout, cell = self.layouts[block], self.cells[block]
         return layout.result_of(cell) if position == len(self.links) else layout.part(position, cell).given
+
+    def held(self, block: int, position: int) -> Box:
+        """What is stored: that, and the margin from neighbours."""
+        if position not in self.layouts[block].points:
+            return self.made(block, position)
+        part = self.layouts[block].part(position, self.cells[block])
+        return part.given.hull(part.taken)
 
     def owned(self, block: int, position: int) -> Box:
         return self.layouts[block].part(position, self.cells[block]).owned
@@ -248,7 +271,7 @@ class Cut:
         """Of what is computed of a segment's result."""
         if self.boxes is not None and segment == len(self.segments) - 1:
             return self.boxes[block]
-        result = self.held(block, self.segments[segment].layers.stop)
+        result = self.made(block, self.segments[segment].layers.stop)
         return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
@@ -259,16 +282,16 @@ class Cut:
 
     def ends(self, op: OfTile) -> tuple:
         """At which ends of its map a tile lies: windows there are smaller."""
-        whole = self.held(op.block, self.segments[op.segment].layers.stop)
+        whole = self.made(op.block, self.segments[op.segment].layers.stop)
         return tuple((a == c, b == d) for a, b, c, d in zip(op.box.start, op.box.stop, whole.start, whole.stop))
 
 
 class Walk:
     """The blocks of one micro-batch on their way through this rank's part of the network: does its operations."""
 
-    def __init__(self, executor: InTime, blocks: Sequence[Block]):
-        self.executor, self.blocks, self.segments = executor, list(blocks), executor.segments
-        self.cut, self.span = Cut(executor, [block.place for block in blocks]), executor.span
+    def __init__(self, executor: InTime, work: Work, blocks: Sequence[Block]):
+        self.executor, self.work, self.blocks, self.segments = executor, work, list(blocks), work.segments
+        self.cut, self.span = work.cut, executor.span
         self.layers, self.transfers, self.context = executor.model.layers, executor.transfers, executor.model.context
         self.maps: dict[tuple[int, int], Map] = {}  # by block and position, as all below
         self.gradients: dict[tuple[int, int], Map] = {}
@@ -389,7 +412,7 @@ class Walk:
         if position in self.norms:
             x = cropped(x, have, part.taken)
             return self.norms[position](x, 0, layer.masks([x])[0])
-        if isinstance(layer, Stash) and position in self.executor.popped:
+        if isinstance(layer, Stash) and position in self.work.popped:
             return cropped(x, have, part.taken)  # whoever pops it computes it again
         if isinstance(layer, Pop):
             skips[layer.name] = cropped(skips[layer.name], part.skip, part.made)
@@ -415,11 +438,11 @@ class Walk:
     @torch.no_grad()
     def measure(self, op: Measure) -> None:
         for i in self._blocks():
-            for box in strips(self.cut.held(i, op.position), _CELLS if op.position else _PIXELS):
+            for box in strips(self.cut.made(i, op.position), _CELLS if op.position else _PIXELS):
                 self._take_moments(op.position, i, box, self._read(op.position, i, box))
 
     def _take_moments(self, position: int, i: int, box: Box, x: Tensor) -> None:
-        if position in self.executor.live and self._at(position, i, box).pixels:
+        if position in self.work.live and self._at(position, i, box).pixels:
             norm = self.layers[position]
             self._moments.setdefault(position, []).extend(norm.moments(x, 0, norm.masks([x])[0]))
 
@@ -452,34 +475,43 @@ class Walk:
 
     # between ranks
 
+    def fetch(self, op: Fetch) -> None:
+        for i in self._blocks():
+            self._wait_for(i, op.position)
+        self.executor.borders.fetch(op.position, self.cut.layouts, self.cut.cells, [self.maps[i, op.position] for i in self._blocks()])
+
+    def give_back(self, op: GiveBack) -> None:
+        self.executor.borders.give_back(op.position, self.cut.layouts, self.cut.cells, [self.gradients[i, op.position] for i in self._blocks()])
+
     def expect(self, op: Expect) -> None:
         for i in self._blocks():
-            coming = Receiving(self.cut.held(i, op.position), lambda like, i=i: self._map(self.maps, i, op.position, self._here(like)))
-            self._coming[i, op.position] = self.transfers.begin(coming, self.executor.makers[op.position], 2 * op.position)
+            coming = Receiving(self.cut.made(i, op.position), lambda like, i=i: self._map(self.maps, i, op.position, self._here(like)))
+            self._coming[i, op.position] = self.transfers.begin(coming, self.work.makers[op.position], 2 * op.position)
 
     def expect_gradient(self, op: ExpectGradient) -> None:
         for i in self._blocks():
-            box = self.cut.held(i, op.position)
+            box = self.cut.made(i, op.position)
             coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))  # all of it comes
             self._returning.setdefault((i, op.position), []).append(self.transfers.begin(coming, op.source, 2 * op.position + 1))
 
     def send(self, op: Send) -> None:
         key = op.block, op.position
         if key not in self._sending:
-            readers = self.executor.readers[op.position]
-            self._sending[key] = [self.transfers.begin(Sending(self.maps[key]), reader, 2 * op.position) for reader in readers]
+            readers = self.work.readers[op.position]
+            made = self.cut.made(*key)
+            self._sending[key] = [self.transfers.begin(Sending(self.maps[key], made), reader, 2 * op.position) for reader in readers]
         for sending in self._sending[key]:
             sending.final = op.final
         self.transfers.progress()
 
     def send_gradient(self, op: SendGradient) -> None:
         key = op.block, op.position
-        gradient = self.gradients[key]
+        gradient, made = self.gradients[key], self.cut.made(*key)
         if key not in self._handing_back:
-            sending = Sending(gradient, gradient.close)
-            self._handing_back[key] = self.transfers.begin(sending, self.executor.makers[op.position], 2 * op.position + 1)
+            sending = Sending(gradient, made, gradient.close)
+            self._handing_back[key] = self.transfers.begin(sending, self.work.makers[op.position], 2 * op.position + 1)
         self._handing_back[key].final = op.final
-        if op.final == gradient.box.stop[0]:
+        if op.final == made.stop[0]:
             del self.gradients[key]  # goes when it is sent
         self.transfers.progress()
 
@@ -522,7 +554,7 @@ class Walk:
 _DOES: dict[type[Operation], Callable[[Walk, Operation], None]] = {
     Expect: Walk.expect, ExpectGradient: Walk.expect_gradient, Measure: Walk.measure, Forward: Walk.forward, Statistic: Walk.statistic,
     Send: Walk.send, Backward: Walk.backward, Settle: Walk.settle, Correct: Walk.correct, SendGradient: Walk.send_gradient,
-    Drop: Walk.drop, DropGradient: Walk.drop_gradient,
+    Fetch: Walk.fetch, GiveBack: Walk.give_back, Drop: Walk.drop, DropGradient: Walk.drop_gradient,
 }  # fmt: skip
 
 

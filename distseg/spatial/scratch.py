@@ -37,7 +37,7 @@ class Map:
         self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
         self.images, self.channels = like.shape[:2]
         self.row = (self.channels if self.last else 1) * like.element_size()  # bytes of a cell of the last dim
-        self.bytes = math.prod(self.outer) * box.pixels * self.row
+        self.bytes = self.bytes_of(box)
         self._file = self._values = None
         if folder is None:
             self._values = (torch.zeros if zero else torch.empty)(self._shape(box), dtype=self.dtype)
@@ -74,6 +74,10 @@ class Map:
     def put(self, box: Box, values: Tensor) -> None:
         """:meth:`write`, as it lies."""
         self._move(os.pwritev, values, box, "written to")
+
+    def bytes_of(self, box: Box) -> int:
+        """Of a part of the map."""
+        return math.prod(self.outer) * box.pixels * self.row
 
     def close(self) -> None:
         """Let go of its memory or its disk space."""

@@ -34,6 +34,7 @@ class Sending:
     """A map on its way to another rank.
 
     Args:
+        box: the part that goes; all of it by default.
         then: called once all is sent.
 
     Attributes:
@@ -41,9 +42,10 @@ class Sending:
         done: whether all is sent.
     """
 
-    def __init__(self, stored: Map, then: Callable[[], None] = lambda: None):
-        self.stored, self.final, self.done, self._then = stored, stored.box.start[0], False, then
-        self._waiting = deque([_head(stored), *_strips(stored)])
+    def __init__(self, stored: Map, box: Box | None = None, then: Callable[[], None] = lambda: None):
+        box = box or stored.box
+        self.stored, self.final, self.done, self._then = stored, box.start[0], False, then
+        self._waiting = deque([_head(stored), *_strips(stored, box)])
         self._under_way: deque[tuple] = deque()
 
     def progress(self, start: Callable[[Tensor], object]) -> bool:
@@ -68,7 +70,8 @@ class Receiving:
     """A map on its way from another rank.
 
     Args:
-        make: the map that is to hold it, from a tensor like it.
+        box: what comes.
+        make: the map that is to hold it, perhaps with more, from a tensor like it.
 
     Attributes:
         stored: that map, once its first message is there.
@@ -96,7 +99,7 @@ class Receiving:
             self._under_way.popleft()
             if strip is None:
                 self.stored = self._make(_like(values, len(self.box.size)))
-                self._waiting.extend(_strips(self.stored))
+                self._waiting.extend(_strips(self.stored, self.box))
                 continue
             self.stored.put(strip, values)
             self.there = strip.stop[0]
@@ -154,8 +157,8 @@ class Transfers:
         wait(When(lambda: self.progress() or condition()), what, kind)
 
 
-def _strips(stored: Map) -> Iterator[Box]:
-    return strips(stored.box, _STRIP * stored.box.pixels / max(1, stored.bytes))
+def _strips(stored: Map, box: Box) -> Iterator[Box]:
+    return strips(box, _STRIP * box.pixels / max(1, stored.bytes_of(box)))
 
 
 def _head(stored: Map) -> Tensor:

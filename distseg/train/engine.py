@@ -28,10 +28,12 @@ from distseg.pipeline.partition import Partition
 from distseg.pipeline.stage import Stage
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
+from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.links import links_of, receptive_field
+from distseg.spatial.norm import NORMS
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.train.loss import Loss
@@ -110,7 +112,6 @@ class Engine:
 
     def _in_time(self, activations: Activations) -> InTime:
         spatial, links = self.config.spatial, self.exchange.links
-        live = activations.norms if self.model.live_in_training else []
         tiling = GridTiling(spatial.tiles_per_rank)
         memory = self.config.run.memory
         if memory is not None:
@@ -119,7 +120,8 @@ class Engine:
         folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
         stages, placement = (self.partition.ranges, self.partition.placement) if self.partition else ((), (0,))
         return InTime(
-            self.model, links, live, self.exchange.layout, tiling, folder, activations.bytes_of, self.autocast, self.devices, stages, placement, self.mesh.pipeline
+            self.model, links, self.exchange.stored, self.exchange.layout, tiling, folder, activations.bytes_of, self.autocast, self.devices, stages, placement, self.mesh.pipeline,
+            borders=Borders(self.exchange),
         )
 
     def base_memory(self) -> int:
@@ -131,8 +133,8 @@ class Engine:
 
     @property
     def reading(self) -> Reach:
-        """What is read around a tile: nothing, where borders are exchanged."""
-        return read_around(self.reach, self.exchange)
+        """What is read around a tile: nothing, where borders of pixels are exchanged."""
+        return self.reach if tiles_in_time(self.config) else read_around(self.reach, self.exchange)
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model begins, labels where it ends, in its dtype and memory format."""
@@ -258,7 +260,15 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
         if spatial.exchanges or tiles_in_time(config):
             raise
         return None
-    return Exchange(links, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last)
+    stored = live_norms(config, model) if tiles_in_time(config) else ()
+    return Exchange(links, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
+
+
+def live_norms(config: Config, model: nn.Module) -> list[int]:
+    """The positions of the norms of a flat model, perhaps only outlined, that take statistics in training."""
+    if config.spatial.frozen_norm:
+        return []
+    return [position for position, (_, layer) in enumerate(flat_layers(model)) if isinstance(layer, NORMS)]
 
 
 def read_around(reach: Reach, exchange: Exchange | None) -> Reach:

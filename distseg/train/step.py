@@ -22,7 +22,7 @@ from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.schedule import Action, Backward, Forward, orders
 from distseg.program.operations import Operation
 from distseg.program.tiles import Work, step
-from distseg.geometry.tile import Box
+from distseg.geometry.tile import Box, Place
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block, InTime
 from distseg.spatial.piece import Piece, Unit, on_tile
@@ -182,23 +182,24 @@ class InTimeStep:
             self.head.clear()
             if self.loss.linear:
                 self._settle_from_labels(micro_batches)
+        places = [[block.place for block in blocks] for blocks in micro_batches]
+        works = [self.executor.work(those, m) for m, those in enumerate(places)]
         settle = self.head.settle_beforehand if self.head else None
         with self.executor.transfers.moving():
-            for op, output in self.executor.run(self._program(micro_batches), dict(enumerate(micro_batches)), settle):
+            for op, output in self.executor.run(self._program(works, places), works, micro_batches, settle):
                 self._end(_unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box), output)
         self.executor.transfers.flush()
         return self.head.step_loss() if self.head else 0.0
 
-    def _program(self, micro_batches: list[list[Block]]) -> list[Operation]:
+    def _program(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
         """Made once for each sizes of images."""
-        places = [[block.place for block in blocks] for blocks in micro_batches]
-        key = tuple(tuple((place.image, place.tile, len(place.images)) for place in those) for those in places)
-        numbers = range(len(micro_batches))
-        together = [numbers] if self.all_at_once else [[m] for m in numbers]
+        every = range(len(works))
+        together = [every] if self.all_at_once else [[m] for m in every]
         for those in together:
             self.executor.check_room(*(places[m] for m in those))
+        key = tuple(map(id, works))  # which the executor keeps
         if key not in self._programs:
-            self._programs[key] = [op for those in together for op in self._operations([self.executor.work(places[m], m) for m in those])]
+            self._programs[key] = [op for those in together for op in self._operations([works[m] for m in those])]
         return self._programs[key]
 
     def _operations(self, works: list[Work]) -> list[Operation]:

@@ -1,0 +1,74 @@
+"""Borders of stored maps, between the ranks that share an image: what tiles in time exchange instead of computing it twice.
+
+A rank makes the cells of a map that it owns, and stores them with a margin; the margin comes from the ranks that own it. Its gradient goes
+back to them and is added. All goes at once, a message a neighbour, from map to map; what is under way is in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from distseg.comm.halo import Mail, copies_from, copies_to
+from distseg.geometry.layout import Layout
+from distseg.geometry.tile import Box
+from distseg.spatial.exchange import Cell, Exchange
+from distseg.spatial.scratch import Map
+
+_Strips = dict[int, list[tuple[Map, Box]]]  # by rank, in an order that both sides agree on
+
+
+class Borders:
+    """Of the maps before layers, on an exchange's grid of ranks with a tile each."""
+
+    def __init__(self, exchange: Exchange):
+        self._exchange, self._mail = exchange, Mail(exchange.comm)
+
+    def fetch(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]) -> None:
+        """Fill the margins of an image's map each. Collective over the ranks that share the images."""
+        going, coming = self._strips(position, layouts, cells, maps)
+        self._move(going, coming, Map.put, 2 * position, f"the borders at layer {self._name(position)}")
+
+    def give_back(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], gradients: Sequence[Map]) -> None:
+        """The adjoint: add the gradients of margins to those of the cells that they came from."""
+        coming, going = self._strips(position, layouts, cells, gradients)
+        self._move(going, coming, _add, 2 * position + 1, f"the gradient of the borders at layer {self._name(position)}")
+
+    def _strips(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]) -> tuple[_Strips, _Strips]:
+        """What goes to each rank, and what comes."""
+        going: _Strips = {}
+        coming: _Strips = {}
+        for layout, cell, stored in zip(layouts, cells, maps):
+            if position not in layout.points:
+                continue
+            cuts, wanted = layout.spans(position)
+            for copy in copies_from(cell, cuts, wanted):
+                going.setdefault(self._exchange.rank_of(copy.target), []).append((stored, copy.box))
+            for copy in copies_to(cell, cuts, wanted):
+                coming.setdefault(self._exchange.rank_of(copy.source), []).append((stored, copy.box))
+        return going, coming
+
+    def _move(self, going: _Strips, coming: _Strips, put: Callable[[Map, Box, Tensor], None], tag: int, what: str) -> None:
+        arriving = self._mail.post({rank: sum(stored.bytes_of(box) for stored, box in strips) for rank, strips in coming.items()}, tag)
+        self._mail.send({rank: torch.cat([_bytes(stored.take(box)) for stored, box in strips]) for rank, strips in going.items()}, tag)
+        for rank, under_way in arriving.items():
+            buffer = self._mail.arrived(under_way, f"{what} from rank {rank} of the image's tiles")
+            parts = buffer.split([stored.bytes_of(box) for stored, box in coming[rank]])
+            for (stored, box), part in zip(coming[rank], parts):
+                values = stored.room(box)
+                _bytes(values).copy_(part)
+                put(stored, box, values)
+            self._mail.done(buffer)
+
+    def _name(self, position: int) -> str:
+        return self._exchange.links[position].name
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.view(-1).view(torch.uint8)
+
+
+def _add(stored: Map, box: Box, values: Tensor) -> None:
+    stored.put(box, stored.take(box).add_(values))

@@ -52,7 +52,7 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
     found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
     if found:
         names = {(s.kind, s.name) for s in found.spans}
-        assert ("backward", "put off") in names
+        assert ("weight", "put off") in names
         assert ("halo", "the borders at layer enc0_conv0 from rank 1 of the image's tiles") in names
         assert ("halo", "the gradient of the borders at layer mid_conv0 from rank 1 of the image's tiles") in names
 

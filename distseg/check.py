@@ -120,7 +120,7 @@ RULES = (
     Rule("spatial.in_time", "model.norm", lambda f: f.config.spatial.in_time == "recompute" and f.live is not None,
          "{f.live} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, spatial.frozen_norm"),
     Rule("pipeline.schedule", "spatial.in_time", lambda f: f.in_time and f.config.pipeline.schedule == "zb-h1",
-         "with tiles in time (run.memory or spatial.in_time) a tile's backward pass frees all that the tile holds, and nothing is put off: set it to 1f1b, gpipe or auto"),
+         "tiles in time (run.memory or spatial.in_time) free all that a tile holds in its backward pass, and put nothing off: set it to 1f1b, gpipe or auto"),
     Rule("pipeline.placement", "spatial.exchange_every", lambda f: f.on_devices and f.config.spatial.exchanges,
          "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank compute at once, where exchanges need one order: set that to all, or put "
          "the stages on ranks (mesh.stages)"),

@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from distseg.comm.later import finish, putting_off, until
 from distseg.memory_format import channels_last
 from distseg.spatial.conv import weights_apart
+
+
+class Checkpointed(nn.Conv2d):
+    """Computed again in the backward pass, where nothing is put off."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
 
 LAYERS = {
     "3x3": lambda: nn.Conv2d(4, 6, 3, padding=1),
@@ -25,6 +34,7 @@ LAYERS = {
     "transposed": lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
     "transposed groups": lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2, bias=False),
     "transposed dilation": lambda: nn.ConvTranspose2d(4, 6, 3, dilation=2),
+    "checkpointed": lambda: Checkpointed(4, 6, 3),
     "block": lambda: nn.Sequential(nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Conv2d(5, 6, 1)),
 }
 

@@ -58,6 +58,18 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
 
 
 @pytest.mark.parallel(2)
+def test_gradients_of_weights_are_seen_by_micro_batch(comm, tmp_path):
+    """At their action, or before it in waits: either way under its name."""
+    settings = replace(CONFIG, mesh=MeshConfig(stages=2), pipeline=PipelineConfig(schedule="zb-h1"))
+    found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
+    if found:
+        assert found.title.endswith(", zb-h1, line")
+        for stage in range(2):
+            assert {s.name for s in found.spans if (s.kind, s.rank) == ("weight", stage)} == {f"W{m},{stage}" for m in range(3)}
+        assert all(row["weight"] > 0 and row["other"] > -1e-9 for row in found.rows())
+
+
+@pytest.mark.parallel(2)
 def test_as_a_command_without_a_pipeline(comm, capsys, shared_path):
     model = ["--model.depth", "1", "--model.num_convs", "1", "--model.base_channels", "2", "--model.norm", "batch"]
     given = ["profile", "--image", "16x20", "--steps", "1", "--output", str(shared_path), "--mesh.samples", "2", "--mesh.reducer", "mpi", *model]

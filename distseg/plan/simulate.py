@@ -1,8 +1,9 @@
 """What a pipeline schedule does in time, without running it: when each action starts and ends, who idles, what is held.
 
 Every rank works through its own list in order. Forward(s, m) needs what the edges into stage s bring; Backward(s, m) needs
-Forward(s, m) and the gradients of what the edges out of s took away, where the edges return any; Weight(s, m) needs Backward(s, m). Messages are sent in the background when an action
-ends; those from one rank to another go one after another. No rank waits for its messages to be received.
+Forward(s, m) and the gradients of what the edges out of s took away, where the edges return any; Weight(s, m) needs
+Backward(s, m). Messages are sent in the background when an action ends; those from one rank to another go one after another.
+No rank waits for its messages to be received. A real rank also does what is put off while it waits; here at its action only.
 """
 
 from __future__ import annotations

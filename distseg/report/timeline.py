@@ -18,7 +18,7 @@ from distseg.report.style import INK, PALETTE, new_figure
 from distseg.report.tables import table
 
 COLORS = {  # in the order in which they are drawn: what may lie inside another span comes after it
-    "forward": PALETTE[5], "backward": PALETTE[4], "weight": "#F4D58D", "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "reduce": PALETTE[6],
+    "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "weight": "#F4D58D", "reduce": PALETTE[6],
     "send": PALETTE[1], "norm-exchange": PALETTE[3], "halo": PALETTE[7], "read": "#999999", "scratch": "#8C6D46",
 }  # fmt: skip
 _ACTIONS = {action.kind: action for action in (Forward, Backward, Weight)}
@@ -43,7 +43,7 @@ def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """A line for each stage, a column for each ``cycle`` seconds; 3 is micro-batch 3's forward pass, 3' its backward pass, 3" the part of it that is put off::
+    """A line for each stage, a column for each ``cycle`` seconds; 3 is the forward pass of micro-batch 3, 3' its backward pass, 3" what that put off::
 
         stage 0  0 1      0' 1'
         stage 1    0 1 0' 1'

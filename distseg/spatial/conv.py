@@ -71,12 +71,12 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx, parameters, exchange: HaloExchange | _NoExchange, calls: list[_Call], weight, bias, *xs):
         frames = exchange.forward(xs)
         ctx.parameters, ctx.exchange, ctx.calls = parameters, exchange, calls
-        ctx.save_for_backward(weight, *frames)
+        ctx.save_for_backward(*frames, weight)  # in PyTorch's own order: a checkpointed block may compute it again outside
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
     @staticmethod
     def backward(ctx, *gs):
-        weight, *frames = (t.detach() for t in ctx.saved_tensors)  # what is put off must not hold the graph behind them
+        *frames, weight = (t.detach() for t in ctx.saved_tensors)  # what is put off must not hold the graph behind them
         parameters, exchange, calls, wanted = ctx.parameters, ctx.exchange, ctx.calls, ctx.needs_input_grad
         gs = [like_format(g, frame) for g, frame in zip(gs, frames)]
         dxs: Sequence[Tensor | None] = [None] * len(frames)

@@ -2,7 +2,8 @@
 
 An efficiency is a product: (what a rank computes alone / with the other rank at work beside it) x (mean rank / busiest rank) x (busiest rank /
 step). The first is the machine's, the second the balance's, the third the bubble's and the messages'. A simulation of the schedule with the
-measured seconds of the stages holds the last two together without messages.
+measured seconds of the stages holds the last two together without messages. What ZB-H1 gains by putting gradients of weights off is measured
+on two ranks beside 1F1B, and simulated on more.
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from benchmarks.pipeline_steps import ONE, PLACEMENTS, SCHEDULES, TWICE, placeme
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting
 from distseg.extents import Extents
+from distseg.pipeline.partition import OUTPUT, Edge
+from distseg.pipeline.schedule import orders, splits
+from distseg.plan.simulate import simulate
 from distseg.report.style import FAINT, PALETTE, new_figure
+from distseg.report.tables import table
 
 QUESTION = "What share of two ranks' time does a pipeline of two stages use, against the formula m / (m + S - 1) of its bubble?"
 RANKS = 2
+SIMULATED = (2, 3, 4)  # ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,11 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, instance norm, fp32; a micro-batch is "
         f"one image of {setting.size}; layers of the stages: {', '.join(f'{name} {split}' for name, split in found['balances'].items())}\n"
         "efficiency: t(1 rank) / (2 t(2 ranks)), median and range of the turns; / formula: over m / (m + S - 1), S = 2; machine: t(1 rank) alone\n"
-        "over t(1 rank) with the other rank at the same work beside it; balance: mean rank over busiest, by measured stages; simulated: share of\n"
+        "over t(1 rank) with the other rank at the same work beside it; / 1f1b: seconds over those of 1F1B in the same turn; idle: share of the ranks'\n"
+        "time that is not in forward and backward passes or gradients of weights, as measured; balance: mean rank over busiest, by measured stages; simulated: share of\n"
         "the ranks' time in which they work, by the measured stages without messages (bubble and balance together); rest: efficiency / (machine x\n"
         "simulated), 1 if messages and all else cost nothing; disturbed: samples during which others used the machine"
     )
-    report("pipeline_bubble", QUESTION, Rows(rows, {"runs": found["micro-batches"]}), options, parameters, notes, lambda path: _plot(path, rows))
+    bubbles = [_bubble(ranks, placement, m) for ranks in SIMULATED for placement in PLACEMENTS for m in options.micro_batches]
+    notes += f"\n\nsimulated, equal ranks, no messages, F = B = W: share of time in which ranks idle\n{table(bubbles)}"
+    report("pipeline_bubble", QUESTION, Rows(rows, {"runs": found["micro-batches"], "simulated": bubbles}), options, parameters, notes, lambda path: _plot(path, rows))
 
 
 def _row(setting: Setting, balance: list[int], schedule: str, placement: str, run: dict) -> dict:
@@ -63,6 +72,7 @@ def _row(setting: Setting, balance: list[int], schedule: str, placement: str, ru
     spread = Spread.of([one / (RANKS * two) for one, two in zip(samples[ONE], samples[name])])
     busy = [m * sum(seconds for stage, seconds in stages.items() if where[int(stage.split()[1])] == rank) for rank in range(RANKS)]
     working = sum(busy) / (RANKS * simulated(setting, balance, where, schedule, m, stages))
+    ratio = Spread.of([seconds / one for seconds, one in zip(samples[name], samples[f"1f1b, {placement}"])])
     machine, formula = median(one / both for one, both in zip(samples[ONE], samples[TWICE])), m / (m + RANKS - 1)
     return {
         "m": m,
@@ -70,6 +80,11 @@ def _row(setting: Setting, balance: list[int], schedule: str, placement: str, ru
         "placement": placement,
         "1 rank [s]": median(samples[ONE]),
         "2 ranks [s]": median(samples[name]),
+        "min [s]": min(samples[name]),
+        "/ 1f1b": ratio.median,
+        "1f1b from": ratio.min,
+        "1f1b to": ratio.max,
+        "idle": 1 - sum(busy) / (RANKS * median(samples[name])),
         "efficiency": spread.median,
         "from": spread.min,
         "to": spread.max,
@@ -81,6 +96,18 @@ def _row(setting: Setting, balance: list[int], schedule: str, placement: str, ru
         "rest": spread.median / (machine * working),
         "disturbed": sum(samples[f"{name}, disturbed"]) + sum(samples[f"{ONE}, disturbed"]),
     }
+
+
+def _bubble(ranks: int, placement: str, m: int) -> dict:
+    """The share of time in which ranks idle, in a simulation of equal ranks whose F, B and W take as long as each other."""
+    where = placement_of(placement, ranks)
+    edges = [Edge(OUTPUT, stage, stage + 1) for stage in range(len(where) - 1)]
+    unit = [1 / where.count(rank) for rank in where]
+    idle = {}
+    for name in ("1f1b", "zb-h1"):
+        backward = unit if splits(name) else [2 * seconds for seconds in unit]
+        idle[name] = sum(simulate(orders(name, where, m), edges, unit, backward, where, weight=unit).idle) / ranks
+    return {"ranks": ranks, "placement": placement, "m": m, **{f"idle, {name}": share for name, share in idle.items()}}
 
 
 def _plot(path: Path, rows: list[dict]) -> None:

@@ -17,7 +17,7 @@ from typing import Callable, Iterator
 import torch
 
 from benchmarks.steps import Setting, timed
-from distseg.comm.collective import wait
+from distseg.comm.collective import wait, watch_waits
 from distseg.config import Config, MeshConfig, PipelineConfig
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
@@ -35,7 +35,7 @@ from distseg.train.engine import Engine
 from distseg.verify import RandomImages, own_pieces
 
 ONE, TWICE = "one rank", "each rank alone"  # what the machine gives to one rank, and to each of several that exchange nothing
-SCHEDULES, PLACEMENTS = ("gpipe", "1f1b"), ("line", "v")
+SCHEDULES, PLACEMENTS = ("gpipe", "1f1b", "zb-h1"), ("line", "v")
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Step:
 
     def __call__(self) -> float:
         trace = self.engine.pipeline.trace = Trace()
+        watch_waits(trace.span)
         loss = self.engine.backward(self.pieces)
         self.engine.update(1e-3)
         self.spans += trace.spans
@@ -125,13 +126,13 @@ def _sleeping(comm, work: Callable, ranks):
 
 
 def _stage_seconds(spans: list[Span]) -> Iterator[tuple[str, float]]:
-    """Median seconds of a micro-batch, by ``forward 0`` and the like: kind and stage."""
+    """Median seconds of a micro-batch, by ``forward 0`` and the like: kind and stage; of weights, which waits take piece by piece, the mean."""
     times = defaultdict(list)
     for span in spans:
-        if span.kind in ("forward", "backward"):
-            times[f"{span.kind} {span.name.split(',')[1]}"].append(span.seconds)
-    for name, seconds in times.items():
-        yield name, sorted(seconds)[len(seconds) // 2]
+        if span.kind in ("forward", "backward", "weight"):
+            times[span.kind, span.name.split(",")[1]].append(span.seconds)
+    for (kind, stage), seconds in times.items():
+        yield f"{kind} {stage}", sum(seconds) / len(times["backward", stage]) if kind == "weight" else sorted(seconds)[len(seconds) // 2]
 
 
 def _merged(parts: list[dict]) -> dict:
@@ -142,8 +143,8 @@ def simulated(setting: Setting, balance: list[int], placement: tuple[int, ...], 
     """Seconds that a schedule takes if each micro-batch takes what was measured and messages take no time."""
     layers = [layer for _, layer in flat_layers(build_model(setting.config().model))]
     edges = edges_between(stage_ranges(balance, len(layers)), skips_of(layers))
-    forward, backward = ([seconds[f"{kind} {stage}"] for stage in range(len(placement))] for kind in ("forward", "backward"))
-    return simulate(orders(schedule, placement, m), edges, forward, backward, placement).makespan
+    costs = {kind: [seconds.get(f"{kind} {stage}", 0.0) for stage in range(len(placement))] for kind in ("forward", "backward", "weight")}
+    return simulate(orders(schedule, placement, m), edges, **costs, placement=placement).makespan
 
 
 if __name__ == "__main__":

@@ -219,6 +219,8 @@ def _models(arguments: list[str]) -> int:
 
 @_joint
 def _plan(arguments: list[str]) -> int:
+    from distseg.pipeline.schedule import SCHEDULES
+
     parser = _parser("plan", sections=False)
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
     parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
@@ -227,7 +229,7 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=1, help="Windows of a micro-batch.")
     parser.add_argument("--memory", type=str | None, default=None, help="What a stage may take, such as 16GB or 15.5GiB; no limit by default.")
     parser.add_argument("--recompute", choices=["never", "except_last", "always"], default="never", help="Which activations to compute again.")
-    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="Order of the forward and backward passes.")
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="gpipe", help="Order of the forward and backward passes.")
     parser.add_argument("--costs", choices=["modelled", "measured"], default="modelled", help="By arithmetic, or timed here.")
     parser.add_argument("--device", type=str | None, default=None, help="Of modelled costs: v100 (the default) or cpu, this one.")
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")

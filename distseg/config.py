@@ -114,8 +114,8 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: Literal["auto", "gpipe", "1f1b"] = "auto"
-    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand."""
+    schedule: Literal["auto", "gpipe", "1f1b", "zb-h1"] = "auto"
+    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations; zb-h1: the same with gradients of weights computed while a stage would wait. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand."""
     balance: Optional[List[int]] = None
     """Layers of each stage; by default the split whose slowest stage is fastest (``distseg plan`` shows it)."""
     recompute: Literal["never", "except_last", "always"] = "never"

@@ -28,7 +28,7 @@ from distseg.train.precision import choose
 from distseg.train.step import InTimeStep
 from distseg.verify import own_pieces, prepare
 
-COMPUTING = ("forward", "backward", "recompute")
+COMPUTING = ("forward", "backward", "weight", "recompute")
 KINDS = (*COMPUTING, "read", "scratch", "wait", "send", "halo", "norm-exchange", "reduce", "update")
 
 

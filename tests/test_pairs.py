@@ -24,6 +24,7 @@ OTHERS = [  # each with what it can not do without
     {"pipeline.placement": "v"},
     {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]},
     {"pipeline.schedule": "1f1b"},
+    {"pipeline.schedule": "zb-h1"},
     {"pipeline.recompute": "always"},
     TILES,
     {"spatial.in_time": "recompute", **TILES, "model.norm": "none"},

@@ -8,7 +8,7 @@ from distseg.models.zoo import build_model
 from distseg.pipeline.partition import Partition
 from test_exact import NORMS, check, config
 
-SCHEDULES = ["gpipe", "1f1b"]
+SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
 RECOMPUTE = ["never", "except_last", "always"]
 
 
@@ -47,7 +47,7 @@ UNION = {  # ranks: (samples, tiles, stages)
 def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
     meshes = UNION[comm.size]
     samples, tiles, stages = meshes[number % len(meshes)]
-    schedule = SCHEDULES[number % 2]
+    schedule = SCHEDULES[(number + NORMS.index(norm)) % 3]
     check(comm, "61x75", samples=samples, tiles=tiles, stages=stages, norm=norm, schedule=schedule, accumulate=2, recompute=RECOMPUTE[number])
 
 
@@ -56,6 +56,23 @@ def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
     check(comm, "61x75", samples=2, tiles="2x1", stages=2, norm="batch", norm_scope=scope, loss=loss, accumulate=2, images=2)
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("norm", ["instance", "batch", "none"])
+@pytest.mark.parametrize("placement", ["line", "v"])
+@pytest.mark.parametrize("every", ["1", "2", "level"])
+def test_zero_bubble_where_borders_are_exchanged(comm, norm, placement, every):
+    """Both put off: convolutions after an exchange, and those that have all they look at."""
+    settings = dict(tiles="2x1", stages=2, schedule="zb-h1", norm=norm, placement=placement, exchange_every=every, accumulate=3)
+    check(comm, "61x75", **settings, recompute=RECOMPUTE[["1", "2", "level"].index(every)])
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("up", ["bilinear", "transposed"])
+@pytest.mark.parametrize("loss", ["dice", "focal"])
+def test_zero_bubble_of_other_networks_and_losses(comm, up, loss):
+    check(comm, "33x47", stages=2, schedule="zb-h1", up=up, loss=loss, accumulate=4, norm="none", placement="v", depth=3, num_convs=1)
 
 
 @pytest.mark.parallel(2)

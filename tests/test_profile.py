@@ -52,9 +52,21 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
     found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
     if found:
         names = {(s.kind, s.name) for s in found.spans}
-        assert ("backward", "put off") in names
+        assert ("weight", "put off") in names
         assert ("halo", "the borders at layer enc0_conv0 from rank 1 of the image's tiles") in names
         assert ("halo", "the gradient of the borders at layer mid_conv0 from rank 1 of the image's tiles") in names
+
+
+@pytest.mark.parallel(2)
+def test_gradients_of_weights_are_seen_by_micro_batch(comm, tmp_path):
+    """At their action, or before it in waits: either way under its name."""
+    settings = replace(CONFIG, mesh=MeshConfig(stages=2), pipeline=PipelineConfig(schedule="zb-h1"))
+    found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
+    if found:
+        assert found.title.endswith(", zb-h1, line")
+        for stage in range(2):
+            assert {s.name for s in found.spans if (s.kind, s.rank) == ("weight", stage)} == {f"W{m},{stage}" for m in range(3)}
+        assert all(row["weight"] > 0 and row["other"] > -1e-9 for row in found.rows())
 
 
 @pytest.mark.parallel(2)

@@ -9,7 +9,7 @@ from distseg.pipeline import listing, schedule
 from distseg.pipeline.fold import v_split
 from distseg.models.layers import Skip
 from distseg.pipeline.partition import OUTPUT, Edge, edges_between, stage_ranges
-from distseg.pipeline.schedule import SCHEDULES, Backward, Forward, gpipe, one_f_one_b, orders, v_placement
+from distseg.pipeline.schedule import SCHEDULES, Backward, Forward, Weight, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
 from distseg.plan.simulate import check, peak_live, peak_memory, simulate
 from distseg.report.timeline import short_form
 
@@ -49,6 +49,7 @@ def test_live_micro_batches(stages, m):
     placement = contiguous(stages)
     assert peak_live(orders("gpipe", placement, m), stages) == (m,) * stages
     assert peak_live(orders("1f1b", placement, m), stages) == tuple(min(m, stages - s) for s in range(stages))
+    assert peak_live(orders("zb-h1", placement, m), stages) == (min(m, stages),) * stages, "as the first stage's of 1F1B"
 
 
 @pytest.mark.parametrize("ranks", range(1, 7))
@@ -57,13 +58,40 @@ def test_the_v_bounds_live_micro_batches_too(ranks):
     assert set(peak_live(orders("gpipe", placement, 20), len(placement))) == {20}
     live = peak_live(orders("1f1b", placement, 20), len(placement))
     assert max(live) <= len(placement) and live[-1] <= 2
+    assert max(peak_live(orders("zb-h1", placement, 20), len(placement))) <= len(placement)
 
 
-@pytest.mark.parametrize("name, stages, m", list(product(SCHEDULES, range(1, 7), range(1, 9))))
+def costs(name: str, forward) -> dict:
+    """A backward pass takes twice a forward pass's time, each half of it as long as that."""
+    times = lambda factor: [factor * f for f in forward] if isinstance(forward, list) else factor * forward
+    return {"forward": times(1), "backward": times(1 if splits(name) else 2), "weight": times(1)}
+
+
+@pytest.mark.parametrize("name, stages, m", list(product(["gpipe", "1f1b"], range(1, 7), range(1, 9))))
 def test_makespan_of_balanced_stages(name, stages, m):
-    result = simulate(orders(name, contiguous(stages), m), chain(stages), 1.0, 2.0, contiguous(stages))
+    result = simulate(orders(name, contiguous(stages), m), chain(stages), **costs(name, 1.0), placement=contiguous(stages))
     assert result.makespan == (m + stages - 1) * 3
     assert result.idle == pytest.approx([(stages - 1) / (m + stages - 1)] * stages)
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 3.0, 2.0), (4.0, 4.0, 3.0)], ids=str)
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_zero_bubble_idles_for_as_long_as_its_paper_says(stages, times):
+    """(S - 1) (F + B - W), as soon as there are micro-batches enough to fill the pipeline."""
+    forward, backward, weight = times
+    for m in range(2 * stages, 2 * stages + 4):
+        result = simulate(orders("zb-h1", contiguous(stages), m), chain(stages), forward, backward, contiguous(stages), weight=weight)
+        assert result.makespan == m * sum(times) + (stages - 1) * (forward + backward - weight)
+
+
+@pytest.mark.parametrize("placement", [p for r in range(2, 7) for p in (contiguous(r), v_placement(r))], ids=lambda p: "".join(map(str, p)))
+def test_zero_bubble_idles_less_than_1f1b(placement):
+    ranks = max(placement) + 1
+    forward = [2.0 / placement.count(rank) for rank in placement]
+    for m in (1, 2, 4, 8, 16):
+        one, zero = (simulate(orders(name, placement, m), chain(len(placement)), **costs(name, forward), placement=placement) for name in ("1f1b", "zb-h1"))
+        assert zero.makespan < one.makespan
+        assert m < 2 * ranks or zero.makespan <= m * 6 + (ranks - 1) * 2
 
 
 @pytest.mark.parametrize("ranks, m", list(product(range(2, 7), (2, 4, 8))))
@@ -72,7 +100,7 @@ def test_makespan_of_the_balanced_v(ranks, m):
     placement = v_placement(ranks)
     forward = [2.0 if rank == ranks - 1 else 1.0 for rank in placement]
     for name in SCHEDULES:
-        result = simulate(orders(name, placement, m), chain(len(placement)), forward, [2 * f for f in forward], placement)
+        result = simulate(orders(name, placement, m), chain(len(placement)), **costs(name, forward), placement=placement)
         assert m * 6 <= result.makespan <= (m + ranks - 1) * 6 * 1.05
 
 
@@ -82,14 +110,23 @@ def lines(picture: str, text: str) -> bool:
 
 def test_pictures_in_the_docstrings():
     for name in SCHEDULES:
-        assert lines(short_form(simulate(orders(name, (0, 1, 2), 4), chain(3), 2.0, 3.0, (0, 1, 2)).spans), schedule.__doc__)
+        assert lines(short_form(simulate(orders(name, (0, 1, 2), 4), chain(3), 2.0, 3.0, (0, 1, 2), weight=3.0).spans), schedule.__doc__)
     spans = simulate(orders("1f1b", (0, 1, 0), 3), chain(3), [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], (0, 1, 0)).spans
+    assert lines(short_form(spans), listing.__doc__)
+    half = [3.0, 6.0, 3.0]
+    spans = simulate(orders("zb-h1", (0, 1, 0), 3), chain(3), half, half, (0, 1, 0), weight=half).spans
     assert lines(short_form(spans), listing.__doc__)
 
 
 def test_one_f_one_b_of_few_micro_batches():
     assert " ".join(map(str, one_f_one_b(0, 4, 2))) == "0 1 0' 1'"
     assert " ".join(map(str, gpipe(0, 4, 2))) == "0 1 1' 0'"
+    assert " ".join(map(str, zb_h1(0, 4, 2))) == "0 1 0' 0\" 1' 1\""
+    assert " ".join(map(str, zb_h1(3, 4, 2))) == "0 0' 1 1' 0\" 1\""
+
+
+def test_only_zero_bubble_splits():
+    assert [splits(name) for name in SCHEDULES] == [False, False, True]
 
 
 def test_transfers_and_links():
@@ -108,6 +145,7 @@ def test_recomputing_does_not_wait_for_the_gradient():
 
 def test_memory_of_a_rank_with_two_stages():
     assert peak_memory([[Forward(0, 0), Forward(0, 1), Forward(2, 0), Backward(2, 0)], [Forward(1, 0)]], [5.0, 7.0, 1.0]) == [11.0, 7.0]
+    assert peak_memory([[Forward(0, 0), Backward(0, 0), Forward(0, 1), Weight(0, 0)]], [5.0]) == [10.0]
 
 
 def test_what_is_no_schedule():
@@ -122,8 +160,17 @@ def test_what_is_no_schedule():
         check(wanting, chain(2), (0, 1), 2)
 
 
+def test_gradients_of_weights_are_all_computed_and_after_their_backward_pass():
+    order = list(zb_h1(0, 1, 2))
+    check([order], [], (0,), 2)
+    with pytest.raises(ValueError, match="rank 0 of the schedule lacks W1,0"):
+        check([order[:-1]], [], (0,), 2)
+    with pytest.raises(ValueError, match="deadlock: rank 0 waits in W0,0 for B0,0"):
+        check([[Forward(0, 0), Weight(0, 0), Backward(0, 0)]], [], (0,), 1)
+
+
 def test_what_can_not_be_ordered():
-    with pytest.raises(ValueError, match="unknown pipeline schedule 'zb': choose gpipe or 1f1b"):
+    with pytest.raises(ValueError, match="unknown pipeline schedule 'zb': choose gpipe, 1f1b, zb-h1"):
         orders("zb", (0, 1), 4)
     with pytest.raises(ValueError, match="without gaps, got \\(0, 2\\)"):
         orders("gpipe", (0, 2), 4)

@@ -61,6 +61,12 @@ stage 1    0 0' 1 1'"""
     assert short_form(spans("1f1b", (0, 1), 2, forward=2.0, backward=3.0)) == expected[1:]
 
 
+def test_gradients_of_weights_in_tables():
+    found = spans("zb-h1", (0, 1), 2, forward=3.0, backward=3.0, weight=3.0)
+    assert short_form(found).splitlines() == ["""stage 0  0  1     0' 0" 1' 1\"""", """stage 1     0  0' 1  1' 0" 1\""""]
+    assert clock_table(found, 3.0).splitlines()[-1] == "    6  W1,0    W1,1"
+
+
 def test_short_form_of_a_v_names_the_ranks():
     assert short_form(spans("gpipe", v_placement(2), 1, forward=2.0, backward=3.0)) == "\n".join(
         [

@@ -5,14 +5,13 @@ what ranks combine is combined in more than training's precision; CUDA tensors a
 for messages of a few kilobytes costs the same as a device's own path.
 
 MPI itself waits by asking again and again, which takes the core from the very rank it waits for where ranks outnumber
-cores. Here a rank does work that was put off for such moments (:func:`later`), else it asks for a moment, then sleeps
-between questions.
+cores. Here a rank does work that was put off for such moments (:mod:`distseg.comm.later`), else it asks for a moment, then
+sleeps between questions.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import contextmanager, nullcontext
 from typing import Callable, ContextManager
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distseg.comm import later
 from distseg.comm.staging import upload
 from distseg.watch import waits, watched
 
@@ -66,6 +66,7 @@ def watch_waits(span: Callable[[str, str], ContextManager]) -> None:
     """From now on, waits with a kind, and the work that fills waits, are spans (:class:`distseg.pipeline.trace.Trace`)."""
     global _span
     _span = span
+    later.watch(span)
 
 
 def wait(request, what: str = "a message", kind: str | None = None) -> None:
@@ -87,8 +88,7 @@ def _wait(request, what: str) -> None:
     patience, pause, told = start + 1e-4, 5e-5, False
     while not request.Test():
         _meanwhile()
-        if _put_off:
-            _do_next()
+        if later.do_next():
             continue
         now = time.perf_counter()
         if _timeout and now > start + _timeout and not watched():
@@ -124,39 +124,6 @@ def meanwhile(move: Callable[[], None]):
         yield
     finally:
         _meanwhile = before
-
-
-_put_off: deque[Callable[[], None]] | None = None
-_MOST_PUT_OFF = 1  # what is put off holds its tensors in memory
-
-
-@contextmanager
-def putting_off():
-    """Inside, :func:`later` puts work off; all of it is done in the end."""
-    global _put_off
-    _put_off = deque()
-    try:
-        yield
-        while _put_off:
-            _do_next()
-    finally:
-        _put_off = None
-
-
-def later(work: Callable[[], None]) -> bool:
-    """Have ``work`` done while this rank waits for another, in the order of the calls; False where nothing is put off."""
-    if _put_off is None:
-        return False
-    _put_off.append(work)
-    while len(_put_off) > _MOST_PUT_OFF:
-        _do_next()
-    return True
-
-
-def _do_next() -> None:
-    work = _put_off.popleft()
-    with _span("backward", "put off"):
-        work()
 
 
 def _host(x: Tensor) -> np.ndarray:

@@ -7,20 +7,22 @@ Receives are posted for the next actions too, so that they travel while this one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Sequence
 
 import torch
 from torch import Tensor
 
+from distseg.comm.later import finish, until
 from distseg.comm.transport import Form, Receipt, Transport
 from distseg.pipeline.partition import OUTPUT, Edge, Partition
-from distseg.pipeline.schedule import Action, Forward
+from distseg.pipeline.schedule import Action, Backward, Forward, Weight
 from distseg.pipeline.stage import Stage, Tensors
 from distseg.pipeline.trace import NoTrace
 from distseg.spatial.piece import Unit
 from distseg.watch import beat
 
-AHEAD = 2  # actions after this one whose receives are posted
+AHEAD = 2  # actions after this one whose receives are posted, of those that may receive
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ class Pipeline:
 
     def run(self, actions: Sequence[Action], units: Sequence[Unit]) -> None:
         """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
+        splits = any(isinstance(action, Weight) for action in actions)
         try:
             for position, action in enumerate(actions):
                 beat(f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}")
-                self._post_ahead(actions[position : position + 1 + AHEAD], units)
+                self._post_ahead(soon(actions, position), units)
                 if isinstance(action, Forward):
                     self._forward(action, units[action.micro_batch], next_is_own_backward(actions, position))
+                elif isinstance(action, Backward):
+                    self._backward(action, units[action.micro_batch], splits)
                 else:
-                    self._backward(action, units[action.micro_batch])
+                    self._weight(action)
             with self.trace.span("send", "flush"):
                 self.transport.flush()
         finally:
@@ -101,17 +106,22 @@ class Pipeline:
         for edge in stage.outgoing:
             self._hand(_Message(edge, m, False), unit, outputs[edge.name])
 
-    def _backward(self, action: Action, unit: Unit) -> None:
+    def _backward(self, action: Action, unit: Unit, splits: bool) -> None:
+        """``splits``: gradients of weights may wait for an action of their own."""
         stage, m = self.stages[action.stage], action.micro_batch
         if stage.dropped(m):
             with self.trace.span("recompute", action.name):
                 stage.recompute(m)  # while the gradients are still on their way
         gradients: Tensors = {edge.name: self._take(_Message(edge, m, True), unit) for edge in stage.outgoing if edge.gradient}
-        with self.trace.span(action.kind, action.name):
+        with self.trace.span(action.kind, action.name), until(Weight(action.stage, m).name if splits else None):
             returned = stage.backward(m, gradients)
         for edge in stage.incoming:
             if edge.gradient:
                 self._hand(_Message(edge, m, True), unit, returned[edge.name])
+
+    def _weight(self, action: Action) -> None:
+        with self.trace.span(action.kind, action.name):
+            finish(action.name)
 
     # messages
 
@@ -166,6 +176,12 @@ class Pipeline:
                 if (edge, unit.signature) not in self._forms:
                     return
                 self._post(message, unit)
+
+
+def soon(actions: Sequence[Action], position: int) -> list[Action]:
+    """This action and the next few; gradients of weights, which nothing is received for, aside."""
+    receiving = (a for a in islice(actions, position, None) if not isinstance(a, Weight))
+    return list(islice(receiving, 1 + AHEAD))
 
 
 def next_is_own_backward(actions: Sequence[Action], position: int) -> bool:

@@ -11,6 +11,17 @@ the forward pass of micro-batch 3, ``3'`` for its backward pass::
 
 GPipe holds the activations of all micro-batches; 1F1B those of as many as there are stages from here to the last.
 
+A backward pass is two computations: B, the gradient of the inputs, which the stages before wait for, and W, the gradients of the
+weights, which nobody waits for. ZB-H1 does W where 1F1B waits; ``3'`` stands for B, ``3"`` for W of micro-batch 3::
+
+    ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241)
+
+    stage 0  0 1 2       0' 0" 3 1' 1" 2' 2" 3' 3"
+    stage 1    0 1    0' 2 1' 0" 3 2' 1" 3' 2" 3"
+    stage 2      0 0' 1 1' 2 2' 0" 3 3' 1" 2" 3"
+
+Each of S stages waits for (S - 1) (F + B - W) instead of (S - 1) (F + B + W), in the times of the three.
+
 A *placement* says which rank of the pipeline holds each stage. ``(0, 1, 2)`` gives each rank one; the V ``(0, 1, 2, 1, 0)``
 gives a rank an encoder's level and the decoder's level that pops its skip, so that no skip ever travels.
 """
@@ -31,7 +42,7 @@ class Action:
 
     @property
     def name(self) -> str:
-        """F_ij or B_ij as in torchgpipe's paper: micro-batch i, stage j."""
+        """F_ij or B_ij as in torchgpipe's paper: micro-batch i, stage j; W_ij likewise."""
         return f"{self.kind[0].upper()}{self.micro_batch},{self.stage}"
 
 
@@ -43,10 +54,21 @@ class Forward(Action):
 
 
 class Backward(Action):
+    """The gradient of the inputs; of the weights too, but for those that a :class:`Weight` computes."""
+
     kind = "backward"
 
     def __str__(self) -> str:
         return f"{self.micro_batch}'"
+
+
+class Weight(Action):
+    """The gradients of the weights that the backward pass of this micro-batch has put off."""
+
+    kind = "weight"
+
+    def __str__(self) -> str:
+        return f'{self.micro_batch}"'
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
@@ -69,7 +91,27 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
         yield Backward(stage, m)
 
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B whose W follow the B of so many micro-batches later as there are stages before this one.
+
+    Stage s holds at most S - s micro-batches that wait for their B and s that wait for their W: as many on each as 1F1B on the first.
+    """
+    done = 0
+    for action in one_f_one_b(stage, stages, micro_batches):
+        yield action
+        if isinstance(action, Backward) and action.micro_batch >= stage:
+            yield Weight(stage, done)
+            done += 1
+    for m in range(done, micro_batches):
+        yield Weight(stage, m)
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
+
+
+def splits(name: str) -> bool:
+    """Whether the backward passes of a schedule leave gradients of weights to actions of their own."""
+    return any(isinstance(action, Weight) for action in SCHEDULES[name](0, 1, 1))
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -90,7 +132,7 @@ def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list
 
     stages = len(placement)
     if name not in SCHEDULES:
-        raise ValueError(f"unknown pipeline schedule {name!r}: choose {' or '.join(SCHEDULES)}")
+        raise ValueError(f"unknown pipeline schedule {name!r}: choose {', '.join(SCHEDULES)}")
     if not placement or set(placement) != set(range(max(placement) + 1)):
         raise ValueError(f"the ranks of a placement are numbered from 0 without gaps, got {tuple(placement)}")
     if micro_batches < 1:

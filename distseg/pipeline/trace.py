@@ -17,7 +17,7 @@ class Span:
     """A piece of a rank's time.
 
     Attributes:
-        kind: forward, backward, recompute, read, scratch, wait, send, halo, norm-exchange, reduce or update.
+        kind: forward, backward, weight, recompute, read, scratch, wait, send, halo, norm-exchange, reduce or update.
         name: of an action its ``name``, such as ``F3,0`` (micro-batch 3, stage 0); else free text.
         start, end: seconds since the start of the trace.
     """

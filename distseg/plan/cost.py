@@ -33,6 +33,7 @@ class LayerCost:
         output: bytes.
         kept: the numbers of the tensors that autograd keeps for this layer, parameters aside.
         result: the number of its output; that of its input if it hands it on.
+        puts_off: whether it has convolutions, whose weights' gradients may wait.
     """
 
     name: str
@@ -43,6 +44,7 @@ class LayerCost:
     output: int
     kept: frozenset[int]
     result: int
+    puts_off: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         _, backward = counted(call.backward)
         keeps = frozenset(numbers.of(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
-        result = numbers.of(outputs[0])
-        found.append(LayerCost(name, device.seconds(forward), device.seconds(backward), parameters, 0, outputs[0].nbytes, keeps, result))
+        result, convolves = numbers.of(outputs[0]), any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
+        found.append(LayerCost(name, device.seconds(forward), device.seconds(backward), parameters, 0, outputs[0].nbytes, keeps, result, convolves))
     skips = tuple(skips_of([layer for _, layer in flat_layers(model)]))
     return Costs(tuple(_counted_once(found, numbers.sizes)), tuple(numbers.sizes), skips, f"modelled for {device.name}")
 

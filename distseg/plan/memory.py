@@ -2,7 +2,8 @@
 
 Every run of layers is a possible stage, so sizes are tables: ``full[a, b]`` of layers a..b-1. Per micro-batch a stage
 holds either all tensors that autograd keeps, with its inputs and outputs, or, where it recomputes them, only what it was
-handed: its input and the skips that reach it. Room for what the next actions will be handed is made ahead. A tensor that
+handed: its input and the skips that reach it. Between B and W, where a schedule has these apart, it holds the inputs of its
+convolutions and the gradients of their outputs. Room for what the next actions will be handed is made ahead. A tensor that
 is several of these counts once. benchmarks/stage_memory.py holds all this against what is measured.
 """
 
@@ -14,8 +15,8 @@ from typing import Literal, NamedTuple, Sequence
 import numpy as np
 
 from distseg.pipeline.balance import sums
-from distseg.pipeline.execute import AHEAD, next_is_own_backward
-from distseg.pipeline.schedule import SCHEDULES, Action, Forward
+from distseg.pipeline.execute import next_is_own_backward, soon
+from distseg.pipeline.schedule import SCHEDULES, Action, Backward, Forward, Weight, splits
 from distseg.plan.cost import Costs
 
 WEIGHT_BYTES = 4  # float32
@@ -27,7 +28,7 @@ class Policy:
 
     micro_batches: int = 1
     """Of an optimizer step."""
-    schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    schedule: Literal["gpipe", "1f1b", "zb-h1"] = "gpipe"
     recompute: Literal["never", "except_last", "always"] = "never"
     """Activations computed again in the backward pass: of no micro-batch, of those whose backward pass does not come next, or of all."""
     optimizer_copies: int = 2
@@ -66,6 +67,7 @@ class Held(NamedTuple):
         arriving: with room for inputs that later actions will be handed.
         returning: with room for gradients of outputs.
         leaving: without activations, but with outputs that the next stages have not taken yet.
+        put_off: with what gradients of weights are yet to be computed from.
         backward: whether a backward pass is under way.
     """
 
@@ -74,6 +76,7 @@ class Held(NamedTuple):
     arriving: int = 0
     returning: int = 0
     leaving: int = 0
+    put_off: int = 0
     backward: bool = False
 
 
@@ -86,20 +89,22 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     actions = policy.actions(stage, stages)
     again = policy.recomputed(actions)
     late = max(stages - 2 - stage, int(stage + 1 < stages))
-    full = inputs = 0
+    full = inputs = put_off = 0
     found = set()
     for place, action in enumerate(actions):
-        dropped, forward = (action.stage, action.micro_batch) in again, isinstance(action, Forward)
-        ahead = [isinstance(a, Forward) for a in actions[place + 1 : place + 1 + AHEAD]]
+        dropped = (action.stage, action.micro_batch) in again
+        ahead = [isinstance(a, Forward) for a in soon(actions, place) if a is not action]
         arriving, returning = sum(ahead), len(ahead) - sum(ahead)
-        if forward:
+        if isinstance(action, Forward):
             full, inputs = full + (not dropped), inputs + dropped
-            found.add(Held(full, inputs, arriving, returning, min(inputs, late)))
-            continue
-        if dropped:  # computed again, just before its backward pass, while the gradient is awaited
-            found.add(Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late)))
-        found.add(Held(full + dropped, inputs - dropped, arriving, returning, backward=True))
-        full, inputs = full - (not dropped), inputs - dropped
+            found.add(Held(full, inputs, arriving, returning, min(inputs, late), put_off))
+        if isinstance(action, Backward):
+            if dropped:  # computed again, just before its backward pass, while the gradient is awaited
+                found.add(Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off))
+            found.add(Held(full + dropped, inputs - dropped, arriving, returning, put_off=put_off, backward=True))
+            full, inputs, put_off = full - (not dropped), inputs - dropped, put_off + splits(policy.schedule)
+        if isinstance(action, Weight):
+            put_off -= 1
     return found
 
 
@@ -113,6 +118,8 @@ class Ranges:
         inputs: what the run is handed.
         working: how far a backward pass rises above the activations it begins with: gradients of input, output and weights of the layer in
             work and of the skips, less the activations that are freed by then.
+        put_off: inputs of convolutions and gradients of their outputs.
+        working_apart: as working, where the gradients of weights are put off.
         received, sent: what crosses the cuts in the forward pass.
     """
 
@@ -120,6 +127,8 @@ class Ranges:
     full: np.ndarray
     inputs: np.ndarray
     working: np.ndarray
+    put_off: np.ndarray
+    working_apart: np.ndarray
     received: np.ndarray
     sent: np.ndarray
 
@@ -127,9 +136,9 @@ class Ranges:
 def ranges_of(costs: Costs) -> Ranges:
     n, size = len(costs.layers), costs.sizes
     results = [0, *(layer.result for layer in costs.layers)]  # results[i] is the input of layer i
-    full, handed, working, received, sent = (np.zeros((n + 1, n + 1)) for _ in range(5))
+    full, handed, working, put_off, working_apart, received, sent = (np.zeros((n + 1, n + 1)) for _ in range(7))
     for a in range(n):
-        inputs, kept, rise, activations = {results[a]}, set(), 0, 0
+        inputs, kept, read, rise, rise_apart, activations, gradients = {results[a]}, set(), set(), 0, 0, 0, 0
         for b in range(a + 1, n + 1):
             layer = costs.layers[b - 1]
             inputs |= {results[s.stash + 1] for s in costs.skips if s.stash < a and s.pop == b - 1}
@@ -138,13 +147,21 @@ def ranges_of(costs: Costs) -> Ranges:
             skips = sum(size[t] for t in waiting)
             activations += layer.activation
             # With layer b - 1 in work, the activations of the layers before b are still there.
-            rise = max(rise, activations + size[results[b - 1]] + size[results[b]] + WEIGHT_BYTES * layer.parameters)
+            in_work = activations + size[results[b - 1]] + size[results[b]] + WEIGHT_BYTES * layer.parameters
+            rise = max(rise, in_work)
+            if layer.puts_off:
+                read |= layer.kept
+                gradients += layer.output
+                rise_apart += layer.output + sum(size[t] for t in layer.kept)
+            rise_apart = max(rise_apart, in_work)
             handed[a, b] = sum(size[t] for t in inputs)
             full[a, b] = sum(size[t] for t in kept | inputs | waiting | {results[b]})
             received[a, b] = handed[a, b] if a > 0 else 0
             sent[a, b] = skips + (size[results[b]] if b < n else 0)
             working[a, b] = skips + rise - activations
-    return Ranges(sums([layer.parameters for layer in costs.layers]), full, handed, working, received, sent)
+            put_off[a, b] = gradients + sum(size[t] for t in read)
+            working_apart[a, b] = skips + rise_apart - activations
+    return Ranges(sums([layer.parameters for layer in costs.layers]), full, handed, working, put_off, working_apart, received, sent)
 
 
 @dataclass(frozen=True)
@@ -168,11 +185,13 @@ class StageMemory:
 def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy) -> StageMemory:
     """Of layers a..b-1, ``where = (a, b)``, as stage ``stage`` of ``stages``; ``where = ...`` gives tables over all (a, b)."""
     weights = WEIGHT_BYTES * ranges.parameters[where]
-    full, inputs, received, sent, working = (getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "working"))
+    full, inputs, received, sent, put_off = (getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "put_off"))
+    working = (ranges.working_apart if splits(policy.schedule) else ranges.working)[where]
     loads = [
-        held.full * full + held.inputs * inputs + held.arriving * received + (held.returning + held.leaving) * sent + held.backward * working
+        held.full * full + held.inputs * inputs + held.arriving * received + (held.returning + held.leaving) * sent
+        + held.put_off * put_off + held.backward * working
         for held in holdings(stage, stages, policy)
-    ]
+    ]  # fmt: skip
     return StageMemory(weights, weights, policy.optimizer_copies * weights, np.maximum.reduce(loads) - working, working)
 
 

@@ -1,8 +1,9 @@
 """What a pipeline schedule does in time, without running it: when each action starts and ends, who idles, what is held.
 
 Every rank works through its own list in order. Forward(s, m) needs what the edges into stage s bring; Backward(s, m) needs
-Forward(s, m) and the gradients of what the edges out of s took away, where the edges return any. Messages are sent in the background when an action
-ends; those from one rank to another go one after another. No rank waits for its messages to be received.
+Forward(s, m) and the gradients of what the edges out of s took away, where the edges return any; Weight(s, m) needs
+Backward(s, m). Messages are sent in the background when an action ends; those from one rank to another go one after another.
+No rank waits for its messages to be received. A real rank also does what is put off while it waits; here at its action only.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 
 from distseg.pipeline.partition import Edge
-from distseg.pipeline.schedule import Action, Backward, Forward
+from distseg.pipeline.schedule import Action, Backward, Forward, Weight
 from distseg.pipeline.trace import Span
 
 Orders = Sequence[Sequence[Action]]
@@ -28,7 +29,7 @@ class Simulation:
     Attributes:
         spans: of computation; each rank's in their order.
         ranks: their number.
-        live: for each stage, the largest number of micro-batches whose activations it holds.
+        live: for each stage, the largest number of micro-batches whose activations it holds, or what their W needs of them.
     """
 
     spans: tuple[Span, ...]
@@ -56,6 +57,7 @@ def simulate(
     placement: Sequence[int],
     transfer: Callable[[Edge], float] | Mapping[Edge, float] | None = None,
     recompute: Cost = 0.0,
+    weight: Cost = 0.0,
 ) -> Simulation:
     """Timed spans of every action.
 
@@ -66,11 +68,13 @@ def simulate(
         transfer: seconds that one micro-batch's tensor of an edge is under way, and its gradient again; none by default.
             Between stages of one rank nothing travels.
         recompute: seconds of the forward pass that comes before a backward pass. It does not wait for the gradient.
+        weight: seconds of the gradients of the weights, where they are actions of their own; ``backward`` is without them then.
 
     Raises:
         ValueError: no rank can go on; names what they wait for.
     """
-    run = _Run(edges, placement, transfer, {"forward": _cost(forward), "backward": _cost(backward), "recompute": _cost(recompute)})
+    costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
+    run = _Run(edges, placement, transfer, {kind: _cost(cost) for kind, cost in costs.items()})
     position = [0] * len(orders)
     while any(done < len(order) for done, order in zip(position, orders)):
         before = list(position)
@@ -96,19 +100,30 @@ def messages_out(action: Action, edges: Sequence[Edge]) -> list[Message]:
 
 
 def _messages(action: Action, edges: Sequence[Edge], side: str) -> list[Message]:
+    if isinstance(action, Weight):
+        return []
     there = [edge for edge in edges if getattr(edge, side) == action.stage and (edge.gradient or isinstance(action, Forward))]
     return [(edge, type(action), action.micro_batch) for edge in there]
 
 
 def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
-    """For each stage, the largest number of micro-batches between their forward and their backward pass."""
+    """For each stage, the largest number of micro-batches between their forward pass and their last action."""
     return tuple(int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0)) for stage in range(stages))
 
 
 def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
     """For each rank, the most that the activations of its live micro-batches take together, given a micro-batch's for each stage."""
-    steps = [[activations[a.stage] if isinstance(a, Forward) else -activations[a.stage] for a in order] for order in orders]
-    return [max(accumulate(changes), default=0.0) for changes in steps]
+    return [max(accumulate(_changes(order, activations)), default=0.0) for order in orders]
+
+
+def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[float]:
+    """What each action of a rank adds to the activations, which the last action of a micro-batch frees."""
+    last = {(action.stage, action.micro_batch): action for action in order}
+    for action in order:
+        if isinstance(action, Forward):
+            yield activations[action.stage]
+        elif last[action.stage, action.micro_batch] is action:
+            yield -activations[action.stage]
 
 
 def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int) -> None:
@@ -120,9 +135,9 @@ def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro
     Raises:
         ValueError: an action that is missing, double or on a wrong rank; messages that would be mistaken; a deadlock.
     """
-    stages = range(len(placement))
-    wanted = Counter((placement[s], kind(s, m)) for s in stages for m in range(micro_batches) for kind in (Forward, Backward))
     given = Counter((rank, action) for rank, order in enumerate(orders) for action in order)
+    kinds = (Forward, Backward, Weight) if any(isinstance(action, Weight) for _, action in given) else (Forward, Backward)
+    wanted = Counter((rank, kind(stage, m)) for stage, rank in enumerate(placement) for m in range(micro_batches) for kind in kinds)
     for what, odd in (("lacks", wanted - given), ("should not have", given - wanted)):
         if odd:
             rank, action = next(iter(odd))
@@ -130,7 +145,7 @@ def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro
     for edge in edges:
         if placement[edge.source] != placement[edge.target]:
             _check_messages(orders, edge, placement)
-    simulate(orders, edges, 1.0, 1.0, placement)
+    simulate(orders, edges, 1.0, 1.0, placement, weight=1.0)
 
 
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
@@ -149,6 +164,9 @@ def _cost(cost: Cost) -> Callable[[int, int], float]:
     return (lambda stage, m: cost[stage]) if isinstance(cost, Sequence) else (lambda stage, m: cost)
 
 
+_FIRST = {Backward: Forward, Weight: Backward}  # what of the same stage and micro-batch goes before
+
+
 class _Run:
     """The state of a simulation: what has been done, what has arrived when, until when ranks and links are busy."""
 
@@ -162,8 +180,9 @@ class _Run:
 
     def lacks(self, action: Action) -> str | None:
         """What the action still waits for."""
-        if isinstance(action, Backward) and Forward(action.stage, action.micro_batch) not in self.done:
-            return Forward(action.stage, action.micro_batch).name
+        first = _FIRST.get(type(action))
+        if first and first(action.stage, action.micro_batch) not in self.done:
+            return first(action.stage, action.micro_batch).name
         missing = (message for message in messages_in(action, self.edges) if message not in self.arrivals)
         return next((f"{edge} ({kind.kind} of micro-batch {m})" for edge, kind, m in missing), None)
 

@@ -81,7 +81,7 @@ _MANY = 100  # tiles, which follow each other as micro-batches do
 
 
 def schedule_of(config: Config, linear: bool = True) -> str:
-    """gpipe or 1f1b; what ``auto`` is depends on whether the loss is linear (:class:`distseg.train.loss.Loss`). torchgpipe knows gpipe only."""
+    """gpipe, 1f1b or zb-h1; what ``auto`` is depends on whether the loss is linear (:class:`distseg.train.loss.Loss`). torchgpipe knows gpipe only."""
     if config.pipeline.placement == "devices":
         return "gpipe"
     if config.pipeline.schedule != "auto":

@@ -1,6 +1,6 @@
 """A pipeline's schedule, simulated or measured, as text, as a picture, and as a trace for Perfetto (ui.perfetto.dev).
 
-All start from spans (distseg.pipeline.trace). The name of an action's span begins with F or B, micro-batch and stage
+All start from spans (distseg.pipeline.trace). The name of an action's span begins with F, B or W, micro-batch and stage
 (``F3,0``), as torchgpipe's paper writes F_ij and B_ij.
 """
 
@@ -12,15 +12,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
 
+from distseg.pipeline.schedule import Backward, Forward, Weight
 from distseg.pipeline.trace import Span
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.report.tables import table
 
 COLORS = {  # in the order in which they are drawn: what may lie inside another span comes after it
-    "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "reduce": PALETTE[6],
+    "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "weight": "#F4D58D", "reduce": PALETTE[6],
     "send": PALETTE[1], "norm-exchange": PALETTE[3], "halo": PALETTE[7], "read": "#999999", "scratch": "#8C6D46",
 }  # fmt: skip
-_ACTION = re.compile(r"[FB](\d+),(\d+)")
+_ACTIONS = {action.kind: action for action in (Forward, Backward, Weight)}
+_ACTION = re.compile(r"[FBW](\d+),(\d+)")
 _ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")  # inside an action: drawn narrower, on top of it
 
 
@@ -32,7 +34,7 @@ def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
             0  F0,0
             1  F1,0    F0,1
     """
-    started = {(round(s.start / cycle), s.rank): s.name for s in spans if s.kind in ("forward", "backward")}
+    started = {(round(s.start / cycle), s.rank): s.name for s in spans if s.kind in _ACTIONS}
     ranks = range(max(rank for _, rank in started) + 1)
     rows = [
         {"clock": clock, **{f"rank {rank}": started.get((clock, rank), "") for rank in ranks}} for clock in range(max(started)[0] + 1)
@@ -41,18 +43,18 @@ def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """A line for each stage, a column for each ``cycle`` seconds; 3 is micro-batch 3's forward pass, 3' its backward pass::
+    """A line for each stage, a column for each ``cycle`` seconds; 3 is the forward pass of micro-batch 3, 3' its backward pass, 3" what that put off::
 
         stage 0  0 1      0' 1'
         stage 1    0 1 0' 1'
     """
-    actions = [(*_place(s), s) for s in spans if s.kind in ("forward", "backward")]
+    actions = [(*_place(s), s) for s in spans if s.kind in _ACTIONS]
     rank_of = {stage: span.rank for _, stage, span in actions}
     lines = []
     for stage in sorted(rank_of):
         text = ""
         for m, _, span in sorted((a for a in actions if a[1] == stage), key=lambda a: a[2].start):
-            text = text.ljust(round(span.start / cycle)) + str(m) + ("'" if span.kind == "backward" else "")
+            text = text.ljust(round(span.start / cycle)) + str(_ACTIONS[span.kind](stage, m))
         whose = "" if all(rank == s for s, rank in rank_of.items()) else f" (rank {rank_of[stage]})"
         lines.append(f"stage {stage}{whose}  {text}")
     return "\n".join(lines)

@@ -11,10 +11,14 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Callable, ContextManager
+
+from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.geometry.layout import Region
 from distseg.geometry.tile import Box, Place
+from distseg.models.layers import skip_store
 
 
 class _Pass(threading.local):
@@ -40,6 +44,8 @@ class Context:
     """Ranks whose batch norm statistics enter the running ones: those with this rank's tile in each sample group."""
     per_window: bool = False
     """Statistics of single windows, halo included, as the paper ran it: an approximation (``norm_scope: window``)."""
+    around: Callable[[dict[str, Tensor]], ContextManager] = skip_store
+    """In which layers are called, norms aside; given the skips of the piece at hand."""
     seed: int = 0
     epoch: int = 0
     _pass: _Pass = field(default_factory=_Pass, init=False, repr=False, compare=False)

@@ -1,67 +1,96 @@
-"""A convolution and the exchange before it as one: gradients of borders travel while the weight's gradient is computed.
+"""Convolutions whose backward pass is in two parts: the input's gradient at once, the weight's later.
 
-The backward pass of a convolution is two computations of equal size, of which only the input's gradient is awaited by
-other ranks. So it comes first and its borders are sent. The weight's is computed while this rank would wait, for borders or
-for the sums of the norm before, and goes right into the parameter's ``grad``.
+The two take as long as each other, and only the input's is awaited by other ranks. So it comes first, and where borders were exchanged
+before the convolution, theirs are sent. The weight's is put off (:mod:`distseg.comm.later`), and goes right into the parameter's ``grad``.
+That is how a convolution is computed together with the exchange before it (:func:`exchanged_convolution`), and how any other is under a
+schedule that wants it so (:class:`WeightsApart`).
 """
 
 from __future__ import annotations
 
-from typing import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from distseg.comm.collective import later
 from distseg.comm.halo import HaloExchange
+from distseg.comm.later import later
 from distseg.geometry.layout import Part
 from distseg.geometry.tile import Box
 from distseg.memory_format import like_format
+from distseg.models.layers import skip_store
 
 
+@dataclass(frozen=True)
 class _Call:
-    """Arguments of PyTorch's convolution but for tensors."""
+    """Arguments of PyTorch's convolution but for tensors, a number each dim."""
 
-    def __init__(self, conv: nn.Module, frame: Box, part: Part):
-        # What a frame lacks lies beyond the image, the same on both sides of a dim (see local.framed).
-        self.padding = [a - r for a, r in zip(frame.start, part.raw.start)]
-        self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
-        self.none = [0] * len(self.padding)
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    output_padding: Sequence[int] | None = None
+    """Of a transposed convolution; None of others."""
+
+    @property
+    def _arguments(self) -> tuple:
+        transposed = self.output_padding is not None
+        return self.stride, self.padding, self.dilation, transposed, self.output_padding or [0] * len(self.padding), self.groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.aten.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, self.none, self.groups)
+        return torch.ops.aten.convolution(x, weight, bias, *self._arguments)
 
-    def backward(self, g: Tensor, x: Tensor, weight: Tensor, bias: bool, mask: list[bool]):
-        sizes = [weight.shape[0]] if bias else None
-        return torch.ops.aten.convolution_backward(g, x, weight, sizes, self.stride, self.padding, self.dilation, False, self.none, self.groups, mask)
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]):
+        """The gradients of x, weight and bias that the mask wants."""
+        return torch.ops.aten.convolution_backward(g, x, weight, [g.shape[1]] if mask[2] else None, *self._arguments, mask)
 
 
-class _ExchangedConv(torch.autograd.Function):
+class _NoExchange:
+    """Of a convolution that has all it looks at."""
+
+    def forward(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return xs
+
+    def start_adjoint(self, gs: Sequence[Tensor]) -> None:
+        pass
+
+    def finish_adjoint(self, gs: Sequence[Tensor], arriving: None, in_place: bool) -> Sequence[Tensor]:
+        return gs
+
+
+class _Convolution(torch.autograd.Function):
+    """The convolution of several tensors after an exchange.
+
+    ``parameters`` are those that gradients go to, where ``weight`` and ``bias`` may be these in another type.
+    """
+
     @staticmethod
-    def forward(ctx, conv: nn.Module, exchange: HaloExchange, calls: list[_Call], weight, bias, *xs):
+    def forward(ctx, parameters, exchange: HaloExchange | _NoExchange, calls: list[_Call], weight, bias, *xs):
         frames = exchange.forward(xs)
-        ctx.conv, ctx.exchange, ctx.calls = conv, exchange, calls
-        ctx.save_for_backward(weight, *frames)
+        ctx.parameters, ctx.exchange, ctx.calls = parameters, exchange, calls
+        ctx.save_for_backward(*frames, weight)  # in PyTorch's own order: a checkpointed block may compute it again outside
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
     @staticmethod
     def backward(ctx, *gs):
-        weight, *frames = ctx.saved_tensors
-        conv, exchange, calls, wanted = ctx.conv, ctx.exchange, ctx.calls, ctx.needs_input_grad
+        *frames, weight = (t.detach() for t in ctx.saved_tensors)  # what is put off must not hold the graph behind them
+        parameters, exchange, calls, wanted = ctx.parameters, ctx.exchange, ctx.calls, ctx.needs_input_grad
         gs = [like_format(g, frame) for g, frame in zip(gs, frames)]
         dxs: Sequence[Tensor | None] = [None] * len(frames)
         of_inputs = any(wanted[5:])  # alike on all ranks: the first layer's input is pixels everywhere
         if of_inputs:
-            dxs = [call.backward(g, x, weight, False, [True, False, False])[0] for call, g, x in zip(calls, gs, frames)]
+            dxs = [call.backward(g, x, weight, [True, False, False])[0] for call, g, x in zip(calls, gs, frames)]
             arriving = exchange.start_adjoint(dxs)
 
         def of_parameters() -> list[Tensor | None]:
-            mask = [False, wanted[3], wanted[4]]
-            parts = [call.backward(g, x, weight, wanted[4], mask)[1:] for call, g, x in zip(calls, gs, frames)]
-            return [sum(found[1:], found[0]) if w else None for found, w in zip(zip(*parts), mask[1:])]
+            parts = [call.backward(g, x, weight, [False, *wanted[3:5]])[1:] for call, g, x in zip(calls, gs, frames)]
+            return [sum(found[1:], found[0]) if w else None for found, w in zip(zip(*parts), wanted[3:5])]
 
         dweight = dbias = None
-        if (wanted[3] or wanted[4]) and not later(lambda: accumulate((conv.weight, conv.bias), of_parameters())):
+        if (wanted[3] or wanted[4]) and not later(lambda: accumulate(parameters, of_parameters())):
             dweight, dbias = of_parameters()
         if of_inputs:
             dxs = exchange.finish_adjoint(dxs, arriving, in_place=True)
@@ -78,8 +107,80 @@ def accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Te
 
 def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Sequence[Box], parts: Sequence[Part], xs: Sequence[Tensor]) -> list[Tensor]:
     """The convolution of all tiles of this rank on what an exchange makes of their cells; zero padding only."""
-    weight, bias = conv.weight, conv.bias
-    if torch.is_autocast_enabled(weight.device.type):  # which does not reach into a function with a backward pass of its own
-        weight, bias = weight.to(xs[0].dtype), None if bias is None else bias.to(xs[0].dtype)
-    calls = [_Call(conv, frame, part) for frame, part in zip(frames, parts)]
-    return list(_ExchangedConv.apply(conv, exchange, calls, weight, bias, *xs))
+    # What a frame lacks lies beyond the image, the same on both sides of a dim (see local.framed).
+    paddings = [[a - r for a, r in zip(frame.start, part.raw.start)] for frame, part in zip(frames, parts)]
+    calls = [_Call(conv.stride, padding, conv.dilation, conv.groups) for padding in paddings]
+    parameters = conv.weight, conv.bias
+    return list(_Convolution.apply(parameters, exchange, calls, *_lowered(*parameters), *xs))
+
+
+def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors in the type in which autocast computes convolutions: it does not reach into a function with a backward pass of its own."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+class WeightsApart(TorchFunctionMode):
+    """Inside, convolutions put the gradients of their weights off, whichever module they are called from.
+
+    Those whose weight is computed (parametrizations, layers of the user's that scale it) and those whose gradient is watched by hooks
+    stay autograd's: what is put off goes into a parameter's ``grad`` behind autograd's back.
+    """
+
+    _here = _NoExchange()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        read = _READ.get(function)
+        found = read and torch.is_grad_enabled() and read(*args, **(kwargs or {}))
+        if not found:
+            return function(*args, **(kwargs or {}))
+        call, x, *parameters = found
+        x, *lowered = _lowered(x, *parameters)
+        return _Convolution.apply(tuple(parameters), self._here, [call], *lowered, x)[0]
+
+
+@contextmanager
+def weights_apart(skips: dict[str, Tensor]):
+    """:func:`distseg.models.layers.skip_store` in which layers put gradients of weights off."""
+    with skip_store(skips), WeightsApart():
+        yield
+
+
+def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """The call, its input, weight and bias, as PyTorch's functional convolutions are given them; None where autograd must see it whole."""
+    each = _each(weight)
+    if isinstance(padding, str):
+        around = [d * (k - 1) if padding == "same" else 0 for d, k in zip(each(dilation), weight.shape[2:])]
+        padding = [n // 2 for n in around] if not any(n % 2 for n in around) else None  # the two sides differ
+    if padding is None or not _can_wait(input, weight, bias):
+        return None
+    return _Call(each(stride), each(padding), each(dilation), groups), input, weight, bias
+
+
+def _transposed(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
+    """The same of transposed convolutions."""
+    if not _can_wait(input, weight, bias):
+        return None
+    each = _each(weight)
+    return _Call(each(stride), each(padding), each(dilation), groups, each(output_padding)), input, weight, bias
+
+
+_READ: dict[Callable, Callable] = {
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolution),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _transposed),
+}
+
+
+def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
+    """Makes a number for each dim of what may be one for all."""
+    dims = weight.dim() - 2
+    return lambda value: [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
+
+
+def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd would do no more with the gradients of weight and bias than add them to their ``grad``."""
+    plain = lambda p: not p.requires_grad or (p.is_leaf and not p._backward_hooks and not p._post_accumulate_grad_hooks)
+    return x.dim() == weight.dim() and weight.requires_grad and plain(weight) and (bias is None or plain(bias))

@@ -18,7 +18,7 @@ from distseg.extents import Extents
 from distseg.geometry.layout import Layout, Part, Region
 from distseg.geometry.needs import Link
 from distseg.geometry.tile import Box, check_grid, split
-from distseg.models.layers import Pop, skip_store
+from distseg.models.layers import Pop
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
 from distseg.spatial.local import cropped, fill_of, framed, fuses, run
@@ -116,7 +116,7 @@ class Exchange:
         context.current = index
         if isinstance(layer, Pop):
             skips[layer.name] = cropped(skips[layer.name], part.skip, part.made)
-        with skip_store(skips):
+        with context.around(skips):
             return run(layer, x, have, part)
 
     def _exchange(self, position, layer, concerned, frames, xs, parts, layouts, cells, places) -> HaloExchange:

@@ -127,7 +127,7 @@ class TiledModel(nn.Module):
 
     def _one(self, layer: nn.Module, x: Tensor, index: int, skips: dict) -> Tensor:
         self.context.current = index
-        with skip_store(skips):
+        with self.context.around(skips):
             return layer(x)
 
     def freeze_norms(self) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from distseg.check import check_settings
-from distseg.comm.collective import add, putting_off, set_timeout
+from distseg.comm.collective import add, set_timeout
+from distseg.comm.later import putting_off
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
@@ -20,16 +21,18 @@ from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
-from distseg.models.layers import channels_of, channels_of_maps, flat_layers
+from distseg.models.layers import channels_of, channels_of_maps, flat_layers, skip_store
 from distseg.pipeline.build import own_part
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.pipeline.partition import Partition
+from distseg.pipeline.schedule import splits
 from distseg.pipeline.stage import Stage
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
+from distseg.spatial.conv import weights_apart
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.links import links_of, receptive_field
@@ -75,7 +78,7 @@ class Engine:
             self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
             self.loss = Loss(config.loss, channels_of(model)[1])
             activations = self._activations(model) if tiles_in_time(config) else None
-            self.context = _context(config, mesh)
+            self.context = _context(config, mesh, splits(schedule_of(config)))
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
@@ -201,14 +204,19 @@ def owned_per_rank(config: Config) -> Extents:
     return Extents((1,) * len(config.mesh.tiles)) if tiles_in_time(config) else config.spatial.tiles_per_rank
 
 
-def _context(config: Config, mesh: Mesh) -> Context:
-    """Who shares statistics, by ``norm_scope``."""
+def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
+    """Who shares statistics, by ``norm_scope``.
+
+    Args:
+        splits: whether gradients of weights wait for actions of their own.
+    """
     scope = config.spatial.norm_scope
     return Context(
         norm_comm=mesh.tiles,
         batch_comm=mesh.replicas if scope == "step" else mesh.tiles,
         groups_comm=mesh.replicas if scope == "window" else mesh.groups,
         per_window=scope == "window",
+        around=weights_apart if splits else skip_store,
         seed=config.train.seed,
     )
 

@@ -3,7 +3,7 @@
 The loss is a function of sums over pixels (:mod:`distseg.train.loss`). So behind the last stage stands a table of such
 sums, a row an image; the rows of all ranks are added, and dL/dS of the table is where every backward pass begins. It
 must be known by then: from the labels alone (cross-entropy and its kin), because all forward passes are done (GPipe, or a
-single micro-batch), or, for Dice under 1F1B, from a forward pass without gradients that goes first.
+single micro-batch), or, for Dice under 1F1B and ZB-H1, from a forward pass without gradients that goes first.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class GradientStep:
 
     Args:
         head: on the rank with the last stage, else None.
-        schedule: gpipe or 1f1b.
+        schedule: gpipe, 1f1b or zb-h1.
         together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
     """
 

@@ -73,38 +73,39 @@ class Activations:
     graph: bool = True
     """Whether autograd keeps results for a backward pass."""
 
-    def of(self, sizes: Sequence[Sequence[int]], segment: Segment, result: Box, images: int) -> float:
+    def of(self, way: Chain, images: int) -> float:
         """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images; without a graph, of its forward pass."""
-        way = chain(self.links, sizes, segment, result)
-        values = lambda position, box: images * self.channels[position] * box.pixels * self.itemsize
+        segment = way.segment
+        values = lambda position, cells: images * self.channels[position] * cells * self.itemsize
         if not self.graph:
             return self._forward(segment, way, values)
         start, stop = segment.layers.start, segment.layers.stop
-        read = images * self.channels[0] * way.given.pixels * self.pixel if start == 0 else 2 * values(start, way.given)  # and its gradient
-        kept = read + sum(3 * values(skip.source, way.skips[pop]) for pop, skip in segment.skips.items())
+        given, result = way.takes[0], way.makes[-1]
+        read = images * self.channels[0] * given * self.pixel if start == 0 else 2 * values(start, given)  # and its gradient
+        kept = read + sum(3 * values(skip.source, way.makes[pop - start]) for pop, skip in segment.skips.items())
         under_way = 0.0
-        for position, part in zip(segment.layers, way.parts):
-            kind, made = self.kinds[position], values(position + 1, part.made)
+        for position, takes, makes in zip(segment.layers, way.takes, way.makes):
+            kind, made = self.kinds[position], values(position + 1, makes)
             kept += 0 if self._kept_otherwise(position) else made
             if issubclass(kind, _POOLS):
                 kept += made * 8 / self.itemsize  # indices
             reordered = 0 if self.last or not issubclass(kind, _CONVS) else 1
-            under_way = max(under_way, (1 + reordered) * (made + values(position, part.taken)))
+            under_way = max(under_way, (1 + reordered) * (made + values(position, takes)))
         if stop == len(self.links):
-            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result.pixels  # the loss, with labels
+            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result  # the loss, with labels
         return kept + under_way + values(stop, result)
 
-    def _forward(self, segment: Segment, way: Chain, values: Callable[[int, Box], float]) -> float:
-        waiting = sum(values(skip.stash, way.skips[pop]) for pop, skip in segment.skips.items())
+    def _forward(self, segment: Segment, way: Chain, values: Callable[[int, int], float]) -> float:
+        waiting = sum(values(skip.stash, way.makes[pop - segment.layers.start]) for pop, skip in segment.skips.items())
         most = 0.0
-        for position, part in zip(segment.layers, way.parts):
+        for position, takes, makes in zip(segment.layers, way.takes, way.makes):
             link, reordered = self.links[position], 0 if self.last or not issubclass(self.kinds[position], _CONVS) else 1
-            taken, made = values(position, part.taken), values(position + 1, part.made)
+            taken, made = values(position, takes), values(position + 1, makes)
             most = max(most, waiting + (1 + reordered) * (taken + made))
             if link.stash is not None:
                 waiting += made
             if link.pop is not None:
-                waiting -= values(position + 1, part.made) - taken
+                waiting -= made - taken
         return most
 
     @property
@@ -198,37 +199,36 @@ class BudgetTiling:
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
         key = tuple(layout.image), segment.layers.start, segment.layers.stop, result, images
         if key not in self._found:
-            self._found[key] = self._size(layout.sizes, segment, result, images)
+            self._found[key] = self._size(layout, segment, result, images)
         return self._found[key]
 
-    def _size(self, sizes, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
+    def _size(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
         @cache
         def judged(size: tuple[int, ...]) -> tuple[float, float]:
-            return self._judge(sizes, segment, result, size, images)
+            return self._judge(layout, segment, result, size, images)
 
         least = tuple(min(n, _LEAST) for n in result.size)
         if judged(least)[0] == math.inf:
-            taken = self.activations.of(sizes, segment, _middle(result, least), images)
+            taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
                 f"{segment.layers.stop - 1} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give more memory"
             )
-        coarsest = [min(sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
-        steps = [max(1, round(n / c)) for n, c in zip(sizes[segment.layers.stop], coarsest)]
+        coarsest = [min(layout.sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
+        steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.layers.stop], coarsest)]
         conditions = [lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)]
         largest = lambda steps: [_with_rows(rows, result.size, least, steps, fits) for fits in conditions for rows in _counts(result.size[0])]
         found = [*filter(None, largest(steps))] or filter(None, largest([1] * len(steps)))
         return min(found, key=lambda size: judged(size)[1])
 
-    def _judge(self, sizes, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
+    def _judge(self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
         """Of tiles of a size: how many times longer a value takes for the tensors' size, without end where they do not fit; and about the time of all tiles."""
-        tile, activations = _middle(result, size), self.activations
-        way, total = chain(activations.links, sizes, segment, tile), activations.of(sizes, segment, tile, images)
-        positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
-        largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
+        activations, way = self.activations, chain(layout, segment, _middle(result, size))
+        total, start = activations.of(way, images), segment.layers.start
+        largest = max(images * activations.channels[p] * cells * activations.itemsize for p, cells in enumerate([way.takes[0], *way.makes], start))
         near = max(_NEAR, self.budget / 8)
         slow = math.inf if total > self.budget else 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
-        traffic = sum(activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
+        traffic = sum(activations.channels[p] * cells for p, cells in enumerate(way.takes, start))
         whole_rows = size[1:] == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
         count = math.prod(-(-n // s) for n, s in zip(result.size, size))
         return slow, count * (traffic * slow * (1.0 if whole_rows else _CUT) + _EACH)

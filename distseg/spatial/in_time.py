@@ -411,7 +411,7 @@ class Walk:
             return stored.view(window) if position in self.norms and not self.executor.returns else stored.read(window)
 
     def _chain(self, segment: Segment, i: int, box: Box) -> Chain:
-        return chain(self.executor.links, self.layouts[i].sizes, segment, box)
+        return chain(self.layouts[i], segment, box)
 
     def _source(self, position: int, i: int, window: Box, leaves: list, device: torch.device) -> Tensor:
         x = self._read(position, i, window).to(device)

@@ -226,12 +226,14 @@ class BudgetTiling:
         activations, way = self.activations, chain(layout, segment, _middle(result, size))
         total, start = activations.of(way, images), segment.layers.start
         largest = max(images * activations.channels[p] * cells * activations.itemsize for p, cells in enumerate([way.takes[0], *way.makes], start))
-        near = max(_NEAR, self.budget / 8)
+        costs = _THERE_AND_BACK if activations.graph else _THERE
+        near = max(costs.near, costs.share * self.budget)
         slow = math.inf if total > self.budget else 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
         traffic = sum(activations.channels[p] * cells for p, cells in enumerate(way.takes, start))
         whole_rows = size[1:] == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
         count = math.prod(-(-n // s) for n, s in zip(result.size, size))
-        return slow, count * (traffic * slow * (1.0 if whole_rows else _CUT) + _EACH)
+        runs = 0 if whole_rows else math.prod(size[:-1]) * (1 if activations.last else activations.channels[segment.layers.stop])
+        return slow, count * (traffic * slow * (1.0 if whole_rows else costs.cut) + costs.each + runs * costs.run)
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
@@ -240,13 +242,31 @@ def _middle(result: Box, size: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(min(a + s, b) for a, b, s in zip(starts, result.stop, size)))
 
 
-_NEAR = 48e6  # bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory, which count where it is short
+@dataclass(frozen=True)
+class _Costs:
+    """What tells tilings from each other.
+
+    Attributes:
+        near: bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory, which count where it is short.
+        share: of the budget, up to which it is the same where that is more.
+        cut: how much longer tiles take that are not whole rows.
+        run: values whose traffic takes as long as a row of such a tile on its way from or to the disk.
+        each: the same for what comes with every tile.
+    """
+
+    near: float
+    share: float
+    cut: float
+    run: float
+    each: float
+
+
+_THERE_AND_BACK = _Costs(near=48e6, share=1 / 8, cut=1.3, run=0, each=1e6)
+_THERE = _Costs(near=16e6, share=0, cut=1.0, run=4e3, each=2e5)  # tiles so small that the process hardly grows by them, whatever the image's size
 _CACHED = 256e6  # bytes up to which they stay near the processor
 _REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
 _FAR = 1.2  # how many times as much traffic is taken rather than larger tensors
 _PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
-_CUT = 1.3  # how much longer tiles take that are not whole rows
-_EACH = 1e6  # values whose traffic takes as long as what comes with every tile
 _LEAST = 8  # cells a side that no tile goes below
 
 

@@ -28,7 +28,7 @@ from distseg.geometry.layout import Layout, Part, Region
 from distseg.geometry.needs import Link
 from distseg.geometry.segment import Chain, Segment, chain, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
-from distseg.launch import memory_in_use, release_freed_memory
+from distseg.launch import GapTrimmer
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import Pending
@@ -41,7 +41,6 @@ from distseg.watch import beat
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
-_GROWN = 1.03  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 
@@ -202,6 +201,7 @@ class Walk:
                 self._hand_on(i, stop, box)
                 if here:
                     parts += self._moments(stop, i, box, y)
+                del y  # before the next one is made
             if here and stop in self.executor.live:
                 self._meet_norm(stop, parts)
             if not self.executor.returns:
@@ -470,23 +470,11 @@ class Walk:
         return self.layouts[i].part(position, self.cells[i]).owned
 
     def _tiles(self, segment: Segment, boxes: Sequence[Sequence[Box]] | None = None) -> Iterator[tuple[int, Box]]:
-        kind, usual, fresh, trims = None, 0, True, self.executor.trims
+        trim = GapTrimmer().after_tile if self.executor.trims else lambda: None
         for i in range(len(self.blocks)):
-            result, tiles = self._cut(segment, i)
-            for box in boxes[i] if boxes is not None else tiles:
-                ends = tuple((a == c, b == d) for a, b, c, d in zip(box.start, box.stop, result.start, result.stop))  # windows there are smaller
-                before, kind = kind, (i, box.size, ends)
-                if trims and kind != before:
-                    release_freed_memory()
-                    usual, fresh = 0, True
+            for box in boxes[i] if boxes is not None else self._cut(segment, i)[1]:
                 yield i, box
-                if not trims:
-                    pass
-                elif fresh:  # what a tile takes by itself
-                    usual, fresh = max(usual, memory_in_use(_CPU)), False
-                elif memory_in_use(_CPU) > _GROWN * usual:  # tile by tile the allocator leaves more gaps
-                    release_freed_memory()
-                    fresh = True
+                trim()
                 self._done += 1
                 self.watch(min(1.0, self._done / self.visits))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.config import ModelConfig
 from distseg.extents import Extents
-from distseg.geometry.tile import Box
+from distseg.geometry.tile import Box, strips
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, world
 from distseg.models.layers import flat_layers
@@ -36,6 +37,7 @@ from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
+from distseg.spatial.scratch import Map
 from distseg.train.engine import autocast, place_model
 
 QUESTION = "How fast and in what memory are whole images predicted with norms that need all of them?"
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--side", type=int, default=4096, help="of the square image (default: %(default)s)")
     parser.add_argument("--volume", type=int, default=160, help="side of the volume (default: %(default)s)")
     parser.add_argument("--sides", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="of the images whose peaks are compared, with --memory and files")
+    parser.add_argument("--volumes", type=int, nargs="*", default=[64, 128, 256], help="sides of volumes, the same")
+    parser.add_argument("--cases", default="", help="of these, the ones whose name this regular expression finds; 'instance, in memory' always, as what others are compared with")
     parser.add_argument("--memory", type=float, default=0.9e9, help="bytes, run.memory of these (default: %(default)s)")
     parser.add_argument("--tile", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
@@ -59,25 +63,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(job(json.loads(options.job), options)))
         return
     if options.quick:
-        options.side, options.volume, options.sides, options.tile, options.precision, options.threads = 64, 16, [64], 32, "fp32", 1
-    cases = [case for case in _cases(options) if not options.quick or case[0] in _QUICK]
+        options.side, options.volume, options.sides, options.volumes, options.tile, options.precision, options.threads = 64, 16, [64], [], 32, "fp32", 1
+    wanted = lambda name: name in _QUICK if options.quick else name == _REFERENCE or re.search(options.cases, name)
+    cases = [case for case in _cases(options) if wanted(case[0])]
     found: dict[str, list[dict]] = {name: [] for name, _, _ in cases}
     for _ in range(repeats_of(options)):
         for name, ranks, case in cases:
             flags = ["--threads", str(max(1, options.threads // ranks)), "--precision", options.precision, "--tile", str(options.tile)]
             found[name].append(run_ranks(ranks, ["-m", "benchmarks.prediction", "--job", json.dumps(case), *flags], threads=max(1, options.threads // ranks), timeout=3000))
             print(name, found[name][-1], file=sys.stderr, flush=True)
-    rows = [_row(name, samples, found["instance, in memory"]) for name, samples in found.items()]
+    rows = [_row(name, samples, found[_REFERENCE]) for name, samples in found.items()]
     rows += [_work("summit-small, 4096x4096", ModelConfig("summit-small", out_channels=1), (4096, 4096), options.tile)] if not options.quick else []
     notes = (
         f"U-Net of depth 4, base 16, {options.precision}, channels_last; image {options.side}x{options.side}, tile {options.tile}, volume {options.volume}^3 of tiles of {options.tile}^(2/3), depth 3; "
-        f"{options.threads} threads in all; / in memory: seconds of neighbours in time over those of 'instance, in memory'; work: of the convolutions over the whole image's own; peak: of the process (the largest rank)"
+        f"{options.threads} threads in all; / in memory: seconds of neighbours in time over those of 'instance, in memory'; work: of the convolutions over the whole image's own; peak: of the process (the largest rank), "
+        f"which in MB given reads the image from a file, else holds it"
     )
-    parameters = {name: getattr(options, name) for name in ("side", "volume", "sides", "memory", "tile", "threads", "precision")}
+    parameters = {name: getattr(options, name) for name in ("side", "volume", "sides", "volumes", "memory", "tile", "threads", "precision")}
     report("prediction", QUESTION, Rows(rows, {"samples": found}), options, parameters, notes)
 
 
-_QUICK = ("instance, in memory", "instance, plain PyTorch, whole", "instance, 2 ranks", "instance, volume, in memory", "instance, 64x64, in 900 MB")
+_REFERENCE = "instance, in memory"
+_QUICK = (_REFERENCE, "instance, plain PyTorch, whole", "instance, 2 ranks", "instance, volume, in memory", "instance, 64x64, in 900 MB")
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
@@ -95,23 +102,27 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
     volume = {"size": [options.volume] * 3, "norm": "instance"}
     yield "instance, volume, in memory", 1, {**volume, "scratch": "memory"}
     yield "instance, volume, plain PyTorch", 1, {**volume, "tool": "plain"}
-    for side in options.sides:
-        yield f"instance, {side}x{side}, in {options.memory / 1e6:.0f} MB", 1, {"size": [side] * 2, "norm": "instance", "scratch": tempfile.gettempdir(), "memory": options.memory}
+    given = {"scratch": tempfile.gettempdir(), "memory": options.memory}
+    for norm in ("instance", "group"):
+        for side in options.sides:
+            yield f"{norm}, {side}x{side}, in {options.memory / 1e6:.0f} MB", 1, {"size": [side] * 2, "norm": norm, **given}
+    for side in options.volumes:
+        yield f"instance, {side}^3, in {options.memory / 1e6:.0f} MB", 1, {"size": [side] * 3, "norm": "instance", **given}
 
 
 def job(case: dict, options: argparse.Namespace) -> dict:
     """One process: the same image twice, the faster one."""
     keep_freed_memory(large="memory" not in case)
     size = case["size"]
-    x = torch.randn(1, BANDS, *size, generator=torch.Generator().manual_seed(1))
+    x = _image(size, case["scratch"] if "memory" in case else None)
     model = _network(case["norm"], len(size), options.precision)
     work = None
     if case.get("tool"):
         infer = _plain(model, options) if case["tool"] == "plain" else _monai(model, options)
-        run: Callable[[], None] = lambda: infer(x)
+        run: Callable[[], None] = lambda: infer(x.view(x.box))
     else:
         predictor = _predictor(model, case, options)
-        scene = Scene("x", tuple(size), lambda box: x[0][(slice(None), *box.slices)].numpy())
+        scene = Scene("x", tuple(size), lambda box: x.view(box)[0].numpy())
         work = share_of_work(predictor, size)
 
         def run() -> None:
@@ -125,7 +136,16 @@ def job(case: dict, options: argparse.Namespace) -> dict:
         run()
         world().Barrier()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds), "pixels": x[0, 0].numel(), "peak": max(world().allgather(peak())), "work": work}
+    return {"seconds": min(seconds), "pixels": x.box.pixels, "peak": max(world().allgather(peak())), "work": work}
+
+
+def _image(size: Sequence[int], folder: str | None) -> Map:
+    """Random numbers, in memory or in a file."""
+    box, generator = Box.whole(size), torch.Generator().manual_seed(1)
+    image = Map(box, torch.empty(1, BANDS, *(2 for _ in size)), folder)
+    for strip in strips(box, 1 << 18):
+        image.write(strip, torch.randn(1, BANDS, *strip.size, generator=generator))
+    return image
 
 
 def _network(norm: str, dims: int, precision: str) -> nn.Module:

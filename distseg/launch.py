@@ -146,12 +146,39 @@ def release_freed_memory() -> None:
         pass
 
 
+class GapTrimmer:
+    """Keeps a process that computes tile after tile from growing: the allocator leaves gaps that the next tile does not fit into.
+
+    Begins with all free memory given back. That is done again once the process is larger than after the first tile by ``_GAPS``, not with every
+    tile, for it costs the next one new pages.
+    """
+
+    def __init__(self):
+        release_freed_memory()
+        self._first: int | None = None
+
+    def after_tile(self) -> None:
+        now = resident_memory()
+        if self._first is None:
+            self._first = now
+        elif now > self._first + _GAPS:
+            release_freed_memory()
+
+
+_GAPS = 16e6  # bytes
+
+
 def memory_in_use(device) -> int:
     """Bytes of this process that are in memory; on a GPU, those of its tensors."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.memory_allocated(device)
+    return resident_memory()
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -197,7 +197,7 @@ class TestBudget:
     def test_tiles_stay_within(self, norm, budget):
         for found, layout, segment, result, size in self.tilings(budget, norm):
             for tile in boxes_of(result, size):
-                assert found.of(layout.sizes, segment, tile, 1) <= 1.05 * budget  # on a pooling's grid tiles of a size differ a little
+                assert found.of(chain(layout, segment, tile), 1) <= 1.05 * budget  # on a pooling's grid tiles of a size differ a little
 
     def test_more_memory_takes_fewer_tiles(self):
         counts = [[len(boxes_of(result, size)) for *_, result, size in self.tilings(budget)] for budget in (3e5, 1e6, 1e8)]
@@ -206,7 +206,7 @@ class TestBudget:
     def test_windows_are_of_one_size(self):
         """But at the map's ends: tiles begin on cells of the coarsest map."""
         for found, layout, segment, result, size in self.tilings(1e6, "none"):
-            windows = [chain(found.links, layout.sizes, segment, tile).given for tile in boxes_of(result, size)]
+            windows = [chain(layout, segment, tile).given for tile in boxes_of(result, size)]
             inner = {w.size for w in windows if all(0 < a and b < n for a, b, n in zip(w.start, w.stop, SIZE))}
             assert len(windows) > 9 and len(inner) == 1
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from distseg.geometry.footprint import Gather
+from distseg.geometry.layout import Layout
 from distseg.geometry.needs import Link
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
@@ -46,7 +47,7 @@ class Rows:
         return boxes_of(IMAGE, (HEIGHT, 8))
 
     def rows(self, block, segment, rows):
-        return rows_read(self.links, [IMAGE.size] * (len(self.links) + 1), self.segments[segment], rows)
+        return rows_read(Layout(self.links, IMAGE.size, [(0, n) for n in IMAGE.size], "all"), self.segments[segment], rows)
 
     def made(self, block, position):
         return IMAGE

@@ -66,7 +66,7 @@ def test_a_tile_of_every_segment_comes_out_of_its_windows(network, size):
             whole = maps[start]
             mean, var = whole.mean((2, 3), keepdim=True), whole.var((2, 3), correction=0, keepdim=True)
         for box in boxes(maps[stop].shape[2:]):
-            way = chain(links, layout.sizes, segment, box)
+            way = chain(layout, segment, box)
             assert Box.whole(layout.sizes[start]).contains(way.given)
             x, have, held = maps[start][(..., *way.given.slices)], way.given, {}
             for pop, skip in segment.skips.items():

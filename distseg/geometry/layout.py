@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Callable, Container, Iterable, Sequence
 
 from distseg.extents import Extents
 from distseg.geometry.footprint import Footprint, Gather, Span
-from distseg.geometry.needs import Link, Need, box_of, needs_along, taken_of
+from distseg.geometry.needs import Along, Link, Need, box_of, needs_along, taken_of
 from distseg.geometry.tile import Box, Reach
 
 
@@ -94,6 +95,7 @@ class Layout:
         self.result_cuts = tuple(m[-1][1] for m in maps)
         self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
         self._parts: dict[tuple, Part] = {}
+        self.along = lru_cache(_SPANS)(self._along)
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> "Layout":
         """Refuse a model whose result is not of the image's size.
@@ -129,10 +131,17 @@ class Layout:
         """What the tile owns of the result."""
         return box_of([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
 
+    def _along(self, layers: range, dim: int, span: Span) -> Along:
+        """What ``layers`` need along a dim for a span of their result. The tiles of a grid have few spans, which are found once."""
+        sizes = [self.sizes[layer][dim] for layer in layers]
+        return Along.of(needs_along(self.links[layers.start : layers.stop], dim, sizes, [span]))
+
     def spans(self, layer: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """Of the map before a layer, along each dim: the cuts between owners, and what each tile takes."""
         return [m[layer][1] for m in self._maps], [need[layer].taken for need in self._needs]
 
+
+_SPANS = 512  # whose needs a layout keeps
 
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 

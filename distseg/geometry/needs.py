@@ -39,6 +39,24 @@ class Need:
     skip: list[Span] | None
 
 
+@dataclass(frozen=True)
+class Along:
+    """One tile along one dim, at each of some layers in a row: the spans of :class:`Need`, and how many cells ``taken`` and ``made`` have."""
+
+    taken: list[Span]
+    raw: list[Span]
+    made: list[Span]
+    skip: list[Span | None]
+    takes: list[int]
+    makes: list[int]
+
+    @classmethod
+    def of(cls, needs: Sequence[Need]) -> "Along":
+        taken, raw, made = ([getattr(need, field)[0] for need in needs] for field in ("taken", "raw", "made"))
+        cells = lambda spans: [b - a for a, b in spans]
+        return cls(taken, raw, made, [need.skip and need.skip[0] for need in needs], cells(taken), cells(made))
+
+
 def needs_along(
     links: Sequence[Link], dim: int, sizes: Sequence[int], wanted: list[Span], owned: Sequence[list[Span]] | None = None, points: frozenset[int] = frozenset()
 ) -> list[Need]:
@@ -98,4 +116,4 @@ def hull(one: Span, other: Span) -> Span:
 
 
 def box_of(spans: Sequence[Span]) -> Box:
-    return Box(tuple(a for a, _ in spans), tuple(b for _, b in spans))
+    return Box(*zip(*spans))

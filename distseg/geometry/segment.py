@@ -14,12 +14,14 @@ too, and before a stash whose skip another stage takes up, so that nobody needs 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Sequence
 
 from distseg.geometry.footprint import Span
-from distseg.geometry.layout import Part
-from distseg.geometry.needs import Link, box_of, hull, needs_along
+from distseg.geometry.layout import Layout, Part
+from distseg.geometry.needs import Along, Link, box_of, hull
 from distseg.geometry.tile import Box
 
 
@@ -78,40 +80,55 @@ def segments_of(links: Sequence[Link], cuts: Sequence[int], stages: Sequence[ran
 
 @dataclass(frozen=True)
 class Chain:
-    """How a tile of a segment's result is computed: a part for each layer, and the window of each skip from outside, by its pop."""
+    """How a tile of a segment's result is computed. What is asked for is made then: many tiles are only counted."""
 
-    parts: list[Part]
-    skips: dict[int, Box]
+    segment: Segment
+    sizes: Sequence[tuple[int, ...]]
+    along: Sequence[Along]
+    """By dim."""
 
     @property
     def given(self) -> Box:
         """The window of the map before the segment."""
-        return self.parts[0].given
+        return box_of([along.taken[0] for along in self.along])
+
+    @property
+    def takes(self) -> list[int]:
+        """The cells that each layer is computed from."""
+        return list(map(math.prod, zip(*(along.takes for along in self.along))))
+
+    @property
+    def makes(self) -> list[int]:
+        """The cells of each layer's result."""
+        return list(map(math.prod, zip(*(along.makes for along in self.along))))
+
+    @cached_property
+    def skips(self) -> dict[int, Box]:
+        """The window of each skip from outside, by its pop."""
+        return {pop: box_of([along.made[pop - self.segment.layers.start] for along in self.along]) for pop in self.segment.skips}
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """Of each layer."""
+        return [self._part(number, position) for number, position in enumerate(self.segment.layers)]
+
+    def _part(self, number: int, position: int) -> Part:
+        taken, raw, made = (box_of([spans[number] for spans in each]) for each in zip(*((a.taken, a.raw, a.made) for a in self.along)))
+        inside = None if self.along[0].skip[number] is None else box_of([along.skip[number] for along in self.along])
+        return Part(self.sizes[position], taken, taken, taken, raw, made, made if position in self.segment.skips else inside)
 
 
-def chain(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segment, result: Box) -> Chain:
-    """What is needed for ``result``, found from the last layer backwards.
-
-    Args:
-        sizes: of the feature maps before each layer of the model.
-    """
-    layers = segment.layers
-    own, before = links[layers.start : layers.stop], [tuple(size) for size in sizes[layers.start : layers.stop]]
-    along = [needs_along(own, dim, [size[dim] for size in before], [span]) for dim, span in enumerate(zip(result.start, result.stop))]
-    parts = []
-    for position, size, needs in zip(layers, before, zip(*along)):
-        taken, raw, made = (box_of([getattr(need, field)[0] for need in needs]) for field in ("taken", "raw", "made"))
-        inside = None if needs[0].skip is None else box_of([need.skip[0] for need in needs])
-        parts.append(Part(size, taken, taken, taken, raw, made, made if position in segment.skips else inside))
-    return Chain(parts, {pop: parts[pop - layers.start].made for pop in segment.skips})
+def chain(layout: Layout, segment: Segment, result: Box) -> Chain:
+    """What is needed for ``result``, found from the last layer backwards."""
+    spans = zip(result.start, result.stop)
+    return Chain(segment, layout.sizes, [layout.along(segment.layers, dim, span) for dim, span in enumerate(spans)])
 
 
-def rows_read(links: Sequence[Link], sizes: Sequence[Sequence[int]], segment: Segment, rows: Span) -> dict[int, Span]:
+def rows_read(layout: Layout, segment: Segment, rows: Span) -> dict[int, Span]:
     """The rows of each map that some rows of a segment's result are made from."""
-    layers = segment.layers
-    needs = needs_along(links[layers.start : layers.stop], 0, [size[0] for size in sizes[layers.start : layers.stop]], [rows])
-    found = {layers.start: needs[0].given[0]}
+    along = layout.along(segment.layers, 0, rows)
+    found = {segment.layers.start: along.taken[0]}
     for pop, skip in segment.skips.items():
-        window = needs[pop - layers.start].made[0]
+        window = along.made[pop - segment.layers.start]
         found[skip.source] = hull(found.get(skip.source, window), window)
     return found

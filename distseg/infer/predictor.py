@@ -73,6 +73,8 @@ class Predictor:
         self.room = None if room is None else 2 ** (int(4 * math.log2(room)) / 4)  # so that another day's tiles are the same
         self._workers = {replicas.size: replicas}
         self._sizes: dict[tuple[int, ...], Extents] = {}
+        self._layouts: dict[tuple, Layout] = {}
+        self._tilings: dict[float, BudgetTiling] = {}
 
     @property
     def last(self) -> bool:
@@ -103,7 +105,14 @@ class Predictor:
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
         """The maps of an image, in one piece or cut at ``borders`` along each dim."""
         borders = borders or [(0, n) for n in size]
-        return Layout(self.model.links, size, borders, "all").check_result(borders)
+        key = tuple(map(tuple, borders))
+        if key not in self._layouts:
+            self._layouts = {key: Layout(self.model.links, size, borders, "all").check_result(borders)}  # the last one: images often are of one size
+        return self._layouts[key]
+
+    def _tiling(self, budget: float) -> BudgetTiling:
+        """Tiles within a budget, which are searched for once."""
+        return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
 
     def _tile_of(self, size) -> Extents:
         """The size of the tiles of an image."""
@@ -112,7 +121,7 @@ class Predictor:
         size = tuple(size)
         if size not in self._sizes:
             last = segments_of(self.model.links, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
-            self._sizes[size] = Extents(BudgetTiling(self._activations, self.room)(self.layout(size), last, Box.whole(size), 1))
+            self._sizes[size] = Extents(self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1))
         return self._sizes[size]
 
     def check(self, size) -> None:
@@ -257,7 +266,7 @@ class Predictor:
             executor.folder, stored = self.scratch or tempfile.gettempdir(), 0
             executor.check_room([place])
         if self.room is not None:
-            executor.tiling = BudgetTiling(self._activations, self.room - stored)
+            executor.tiling = self._tiling(self.room - stored)
         return executor, place
 
     def _in_memory(self, layout: Layout) -> InTime:

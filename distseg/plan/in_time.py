@@ -73,38 +73,39 @@ class Activations:
     graph: bool = True
     """Whether autograd keeps results for a backward pass."""
 
-    def of(self, sizes: Sequence[Sequence[int]], segment: Segment, result: Box, images: int) -> float:
+    def of(self, way: Chain, images: int) -> float:
         """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images; without a graph, of its forward pass."""
-        way = chain(self.links, sizes, segment, result)
-        values = lambda position, box: images * self.channels[position] * box.pixels * self.itemsize
+        segment = way.segment
+        values = lambda position, cells: images * self.channels[position] * cells * self.itemsize
         if not self.graph:
             return self._forward(segment, way, values)
         start, stop = segment.layers.start, segment.layers.stop
-        read = images * self.channels[0] * way.given.pixels * self.pixel if start == 0 else 2 * values(start, way.given)  # and its gradient
-        kept = read + sum(3 * values(skip.source, way.skips[pop]) for pop, skip in segment.skips.items())
+        given, result = way.takes[0], way.makes[-1]
+        read = images * self.channels[0] * given * self.pixel if start == 0 else 2 * values(start, given)  # and its gradient
+        kept = read + sum(3 * values(skip.source, way.makes[pop - start]) for pop, skip in segment.skips.items())
         under_way = 0.0
-        for position, part in zip(segment.layers, way.parts):
-            kind, made = self.kinds[position], values(position + 1, part.made)
+        for position, takes, makes in zip(segment.layers, way.takes, way.makes):
+            kind, made = self.kinds[position], values(position + 1, makes)
             kept += 0 if self._kept_otherwise(position) else made
             if issubclass(kind, _POOLS):
                 kept += made * 8 / self.itemsize  # indices
             reordered = 0 if self.last or not issubclass(kind, _CONVS) else 1
-            under_way = max(under_way, (1 + reordered) * (made + values(position, part.taken)))
+            under_way = max(under_way, (1 + reordered) * (made + values(position, takes)))
         if stop == len(self.links):
-            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result.pixels  # the loss, with labels
+            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result  # the loss, with labels
         return kept + under_way + values(stop, result)
 
-    def _forward(self, segment: Segment, way: Chain, values: Callable[[int, Box], float]) -> float:
-        waiting = sum(values(skip.stash, way.skips[pop]) for pop, skip in segment.skips.items())
+    def _forward(self, segment: Segment, way: Chain, values: Callable[[int, int], float]) -> float:
+        waiting = sum(values(skip.stash, way.makes[pop - segment.layers.start]) for pop, skip in segment.skips.items())
         most = 0.0
-        for position, part in zip(segment.layers, way.parts):
+        for position, takes, makes in zip(segment.layers, way.takes, way.makes):
             link, reordered = self.links[position], 0 if self.last or not issubclass(self.kinds[position], _CONVS) else 1
-            taken, made = values(position, part.taken), values(position + 1, part.made)
+            taken, made = values(position, takes), values(position + 1, makes)
             most = max(most, waiting + (1 + reordered) * (taken + made))
             if link.stash is not None:
                 waiting += made
             if link.pop is not None:
-                waiting -= values(position + 1, part.made) - taken
+                waiting -= made - taken
         return most
 
     def bytes_of(self, position: int, box: Box, images: int) -> int:
@@ -162,40 +163,41 @@ class BudgetTiling:
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
         key = tuple(layout.image), segment.layers.start, segment.layers.stop, result, images
         if key not in self._found:
-            self._found[key] = self._size(layout.sizes, segment, result, images)
+            self._found[key] = self._size(layout, segment, result, images)
         return self._found[key]
 
-    def _size(self, sizes, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
+    def _size(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
         @cache
         def judged(size: tuple[int, ...]) -> tuple[float, float]:
-            return self._judge(sizes, segment, result, size, images)
+            return self._judge(layout, segment, result, size, images)
 
         least = tuple(min(n, _LEAST) for n in result.size)
         if judged(least)[0] == math.inf:
-            taken = self.activations.of(sizes, segment, _middle(result, least), images)
+            taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
                 f"{segment.layers.stop - 1} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give more memory"
             )
-        coarsest = [min(sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
-        steps = [max(1, round(n / c)) for n, c in zip(sizes[segment.layers.stop], coarsest)]
+        coarsest = [min(layout.sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
+        steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.layers.stop], coarsest)]
         conditions = [lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)]
         largest = lambda steps: [_with_rows(rows, result.size, least, steps, fits) for fits in conditions for rows in _counts(result.size[0])]
         found = [*filter(None, largest(steps))] or filter(None, largest([1] * len(steps)))
         return min(found, key=lambda size: judged(size)[1])
 
-    def _judge(self, sizes, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
+    def _judge(self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
         """Of tiles of a size: how many times longer a value takes for the tensors' size, without end where they do not fit; and about the time of all tiles."""
-        tile, activations = _middle(result, size), self.activations
-        way, total = chain(activations.links, sizes, segment, tile), activations.of(sizes, segment, tile, images)
-        positions = [(segment.layers.start, way.given), *((p + 1, part.made) for p, part in zip(segment.layers, way.parts))]
-        largest = max(images * activations.channels[p] * box.pixels * activations.itemsize for p, box in positions)
-        near = max(_NEAR, self.budget / 8)
+        activations, way = self.activations, chain(layout, segment, _middle(result, size))
+        total, start = activations.of(way, images), segment.layers.start
+        largest = max(images * activations.channels[p] * cells * activations.itemsize for p, cells in enumerate([way.takes[0], *way.makes], start))
+        costs = _THERE_AND_BACK if activations.graph else _THERE
+        near = max(costs.near, costs.share * self.budget)
         slow = math.inf if total > self.budget else 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
-        traffic = sum(activations.channels[p] * part.taken.pixels for p, part in zip(segment.layers, way.parts))
+        traffic = sum(activations.channels[p] * cells for p, cells in enumerate(way.takes, start))
         whole_rows = size[1:] == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
         count = math.prod(-(-n // s) for n, s in zip(result.size, size))
-        return slow, count * (traffic * slow * (1.0 if whole_rows else _CUT) + _EACH)
+        runs = 0 if whole_rows else math.prod(size[:-1]) * (1 if activations.last else activations.channels[segment.layers.stop])
+        return slow, count * (traffic * slow * (1.0 if whole_rows else costs.cut) + costs.each + runs * costs.run)
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
@@ -204,13 +206,31 @@ def _middle(result: Box, size: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(min(a + s, b) for a, b, s in zip(starts, result.stop, size)))
 
 
-_NEAR = 48e6  # bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory, which count where it is short
+@dataclass(frozen=True)
+class _Costs:
+    """What tells tilings from each other.
+
+    Attributes:
+        near: bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory, which count where it is short.
+        share: of the budget, up to which it is the same where that is more.
+        cut: how much longer tiles take that are not whole rows.
+        run: values whose traffic takes as long as a row of such a tile on its way from or to the disk.
+        each: the same for what comes with every tile.
+    """
+
+    near: float
+    share: float
+    cut: float
+    run: float
+    each: float
+
+
+_THERE_AND_BACK = _Costs(near=48e6, share=1 / 8, cut=1.3, run=0, each=1e6)
+_THERE = _Costs(near=16e6, share=0, cut=1.0, run=4e3, each=2e5)  # tiles so small that the process hardly grows by them, whatever the image's size
 _CACHED = 256e6  # bytes up to which they stay near the processor
 _REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
 _FAR = 1.2  # how many times as much traffic is taken rather than larger tensors
 _PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
-_CUT = 1.3  # how much longer tiles take that are not whole rows
-_EACH = 1e6  # values whose traffic takes as long as what comes with every tile
 _LEAST = 8  # cells a side that no tile goes below
 
 

@@ -29,7 +29,7 @@ from distseg.geometry.layout import Layout, Part, Region
 from distseg.geometry.needs import Link
 from distseg.geometry.segment import Chain, Segment, chain, rows_read, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
-from distseg.launch import memory_in_use, release_freed_memory
+from distseg.launch import GapTrimmer
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.program.operations import (
     Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, Forward, GiveBack, Loss, Measure, OfTile, Operation, Output, Send, SendGradient,
@@ -48,7 +48,6 @@ from distseg.watch import beat
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
-_GROWN = 1.03  # by how much the process may outgrow a tile before free memory goes back; each time costs the next tile new pages
 _CPU = torch.device("cpu")
 
 
@@ -106,7 +105,7 @@ class InTime:
     ):  # fmt: skip
         self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
         self.bytes_of, self.autocast, self.devices = bytes_of, autocast, [torch.device(d) for d in devices]
-        self.returns, self.pages, self.borders = returns, _Pages(trims), borders
+        self.returns, self.trims, self.borders = returns, trims, borders
         self.stages, self.placement, self.comm, self.transfers = tuple(stages), tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
@@ -195,7 +194,10 @@ class InTime:
         """
         walks = [Walk(self, work, blocks) for work, blocks in zip(works, micro_batches)]
         tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
+        trimmers: dict[tuple, GapTrimmer] = {}
         for op in operations:
+            if isinstance(op, OfTile) and self.trims and (kind := (type(op), op.segment)) not in trimmers:
+                trimmers[kind] = GapTrimmer()
             if isinstance(op, Loss):
                 settle()
             elif isinstance(op, Output):
@@ -203,7 +205,8 @@ class InTime:
             else:
                 walks[op.micro_batch].do(op)
             if isinstance(op, OfTile):
-                self.pages.end()
+                if self.trims:
+                    trimmers[kind].after_tile()
                 done += 1
                 self.watch(done / tiles)
         for walk in walks:
@@ -275,15 +278,10 @@ class Cut:
         return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        return rows_read(self.links, self.layouts[block].sizes, self.segments[segment], rows)
+        return rows_read(self.layouts[block], self.segments[segment], rows)
 
     def chain(self, op: OfTile) -> Chain:
-        return chain(self.links, self.layouts[op.block].sizes, self.segments[op.segment], op.box)
-
-    def ends(self, op: OfTile) -> tuple:
-        """At which ends of its map a tile lies: windows there are smaller."""
-        whole = self.made(op.block, self.segments[op.segment].layers.stop)
-        return tuple((a == c, b == d) for a, b, c, d in zip(op.box.start, op.box.stop, whole.start, whole.stop))
+        return chain(self.layouts[op.block], self.segments[op.segment], op.box)
 
 
 class Walk:
@@ -370,7 +368,6 @@ class Walk:
         """The segment's result on the tile; with gradients on also what was read, as (position, window, leaf)."""
         segment, i = self.segments[op.segment], op.block
         way, device = self.cut.chain(op), self.executor.device_of(segment)
-        self.executor.pages.begin((type(op), op.segment, i, op.box.size, self.cut.ends(op)))
         self.context.places = [self.blocks[i].place]
         leaves, skips = [], {}
         beat(f"tile {op.box} of {self._name(op)}")
@@ -556,35 +553,3 @@ _DOES: dict[type[Operation], Callable[[Walk, Operation], None]] = {
     Send: Walk.send, Backward: Walk.backward, Settle: Walk.settle, Correct: Walk.correct, SendGradient: Walk.send_gradient,
     Fetch: Walk.fetch, GiveBack: Walk.give_back, Drop: Walk.drop, DropGradient: Walk.drop_gradient,
 }  # fmt: skip
-
-
-class _Pages:
-    """Gives memory that is free again back to the system where tiles begin to be of another kind, and where the process outgrew one.
-
-    Args:
-        on: else nothing is done.
-    """
-
-    def __init__(self, on: bool):
-        self.on, self._kind, self._usual, self._fresh = on, None, 0, True
-
-    def begin(self, kind: tuple) -> None:
-        """A tile of this kind."""
-        before, self._kind = self._kind, kind
-        if self.on and kind != before:
-            self._usual = 0
-            self._release()
-
-    def end(self) -> None:
-        """Of a tile, with its backward pass."""
-        if not self.on:
-            return
-        taken = memory_in_use(_CPU)
-        if self._fresh:  # what a tile takes by itself
-            self._usual, self._fresh = max(self._usual, taken), False
-        elif taken > _GROWN * self._usual:  # tile by tile the allocator leaves more gaps
-            self._release()
-
-    def _release(self) -> None:
-        release_freed_memory()
-        self._fresh = True

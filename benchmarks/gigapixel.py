@@ -37,7 +37,7 @@ from distseg.infer.predictor import Predictor
 from distseg.report.style import PALETTE, new_figure
 from distseg.train.engine import Engine
 from distseg.train.run import step_loader
-from distseg.train.metrics import scores
+from distseg.infer.metrics import scores
 from distseg.verify import verify
 
 QUESTION = "How long does a step on a gigapixel take, in how much memory, and does the network learn?"

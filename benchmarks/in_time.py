@@ -31,7 +31,8 @@ from distseg.launch import set_up, world
 from distseg.mesh import Mesh
 from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
-from distseg.train.engine import Engine, autocast, place_model
+from distseg.pipeline.build import autocast, place_model
+from distseg.train.engine import Engine
 from distseg.train.run import step_loader
 from distseg.train.optim import make_optimizer
 

@@ -38,7 +38,8 @@ from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block
 from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
-from distseg.train.engine import Engine, autocast, place_model
+from distseg.pipeline.build import autocast, place_model
+from distseg.train.engine import Engine
 
 QUESTION = "How do distseg's streamed step and prediction compare with lightstream's, MONAI's and plain PyTorch's?"
 NEEDS = {"lightstream": "lightstream", "MONAI": "monai"}

@@ -20,9 +20,9 @@ from benchmarks.pipeline_steps import ONE, PLACEMENTS, SCHEDULES, TWICE, placeme
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting
 from distseg.extents import Extents
-from distseg.pipeline.partition import OUTPUT, Edge
-from distseg.pipeline.schedule import orders, splits
-from distseg.plan.simulate import simulate
+from distseg.program.partition import OUTPUT, Edge
+from distseg.program.schedule import orders, splits
+from distseg.program.simulate import simulate
 from distseg.report.style import FAINT, PALETTE, new_figure
 from distseg.report.tables import table
 

@@ -18,11 +18,11 @@ from distseg.config import ModelConfig
 from distseg.models.zoo import ZOO, outline_model
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.fold import v_split
-from distseg.pipeline.partition import OUTPUT, Edge, edges_between, stage_ranges
-from distseg.pipeline.schedule import orders, v_placement
+from distseg.program.partition import OUTPUT, Edge, edges_between, stage_ranges
+from distseg.program.schedule import orders, v_placement
 from distseg.plan.cost import Costs, modelled
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
-from distseg.plan.simulate import check, peak_memory, simulate
+from distseg.program.simulate import check, peak_memory, simulate
 from distseg.report.style import FAINT, INK, PALETTE, new_figure
 from distseg.report.tables import table
 

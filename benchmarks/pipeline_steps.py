@@ -25,12 +25,12 @@ from distseg.models.layers import flat_layers, skips_of
 from distseg.models.zoo import build_model
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.fold import v_split
-from distseg.pipeline.partition import edges_between, stage_ranges
-from distseg.pipeline.schedule import orders, v_placement
-from distseg.pipeline.trace import Span, Trace
+from distseg.program.partition import edges_between, stage_ranges
+from distseg.program.schedule import orders, v_placement
+from distseg.program.trace import Span, Trace
 from distseg.plan.cost import Costs, measured
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
-from distseg.plan.simulate import simulate
+from distseg.program.simulate import simulate
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages, own_pieces
 

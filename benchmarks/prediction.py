@@ -38,7 +38,7 @@ from distseg.spatial.context import Context
 from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.scratch import Map
-from distseg.train.engine import autocast, place_model
+from distseg.pipeline.build import autocast, place_model
 
 QUESTION = "How fast and in what memory are whole images predicted with norms that need all of them?"
 CPU = torch.device("cpu")

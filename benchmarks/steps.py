@@ -28,7 +28,8 @@ from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
 from distseg.spatial import conv
 from distseg.models.zoo import build_model
-from distseg.train.engine import Engine, autocast, place_model
+from distseg.pipeline.build import autocast, place_model
+from distseg.train.engine import Engine
 from distseg.train.optim import make_optimizer
 from distseg.verify import RandomImages
 

@@ -2,7 +2,7 @@
 
 Either they contradict each other, or one would be without effect beside the other: who sets it believes that it acts. Both are refused before
 any work (:func:`check_settings`). Where only the mesh or the model of the day leaves a setting without effect, as when a config of many ranks is
-tried on one, it is told instead (:func:`notes`). The loss refuses what its terms do not take (:class:`distseg.train.loss.Loss`).
+tried on one, it is told instead (:func:`notes`). The loss refuses what its terms do not take (:class:`distseg.loss.Loss`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distseg.config import Config
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
 from distseg.spatial.norm import NORMS, kind_of, tracks
-from distseg.train.loss import is_linear
+from distseg.loss import is_linear
 
 _DEFAULTS = Config()
 

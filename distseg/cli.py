@@ -219,7 +219,7 @@ def _models(arguments: list[str]) -> int:
 
 @_joint
 def _plan(arguments: list[str]) -> int:
-    from distseg.pipeline.schedule import SCHEDULES
+    from distseg.program.schedule import SCHEDULES
 
     parser = _parser("plan", sections=False)
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
@@ -359,7 +359,7 @@ def _runs(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
     from distseg.report.tables import table
-    from distseg.train.runs import describe, runs_in
+    from distseg.checkpoint.runs import describe, runs_in
 
     rows = [describe(run) for run in runs_in(parsed.folder)]
     print(json.dumps(rows, indent=1) if parsed.json else table(rows))
@@ -400,7 +400,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
     if not arguments or arguments[0].startswith("-"):
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
-    from distseg.train.checkpoint import find, read_manifest
+    from distseg.checkpoint.files import find, read_manifest
     from distseg.trained import check_model, left_behind, taken_over
 
     run, *flags = arguments

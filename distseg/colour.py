@@ -14,7 +14,7 @@ import numpy as np
 
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
-from distseg.train.metrics import scores
+from distseg.infer.metrics import scores
 from distseg.watch import beat
 
 _BINS = 1 << 16

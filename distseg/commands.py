@@ -30,8 +30,8 @@ from distseg.report.style import class_colors
 from distseg.report.tables import table
 from distseg.scene import check_type, file_scene, network_identity, store_scene
 from distseg.spatial.links import receptive_field
-from distseg.train.checkpoint import find
-from distseg.train.metrics import scores
+from distseg.checkpoint.files import find
+from distseg.infer.metrics import scores
 
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
@@ -212,7 +212,7 @@ def run_check(path: str) -> int:
     if not path.strip():
         raise ValueError("check reads a store or a run, but its path is empty: name one")
     if Path(path).is_dir():
-        from distseg.train.checkpoint import check_run
+        from distseg.checkpoint.files import check_run
 
         findings = check_run(path)
     else:

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from distseg.report.units import duration
+from distseg.units import duration
 
 RANKS = 8
 CONFIG = Path("jobs/demo.yaml")

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Iterator
 
-from distseg.report.units import si
+from distseg.units import si
 
 _HOST = f"{zlib.crc32(os.uname().nodename.encode()):08x}"
 _GROWING = re.compile(r"\..+\.([0-9a-f]{8})-(\d{1,9})-[0-9a-f]{8}\.writing")

@@ -20,11 +20,11 @@ from distseg.config import Config
 from distseg.extents import Extents
 from distseg.launch import set_up, together
 from distseg.mesh import Mesh, MeshShape
-from distseg.pipeline.trace import Span, Trace, TracedComm
+from distseg.program.trace import Span, Trace, TracedComm
 from distseg.report.tables import table
 from distseg.report.timeline import plot_timeline, write_trace
 from distseg.train.engine import Engine
-from distseg.train.precision import choose
+from distseg.precision import choose
 from distseg.train.step import InTimeStep
 from distseg.verify import own_pieces, prepare
 

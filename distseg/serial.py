@@ -19,7 +19,7 @@ from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.spatial.norm import NORMS
 from distseg.spatial.dropout import CHANNEL_DROPOUTS, DROPOUTS, channel_mask, element_mask
-from distseg.train.loss import parse
+from distseg.loss import parse
 from distseg.train.optim import make_optimizer
 
 

@@ -42,7 +42,7 @@ from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model
 from distseg.serial import Image, Outcome, rounding_of_gradients, serial_step, updated_weights
 from distseg.train.engine import Engine, approximations, owned_per_rank
-from distseg.train.loss import parse
+from distseg.loss import parse
 
 
 class RandomImages:

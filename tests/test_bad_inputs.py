@@ -26,7 +26,7 @@ from distseg.extents import Extents
 from distseg.models.unet import unet
 from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
-from distseg.train.checkpoint import digest_of, find
+from distseg.checkpoint.files import digest_of, find
 from distseg.train.loop import train
 
 BASE = {"image": "29x43", "model.depth": "2", "model.num_convs": "1", "model.base_channels": "4"}

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from distseg.config import OptimConfig
-from distseg.train import saving
-from distseg.train.checkpoint import (
+from distseg.checkpoint import saving
+from distseg.checkpoint.files import (
     check_run, digest_of, find, load_optimizer, load_weights, optimizer_state, read_index, read_manifest, read_run_manifest, share,
 )  # fmt: skip
 from distseg.train.optim import make_optimizer
-from distseg.train.saving import Checkpoints, SilentCheckpoints, set_aside
+from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, set_aside
 
 
 def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int = 0):

@@ -14,7 +14,7 @@ from distseg.cli import _config, _parse, _parser
 from distseg.config import Config
 from distseg.config_file import check_value, read_settings, sections, settings_of
 from distseg.extents import Extents
-from distseg.train.loss import Loss
+from distseg.loss import Loss
 from distseg.trained import taken_over
 
 PARSER = _parser("train")

@@ -12,7 +12,7 @@ from distseg.config import Config, MeshConfig, ModelConfig, OptimConfig, RunConf
 from distseg.extents import Extents
 from distseg.launch import JointFailure
 from distseg.models.unet import unet
-from distseg.train.checkpoint import find
+from distseg.checkpoint.files import find
 from distseg.train.engine import Engine
 from distseg.train.loop import train
 from distseg.verify import passed, summary, verify

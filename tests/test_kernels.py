@@ -1,8 +1,6 @@
 """The compiled norm kernels against their formulas in float64: any layout, any number of channels, parts of images."""
 
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 import warnings

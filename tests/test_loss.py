@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from distseg.config import LossConfig
-from distseg.train.loss import _TERMS, Loss, parse
+from distseg.loss import _TERMS, Loss, parse
 
 IGNORE = 255
 NAMES = ["cross_entropy", "binary_cross_entropy", "focal", "dice"]

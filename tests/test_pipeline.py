@@ -5,7 +5,7 @@ from torch import nn
 
 from distseg.extents import Extents
 from distseg.models.zoo import build_model
-from distseg.pipeline.partition import Partition
+from distseg.program.partition import Partition
 from test_exact import NORMS, check, config
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]

@@ -18,7 +18,7 @@ from distseg.launch import JointFailure
 from distseg.models.zoo import build_model
 from distseg.infer.predictor import Predictor
 from distseg.scene import network_identity
-from distseg.train.checkpoint import find, load_weights, read_manifest
+from distseg.checkpoint.files import find, load_weights, read_manifest
 from distseg.train.loop import train
 
 

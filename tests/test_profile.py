@@ -8,7 +8,7 @@ import pytest
 from distseg.config import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.mesh import MeshShape
-from distseg.pipeline.trace import Span, Trace, TracedComm
+from distseg.program.trace import Span, Trace, TracedComm
 from distseg.profile import KINDS, own_seconds, profile, row_names
 from test_cli import run
 

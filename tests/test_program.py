@@ -10,9 +10,9 @@ from distseg.geometry.layout import Layout
 from distseg.geometry.needs import Link
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
-from distseg.pipeline.schedule import orders
+from distseg.program.schedule import orders
 from distseg.program.operations import Backward, Drop, DropGradient, Forward, Measure, OfTile, Output, Send, text
-from distseg.program.tiles import Work, backward, forward, outputs, peak, step, whole
+from distseg.program.tiles import Work, backward, forward, peak, step, whole
 
 ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))

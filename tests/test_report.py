@@ -17,7 +17,7 @@ from distseg.report.progress import BarProgress, LineProgress, SilentProgress, p
 from distseg.report.shrink import shrink_image, shrink_labels
 from distseg.report.style import NATURAL, class_colors
 from distseg.report.tables import markdown_table, table
-from distseg.report.units import duration, si
+from distseg.units import duration, si
 
 # progress
 

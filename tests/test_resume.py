@@ -17,7 +17,7 @@ from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimCon
 from distseg.launch import ToBeContinued
 from distseg.signals import Signals, listening
 from distseg.train import loop
-from distseg.train.checkpoint import find, read_manifest
+from distseg.checkpoint.files import find, read_manifest
 from distseg.train.loop import train
 from distseg.train.orders import Orders, Wish
 from distseg.train.resume import changes, chosen, first_step, mesh_change, schedule_change

@@ -5,12 +5,12 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from distseg.pipeline import listing, schedule
+from distseg.program import listing, schedule
 from distseg.pipeline.fold import v_split
 from distseg.models.layers import Skip
-from distseg.pipeline.partition import OUTPUT, Edge, edges_between, stage_ranges
-from distseg.pipeline.schedule import SCHEDULES, Backward, Forward, Weight, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
-from distseg.plan.simulate import check, peak_live, peak_memory, simulate
+from distseg.program.partition import OUTPUT, Edge, edges_between, stage_ranges
+from distseg.program.schedule import SCHEDULES, Backward, Forward, Weight, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
+from distseg.program.simulate import check, peak_live, peak_memory, simulate
 from distseg.report.timeline import short_form
 
 

@@ -11,8 +11,8 @@ from distseg.comm.staging import Buffers, settled, upload
 from distseg.comm.transport import Form
 from distseg.config import TrainConfig
 from distseg.comm.collective import Alone
-from distseg.train import precision
-from distseg.train.precision import choose, gpu_lines
+from distseg import precision
+from distseg.precision import choose, gpu_lines
 
 CPU = torch.device("cpu")
 

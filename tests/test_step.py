@@ -15,15 +15,15 @@ from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.unet import unet
 from distseg.pipeline import execute
 from distseg.pipeline.execute import Pipeline
-from distseg.pipeline.partition import Partition
-from distseg.pipeline.schedule import splits
+from distseg.program.partition import Partition
+from distseg.program.schedule import splits
 from distseg.pipeline.stage import Stage
 from distseg.spatial.context import Context
 from distseg.spatial.conv import weights_apart
 from distseg.spatial.links import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.piece import Piece
-from distseg.train.loss import Loss
+from distseg.loss import Loss
 from distseg.train.step import GradientStep, LossHead, Rows
 
 SIZE = (21, 27)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from distseg.pipeline.partition import OUTPUT, Edge
-from distseg.pipeline.schedule import orders, v_placement
-from distseg.pipeline.trace import NoTrace, Span, Trace
-from distseg.plan.simulate import simulate
+from distseg.program.partition import OUTPUT, Edge
+from distseg.program.schedule import orders, v_placement
+from distseg.program.trace import NoTrace, Span, Trace
+from distseg.program.simulate import simulate
 from distseg.report.timeline import clock_table, plot_timeline, short_form, trace_events, write_trace
 
 

@@ -14,7 +14,7 @@ from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.launch import JointFailure
-from distseg.train.checkpoint import find
+from distseg.checkpoint.files import find
 from distseg.train.loop import train
 
 

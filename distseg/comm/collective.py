@@ -63,7 +63,7 @@ def timeout() -> float:
 
 
 def watch_waits(span: Callable[[str, str], ContextManager]) -> None:
-    """From now on, waits with a kind, and the work that fills waits, are spans (:class:`distseg.pipeline.trace.Trace`)."""
+    """From now on, waits with a kind, and the work that fills waits, are spans (:class:`distseg.program.trace.Trace`)."""
     global _span
     _span = span
     later.watch(span)

@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 from distseg.extents import Extents
-from distseg.report.units import si
+from distseg.units import si
 
 # The most that a byte of a file can stand for, in bytes of pixels: deflate's longest match, 258 bytes, takes two bits. A JPEG
 # takes a bit for 64 pixels of a band, but for arithmetic coding, which few files have and which packs plain areas closer still.

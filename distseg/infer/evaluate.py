@@ -11,7 +11,7 @@ from distseg.data.store import Store
 from distseg.infer.predictor import Predictor
 from distseg.report.progress import progress
 from distseg.scene import store_scene
-from distseg.train.metrics import confusion, most_likely, scores
+from distseg.infer.metrics import confusion, most_likely, scores
 from distseg.watch import beat
 
 

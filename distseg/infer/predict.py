@@ -20,7 +20,7 @@ from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
 from distseg.models.zoo import outline_model
-from distseg.pipeline.build import own_part
+from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import check_there, devices_of
 from distseg.pipeline.execute import Pipeline
 from distseg.plan.stages import partition_of
@@ -28,10 +28,9 @@ from distseg.report.progress import progress
 from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.links import receptive_field
-from distseg.train.checkpoint import find, load_weights, read_run_manifest
-from distseg.train.engine import autocast, place_stages, used_reach
-from distseg.train.metrics import most_likely
-from distseg.train.precision import choose
+from distseg.checkpoint.files import find, load_weights, read_run_manifest
+from distseg.infer.metrics import most_likely
+from distseg.precision import choose
 from distseg.trained import check_model
 from distseg.watch import beat, phase
 

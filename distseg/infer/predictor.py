@@ -35,7 +35,7 @@ from distseg.infer.windows import Windows
 from distseg.launch import together
 from distseg.memory_format import channels_last as last_format
 from distseg.pipeline.execute import Pipeline
-from distseg.pipeline.partition import Partition
+from distseg.program.partition import Partition
 from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling, budget_of
 from distseg.program.tiles import whole
 from distseg.scene import Scene

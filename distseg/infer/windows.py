@@ -14,8 +14,8 @@ from torch import Tensor
 
 from distseg.geometry.tile import Place
 from distseg.pipeline.execute import Pipeline
-from distseg.pipeline.partition import Partition
-from distseg.pipeline.schedule import Forward, orders
+from distseg.program.partition import Partition
+from distseg.program.schedule import Forward, orders
 from distseg.pipeline.stage import Stage
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece, Unit, on_tile

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Callable, ContextManager, Sequence
+
+import torch
 from torch import nn
 
+from distseg.config import SpatialConfig
 from distseg.geometry.tile import Reach
+from distseg.memory_format import channels_last as last_format
 from distseg.models.weights import materialise
-from distseg.pipeline.partition import Partition
+from distseg.program.partition import Partition
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.parallelize import TiledModel, parallelize
@@ -37,3 +43,32 @@ def own_part(
         tiled.begin_at(layers.start for layers in partition.ranges)
         tiled.keep(mine)
     return tiled
+
+
+def place_model(model: nn.Module, device, precision: str, channels_last: bool) -> None:
+    """Move a plain model to its device, dtype (fp32 under bf16 autocast) and memory format."""
+    model.to(device, torch.float64 if precision == "fp64" else torch.float32)
+    if channels_last:
+        volumes = any(p.dim() == 5 for p in model.parameters())
+        model.to(memory_format=last_format(5 if volumes else 4))
+
+
+def place_stages(model: TiledModel, partition: Partition | None, devices: Sequence[torch.device], precision: str, channels_last: bool) -> None:
+    """The same with each stage of a rank's on its device, where there are several."""
+    if len(devices) == 1:
+        return place_model(model, devices[0], precision, channels_last)
+    for layers, device in zip(partition.ranges, devices):
+        for layer in layers:
+            place_model(model.layers[layer], device, precision, channels_last)
+
+
+def autocast(precision: str, device) -> Callable[[], ContextManager]:
+    """Makes the context in which the network runs: bf16 autocast or nothing."""
+    return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
+
+
+def used_reach(exact: Reach, spatial: SpatialConfig) -> Reach:
+    """A model's exact halo and stride, or the halo that the config sets."""
+    if spatial.halo is None:
+        return exact
+    return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distseg.config import Config, PipelineConfig
-from distseg.pipeline.partition import OUTPUT, Partition
+from distseg.program.partition import OUTPUT, Partition
 from distseg.pipeline.stage import LOSS, Stage
 from distseg.spatial.piece import Unit
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from distseg.comm.later import finish, until
 from distseg.comm.transport import Form, Receipt, Transport
-from distseg.pipeline.partition import OUTPUT, Edge, Partition
-from distseg.pipeline.schedule import Action, Backward, Forward, Weight
+from distseg.program.partition import OUTPUT, Edge, Partition
+from distseg.program.schedule import Action, Backward, Forward, Weight
 from distseg.pipeline.stage import Stage, Tensors
-from distseg.pipeline.trace import NoTrace
+from distseg.program.trace import NoTrace
 from distseg.spatial.piece import Unit
 from distseg.watch import beat
 

@@ -22,7 +22,7 @@ def v_split(seconds: Sequence[float], skips: Sequence[Skip], ranks: int, travel:
 
     Args:
         seconds: of each layer, forward and backward.
-        ranks: of the pipeline; :func:`distseg.pipeline.schedule.v_placement` says who holds which stage.
+        ranks: of the pipeline; :func:`distseg.program.schedule.v_placement` says who holds which stage.
         travel: seconds that each layer's output and its gradient take to another rank; both ends count them. None: at no cost.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Callable, ContextManager, Protocol
 import torch
 from torch import Tensor
 
-from distseg.pipeline.partition import OUTPUT, Edge
+from distseg.program.partition import OUTPUT, Edge
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Unit
 

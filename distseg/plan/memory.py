@@ -16,7 +16,7 @@ import numpy as np
 
 from distseg.pipeline.balance import sums
 from distseg.pipeline.execute import next_is_own_backward, soon
-from distseg.pipeline.schedule import SCHEDULES, Action, Backward, Forward, Weight, splits
+from distseg.program.schedule import SCHEDULES, Action, Backward, Forward, Weight, splits
 from distseg.plan.cost import Costs
 
 WEIGHT_BYTES = 4  # float32

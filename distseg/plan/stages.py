@@ -13,8 +13,8 @@ from distseg.models.layers import flat_layers
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.devices import stages_of
 from distseg.pipeline.fold import v_split
-from distseg.pipeline.partition import Partition
-from distseg.pipeline.schedule import v_placement
+from distseg.program.partition import Partition
+from distseg.program.schedule import v_placement
 from distseg.plan.cost import modelled
 from distseg.plan.in_time import tiles_in_time
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
@@ -81,7 +81,7 @@ _MANY = 100  # tiles, which follow each other as micro-batches do
 
 
 def schedule_of(config: Config, linear: bool = True) -> str:
-    """gpipe, 1f1b or zb-h1; what ``auto`` is depends on whether the loss is linear (:class:`distseg.train.loss.Loss`). torchgpipe knows gpipe only."""
+    """gpipe, 1f1b or zb-h1; what ``auto`` is depends on whether the loss is linear (:class:`distseg.loss.Loss`). torchgpipe knows gpipe only."""
     if config.pipeline.placement == "devices":
         return "gpipe"
     if config.pipeline.schedule != "auto":

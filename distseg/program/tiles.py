@@ -20,7 +20,7 @@ from typing import Callable, Container, Iterable, Iterator, Mapping, NamedTuple,
 from distseg.geometry.footprint import Span
 from distseg.geometry.segment import Segment
 from distseg.geometry.tile import Box
-from distseg.pipeline.schedule import Action, Backward as Backwards, Forward as Forwards
+from distseg.program.schedule import Action, Backward as Backwards, Forward as Forwards
 from distseg.program.operations import (
     Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, Forward, GiveBack, Loss, Measure, Operation, Output, Send, SendGradient, Settle, Statistic,
 )  # fmt: skip

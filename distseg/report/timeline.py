@@ -1,6 +1,6 @@
 """A pipeline's schedule, simulated or measured, as text, as a picture, and as a trace for Perfetto (ui.perfetto.dev).
 
-All start from spans (distseg.pipeline.trace). The name of an action's span begins with F, B or W, micro-batch and stage
+All start from spans (distseg.program.trace). The name of an action's span begins with F, B or W, micro-batch and stage
 (``F3,0``), as torchgpipe's paper writes F_ij and B_ij.
 """
 
@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Iterable, Mapping, Sequence
 
-from distseg.pipeline.schedule import Backward, Forward, Weight
-from distseg.pipeline.trace import Span
+from distseg.program.schedule import Backward, Forward, Weight
+from distseg.program.trace import Span
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.report.tables import table
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Callable, ContextManager, Iterator, Mapping, Protocol, Sequence
+from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class InTime:
 
     Attributes:
         watch: told the share of a program that is done, now and then.
-        span: makes the context of what is done, by kind and name, for those who watch (:mod:`distseg.pipeline.trace`).
+        span: makes the context of what is done, by kind and name, for those who watch (:mod:`distseg.program.trace`).
     """
 
     def __init__(

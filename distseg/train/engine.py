@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import nullcontext
-from typing import Callable, ContextManager, Sequence
+from typing import Callable
 
 import torch
 from torch import nn
@@ -15,18 +14,18 @@ from distseg.comm.later import putting_off
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
-from distseg.config import Config, SpatialConfig
+from distseg.config import Config
 from distseg.extents import Extents
 from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.layers import channels_of, channels_of_maps, flat_layers, skip_store
-from distseg.pipeline.build import own_part
+from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
-from distseg.pipeline.partition import Partition
-from distseg.pipeline.schedule import splits
+from distseg.program.partition import Partition
+from distseg.program.schedule import splits
 from distseg.pipeline.stage import Stage
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
@@ -37,9 +36,8 @@ from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.links import links_of, receptive_field
 from distseg.spatial.norm import NORMS
-from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
-from distseg.train.loss import Loss
+from distseg.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate, state_copies
 from distseg.train.step import DevicesStep, GradientStep, InTimeStep, LossHead, Rows
 from distseg.watch import beat
@@ -219,35 +217,6 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
         around=weights_apart if splits else skip_store,
         seed=config.train.seed,
     )
-
-
-def place_model(model: nn.Module, device, precision: str, channels_last: bool) -> None:
-    """Move a plain model to its device, dtype (fp32 under bf16 autocast) and memory format."""
-    model.to(device, torch.float64 if precision == "fp64" else torch.float32)
-    if channels_last:
-        volumes = any(p.dim() == 5 for p in model.parameters())
-        model.to(memory_format=last_format(5 if volumes else 4))
-
-
-def place_stages(model: TiledModel, partition: Partition | None, devices: Sequence[torch.device], precision: str, channels_last: bool) -> None:
-    """The same with each stage of a rank's on its device, where there are several."""
-    if len(devices) == 1:
-        return place_model(model, devices[0], precision, channels_last)
-    for layers, device in zip(partition.ranges, devices):
-        for layer in layers:
-            place_model(model.layers[layer], device, precision, channels_last)
-
-
-def autocast(precision: str, device) -> Callable[[], ContextManager]:
-    """Makes the context in which the network runs: bf16 autocast or nothing."""
-    return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
-
-
-def used_reach(exact: Reach, spatial: SpatialConfig) -> Reach:
-    """A model's exact halo and stride, or the halo that the config sets."""
-    if spatial.halo is None:
-        return exact
-    return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)
 
 
 def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, channels_last: bool) -> Exchange | None:

@@ -16,8 +16,8 @@ from distseg.infer.evaluate import evaluate
 from distseg.launch import JointFailure, ToBeContinued, gathered
 from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress
-from distseg.report.units import si
-from distseg.train.metrics import scores
+from distseg.units import si
+from distseg.infer.metrics import scores
 from distseg.train.optim import learning_rate
 from distseg.train.orders import Orders
 from distseg.train.resume import Position

@@ -8,7 +8,7 @@ from typing import Mapping
 
 from distseg.agree import settings
 from distseg.config import OptimConfig
-from distseg.train.checkpoint import find, names_of
+from distseg.checkpoint.files import find, names_of
 from distseg.train.optim import learning_rate
 
 _FREE = ("train.resume", "train.output", "train.keep", "train.job_minutes", "train.max_minutes", "train.checkpoint_minutes", "train.tensorboard", "run.", "mesh.")

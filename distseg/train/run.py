@@ -25,12 +25,12 @@ from distseg.models.zoo import outline_model
 from distseg.plan.in_time import tiles_in_time
 from distseg.infer.predictor import Predictor, room_of
 from distseg.models.layers import channels_of
-from distseg.train.checkpoint import load_optimizer, load_weights, read_run_manifest, share
+from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
-from distseg.train.precision import choose, gpu_lines
+from distseg.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
-from distseg.train.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
+from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
 from distseg.train.step import InTimeStep
 from distseg.watch import phase
 

@@ -1,6 +1,6 @@
 """One optimizer step: the exact gradient of the step's loss over all samples, tiles, stages and micro-batches.
 
-The loss is a function of sums over pixels (:mod:`distseg.train.loss`). So behind the last stage stands a table of such
+The loss is a function of sums over pixels (:mod:`distseg.loss`). So behind the last stage stands a table of such
 sums, a row an image; the rows of all ranks are added, and dL/dS of the table is where every backward pass begins. It
 must be known by then: from the labels alone (cross-entropy and its kin), because all forward passes are done (GPipe, or a
 single micro-batch), or, for Dice under 1F1B and ZB-H1, from a forward pass without gradients that goes first.
@@ -19,14 +19,14 @@ from distseg.comm.collective import add
 from distseg.comm.staging import upload
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
-from distseg.pipeline.schedule import Action, Backward, Forward, orders
+from distseg.program.schedule import Action, Backward, Forward, orders
 from distseg.program.operations import Operation
 from distseg.program.tiles import Work, step
 from distseg.geometry.tile import Box, Place
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block, InTime
 from distseg.spatial.piece import Piece, Unit, on_tile
-from distseg.train.loss import Loss
+from distseg.loss import Loss
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from distseg.comm import halo, reducer, transport
 from distseg.comm.staging import Buffers
 from distseg.kernels import plain
 from distseg.train.engine import Engine
-from distseg.train.loss import Loss
+from distseg.loss import Loss
 
 
 def _on_the_host(self: Loss, logits: Tensor, labels: Tensor, rows=Loss.rows) -> Tensor:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Callable, Iterator, Mapping, Sequence
 
-from distseg.pipeline.partition import Edge
-from distseg.pipeline.schedule import Action, Backward, Forward, Weight
-from distseg.pipeline.trace import Span
+from distseg.program.partition import Edge
+from distseg.program.schedule import Action, Backward, Forward, Weight
+from distseg.program.trace import Span
 
 Orders = Sequence[Sequence[Action]]
 Cost = float | Sequence[float] | Callable[[int, int], float]  # seconds: of any stage, by stage, or of (stage, micro-batch)
@@ -62,7 +62,7 @@ def simulate(
     """Timed spans of every action.
 
     Args:
-        orders: for each rank its actions in order, as :func:`distseg.pipeline.schedule.orders` gives them.
+        orders: for each rank its actions in order, as :func:`distseg.program.schedule.orders` gives them.
         forward, backward: seconds: one number, one a stage, or a function of (stage, micro-batch).
         placement: rank of each stage.
         transfer: seconds that one micro-batch's tensor of an edge is under way, and its gradient again; none by default.

@@ -10,7 +10,7 @@ itself, so that damage is told and not trained on::
                                         optimizer-1-of-2.safetensors    enc0_conv0.weight/exp_avg, ...
     runs/demo/checkpoints/last.json     which one is the last, which one the best
 
-They are written by :mod:`distseg.train.saving`.
+They are written by :mod:`distseg.checkpoint.saving`.
 """
 
 from __future__ import annotations

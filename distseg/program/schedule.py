@@ -128,7 +128,7 @@ def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list
     Raises:
         ValueError: an unknown schedule, ranks with gaps, or no micro-batch.
     """
-    from distseg.pipeline.listing import LISTED  # which knows the actions above
+    from distseg.program.listing import LISTED  # which knows the actions above
 
     stages = len(placement)
     if name not in SCHEDULES:

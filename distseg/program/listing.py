@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Sequence
 
-from distseg.pipeline.schedule import Action, Backward, Forward, Weight
+from distseg.program.schedule import Action, Backward, Forward, Weight
 
 
 def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:

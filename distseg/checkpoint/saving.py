@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from distseg.comm.collective import Alone
 from distseg.disk import room, to_disk
 from distseg.tensors import write_tensors
-from distseg.train.checkpoint import (
+from distseg.checkpoint.files import (
     FOLDER, FORMAT, KINDS, VERSION, file_of, names_of, optimizer_state, read_index, read_manifest, write_index, write_json, write_manifest,
 )  # fmt: skip
 from distseg.watch import beat, waits

@@ -6,7 +6,7 @@ import fcntl
 import time
 from pathlib import Path
 
-from distseg.train.checkpoint import FOLDER, find, names_of, read_run_manifest
+from distseg.checkpoint.files import FOLDER, find, names_of, read_run_manifest
 
 
 def runs_in(folder: str | Path) -> list[Path]:

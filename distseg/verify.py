@@ -17,7 +17,6 @@ import json
 import math
 import os
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Mapping
 

@@ -11,7 +11,7 @@ from distseg.geometry.needs import Link
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
 from distseg.program.schedule import orders
-from distseg.program.operations import Backward, Drop, DropGradient, Forward, Measure, OfTile, Output, Send, text
+from distseg.program.operations import BackwardTile, Drop, DropGradient, ForwardTile, Measure, OfTile, OutputTile, Send, text
 from distseg.program.tiles import Work, backward, forward, peak, step, whole
 
 ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
@@ -86,7 +86,7 @@ def test_and_back(live, wanted):
 
 
 def test_images_follow_one_another():
-    order = [(op.segment, op.block) for op in forward(work(3, balance=(2, 1), blocks=2), 0) if isinstance(op, Forward)]
+    order = [(op.segment, op.block) for op in forward(work(3, balance=(2, 1), blocks=2), 0) if isinstance(op, ForwardTile)]
     assert order == [(0, 0), (0, 0), (1, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (1, 1)]
 
 
@@ -155,7 +155,7 @@ def test_the_loss_comes_between_where_it_takes_all_tiles():
     found = step(works, orders("gpipe", (0,), 2)[0], linear=False)
     verbs = [op.verb for op in found if op.verb not in ("drop", "drop grad")]
     assert verbs == ["forward"] * 3 + ["output"] * 3 + ["forward"] * 3 + ["output"] * 3 + ["loss"] + 2 * (["output"] * 3 + ["backward"] * 3)
-    assert [op.back for op in found if isinstance(op, Output)] == [False] * 6 + [True] * 6
+    assert [op.back for op in found if isinstance(op, OutputTile)] == [False] * 6 + [True] * 6
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -170,8 +170,8 @@ def test_ranks_agree(name, placement, live):
     for rank, program in programs.items():
         tiles = Counter((type(op), op.segment) for op in program if isinstance(op, OfTile))
         last = {s: works[rank][0].is_last(s) for s in works[rank][0].mine}
-        assert tiles == {(kind, s): 3 * ROWS for s in last for kind in ([Output] if last[s] else [Forward, Backward])}
-        kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, Forward)}
+        assert tiles == {(kind, s): 3 * ROWS for s in last for kind in ([OutputTile] if last[s] else [ForwardTile, BackwardTile])}
+        kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, ForwardTile)}
         assert kept <= {(op.micro_batch, op.position) for op in program if isinstance(op, Drop)}
         assert kept == {(op.micro_batch, op.position) for op in program if isinstance(op, DropGradient)}
     assert stuck(programs, works) == {}
@@ -198,7 +198,7 @@ def stuck(programs, works) -> dict[int, str]:
                     sent[op.verb, op.micro_batch, op.position] = op.final
                 at[rank] += 1
         if at == before:
-            return {rank: str(programs[rank][n]) for rank, n in at.items() if n < len(programs[rank])}
+            return {rank: programs[rank][n].line for rank, n in at.items() if n < len(programs[rank])}
 
 
 def awaited(op, work) -> list[tuple[tuple, int]]:
@@ -209,6 +209,6 @@ def awaited(op, work) -> list[tuple[tuple, int]]:
     if isinstance(op, OfTile):
         rows = op.box.start[0], op.box.stop[0]
         found += [there(p, span[1]) for p, span in work.cut.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
-    if isinstance(op, Backward):
+    if isinstance(op, BackwardTile):
         found += [(("return", op.micro_batch, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
     return found

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple, Sequence
 import numpy as np
 
 from distseg.pipeline.balance import sums
-from distseg.pipeline.execute import next_is_own_backward, soon
-from distseg.program.schedule import SCHEDULES, Action, Backward, Forward, Weight, splits
 from distseg.plan.cost import Costs
+from distseg.program.schedule import SCHEDULES, Action, Backward, Forward, Weight, splits
+from distseg.program.stages import recomputed, soon
 
 WEIGHT_BYTES = 4  # float32
 
@@ -41,21 +41,13 @@ class Policy:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}, got {getattr(self, name)!r}")
 
-    def recomputed(self, actions: Sequence[Action]) -> set[tuple[int, int]]:
-        """The (stage, micro-batch) pairs that are computed again, among a rank's actions in order."""
-        if self.recompute == "never":
-            return set()
-        forward = [(place, action) for place, action in enumerate(actions) if isinstance(action, Forward)]
-        spared = self.recompute == "except_last"
-        return {(a.stage, a.micro_batch) for place, a in forward if not (spared and next_is_own_backward(actions, place))}
-
     def actions(self, stage: int, stages: int) -> list[Action]:
         """Of a stage that a rank has for itself."""
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
     def forward_passes(self, stage: int, stages: int) -> float:
         """A micro-batch of a stage, on average."""
-        return 1 + len(self.recomputed(self.actions(stage, stages))) / self.micro_batches
+        return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
 
 
 class Held(NamedTuple):
@@ -87,7 +79,7 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     taken (``AHEAD``), if all stages are about as fast.
     """
     actions = policy.actions(stage, stages)
-    again = policy.recomputed(actions)
+    again = recomputed(actions, policy.recompute)
     late = max(stages - 2 - stage, int(stage + 1 < stages))
     full = inputs = put_off = 0
     found = set()

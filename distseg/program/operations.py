@@ -1,7 +1,7 @@
 """What a rank does in a step, one plain operation after another.
 
-Pure functions make the list (:mod:`distseg.program.tiles`), an executor goes through it, and it prints as text. ``segment`` is a
-run of layers by its number in the network, ``position`` a feature map by the layer it lies before, ``block`` what the rank owns of an
+Pure functions make the list (:mod:`distseg.program.stages`, :mod:`distseg.program.tiles`), an executor goes through it, and it prints
+as text. ``segment`` is a run of layers by its number in the network, ``position`` a feature map by the layer it lies before, ``block`` what the rank owns of an
 image of the micro-batch, ``box`` the tile of a segment's result.
 """
 
@@ -11,24 +11,81 @@ from dataclasses import dataclass
 from typing import ClassVar, Iterable, Iterator
 
 from distseg.geometry.tile import Box
+from distseg.program.partition import Edge
 
 
-@dataclass(frozen=True)
 class Operation:
+    """Anything that a rank does for one micro-batch."""
+
     micro_batch: int
     verb: ClassVar[str]
 
-    def __str__(self) -> str:
+    @property
+    def line(self) -> str:
+        """As a person reads it."""
         return f"m{self.micro_batch}  {self.verb:<10}{self._what()}".rstrip()
 
     def _what(self) -> str:
         return ""
 
 
+# of stages that keep their graphs (distseg.program.stages)
+
+
+@dataclass(frozen=True)
+class OfEdge(Operation):
+    """What an edge between stages hands on, or, ``back``, the gradient that returns."""
+
+    micro_batch: int
+    edge: Edge
+    back: bool = False
+
+    def _what(self) -> str:
+        return f"{'gradient of ' * self.back}{self.edge}"
+
+    @property
+    def sender(self) -> int:
+        """The stage that has it."""
+        return self.edge.target if self.back else self.edge.source
+
+    @property
+    def receiver(self) -> int:
+        """The stage that wants it."""
+        return self.edge.source if self.back else self.edge.target
+
+
+class Receive(OfEdge):
+    """Have the tensors that the next pass takes."""
+
+    verb = "receive"
+
+
+class Hand(OfEdge):
+    """Let the other end have what the last pass made."""
+
+    verb = "hand"
+
+
+@dataclass(frozen=True)
+class Recompute(Operation):
+    """The forward pass of a stage once more, whose activations were not kept."""
+
+    micro_batch: int
+    stage: int
+    verb = "recompute"
+
+    def _what(self) -> str:
+        return f"stage {self.stage}"
+
+
+# of tiles in time (distseg.program.tiles)
+
+
 @dataclass(frozen=True)
 class OfTile(Operation):
     """A pass of a tile through a segment."""
 
+    micro_batch: int
     segment: int
     block: int
     box: Box
@@ -37,14 +94,14 @@ class OfTile(Operation):
         return f"segment {self.segment}  {_block(self.block)}{self.box}"
 
 
-class Forward(OfTile):
+class ForwardTile(OfTile):
     """Compute a tile from windows of the maps that the segment reads, without a graph, and store it; take its moments for a live norm."""
 
     verb = "forward"
 
 
 @dataclass(frozen=True)
-class Output(OfTile):
+class OutputTile(OfTile):
     """Compute a tile of the network's result and hand it over; ``back``: with a graph, and what comes back is added to the gradients of what was read."""
 
     back: bool
@@ -54,7 +111,7 @@ class Output(OfTile):
         return super()._what() + ("  and back" if self.back else "")
 
 
-class Backward(OfTile):
+class BackwardTile(OfTile):
     """Read the tile's gradient, compute the tile again, now with a graph, go back through it, and add to the gradients of what was read."""
 
     verb = "backward"
@@ -62,6 +119,7 @@ class Backward(OfTile):
 
 @dataclass(frozen=True)
 class OfMap(Operation):
+    micro_batch: int
     position: int
 
     def _what(self) -> str:
@@ -139,9 +197,11 @@ class SendGradient(Send):
     verb = "return"
 
 
+@dataclass(frozen=True)
 class Loss(Operation):
     """The loss's slope, from what all ranks know of the step's table by now. Collective."""
 
+    micro_batch: int
     verb = "loss"
 
 
@@ -169,7 +229,7 @@ def text(operations: Iterable[Operation]) -> str:
 def _lines(operations: Iterable[Operation]) -> Iterator[str]:
     for run in _runs(operations):
         more = f" ... {run[-1].box}  ({len(run)} tiles)" if len(run) > 1 else ""
-        yield f"{run[0]}{more}"
+        yield f"{run[0].line}{more}"
 
 
 def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:

@@ -31,14 +31,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Iterator, Sequence
 
+from distseg.program.operations import Operation
+
 
 @dataclass(frozen=True)
-class Action:
+class Action(Operation):
     """A pass of one micro-batch through one stage."""
 
     stage: int
     micro_batch: int
     kind: ClassVar[str]
+
+    @property
+    def verb(self) -> str:
+        return self.kind
+
+    def _what(self) -> str:
+        return f"stage {self.stage}"
 
     @property
     def name(self) -> str:

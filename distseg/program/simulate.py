@@ -1,9 +1,8 @@
 """What a pipeline schedule does in time, without running it: when each action starts and ends, who idles, what is held.
 
-Every rank works through its own list in order. Forward(s, m) needs what the edges into stage s bring; Backward(s, m) needs
-Forward(s, m) and the gradients of what the edges out of s took away, where the edges return any; Weight(s, m) needs
-Backward(s, m). Messages are sent in the background when an action ends; those from one rank to another go one after another.
-No rank waits for its messages to be received. A real rank also does what is put off while it waits; here at its action only.
+Every rank goes through the very operations that it would run (:mod:`distseg.program.stages`), with seconds in place of work. Messages
+are sent in the background when a pass ends; those from one rank to another go one after another. No rank waits for its messages to be
+received. A real rank also does what is put off while it waits; here at its action only.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Callable, Iterator, Mapping, Sequence
 
+from distseg.program.operations import Hand, OfEdge, Operation, Receive, Recompute
 from distseg.program.partition import Edge
 from distseg.program.schedule import Action, Backward, Forward, Weight
+from distseg.program.stages import operations
 from distseg.program.trace import Span
 
 Orders = Sequence[Sequence[Action]]
 Cost = float | Sequence[float] | Callable[[int, int], float]  # seconds: of any stage, by stage, or of (stage, micro-batch)
-Message = tuple[Edge, type, int]  # what travels, with a Forward or a Backward, of which micro-batch
 
 
 @dataclass(frozen=True)
@@ -74,36 +74,25 @@ def simulate(
         ValueError: no rank can go on; names what they wait for.
     """
     costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
-    run = _Run(edges, placement, transfer, {kind: _cost(cost) for kind, cost in costs.items()})
-    position = [0] * len(orders)
-    while any(done < len(order) for done, order in zip(position, orders)):
-        before = list(position)
-        for rank, order in enumerate(orders):
-            while position[rank] < len(order) and run.lacks(order[position[rank]]) is None:
-                run.do(order[position[rank]])
-                position[rank] += 1
-        if position == before:
-            stuck = [(rank, order[done]) for rank, (done, order) in enumerate(zip(position, orders)) if done < len(order)]
-            waits = (f"rank {rank} waits in {action.name} for {run.lacks(action)}" for rank, action in stuck)
+    programs = [operations(order, edges, "always") for order in orders]
+    run = _Run(placement, transfer, {kind: _cost(cost) for kind, cost in costs.items()})
+    at = [0] * len(programs)
+    while any(done < len(program) for done, program in zip(at, programs)):
+        before = list(at)
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program) and run.lacks(program[at[rank]]) is None:
+                run.do(rank, program[at[rank]])
+                at[rank] += 1
+        if at == before:
+            stuck = [(rank, program[done:]) for rank, (done, program) in enumerate(zip(at, programs)) if done < len(program)]
+            waits = (f"rank {rank} waits in {_action(left).name} for {run.lacks(left[0])}" for rank, left in stuck)
             raise ValueError("the schedule is a deadlock: " + "; ".join(waits))
     return Simulation(tuple(run.spans), len(orders), peak_live(orders, len(placement)))
 
 
-def messages_in(action: Action, edges: Sequence[Edge]) -> list[Message]:
-    """What an action waits for from other stages."""
-    return _messages(action, edges, "target" if isinstance(action, Forward) else "source")
-
-
-def messages_out(action: Action, edges: Sequence[Edge]) -> list[Message]:
-    """What an action has for other stages."""
-    return _messages(action, edges, "source" if isinstance(action, Forward) else "target")
-
-
-def _messages(action: Action, edges: Sequence[Edge], side: str) -> list[Message]:
-    if isinstance(action, Weight):
-        return []
-    there = [edge for edge in edges if getattr(edge, side) == action.stage and (edge.gradient or isinstance(action, Forward))]
-    return [(edge, type(action), action.micro_batch) for edge in there]
+def _action(operations: Sequence[Operation]) -> Action:
+    """The pass that comes next."""
+    return next(op for op in operations if isinstance(op, Action))
 
 
 def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
@@ -149,13 +138,13 @@ def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro
 
 
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
-    ways = [(Forward, edge.source, edge.target), (Backward, edge.target, edge.source)]
-    for kind, sender, receiver in ways if edge.gradient else ways[:1]:
-        sent, wanted = (
-            [a.micro_batch for a in orders[placement[stage]] if isinstance(a, kind) and a.stage == stage] for stage in (sender, receiver)
-        )
+    for back in (False, True)[: 1 + edge.gradient]:
+        way = Receive(0, edge, back)
+        of = lambda kind, stage: [op.micro_batch for op in operations(orders[placement[stage]], [edge]) if isinstance(op, kind) and op.back == back]
+        sent, wanted = of(Hand, way.sender), of(Receive, way.receiver)
         if sent != wanted:
-            raise ValueError(f"{edge}, {kind.kind}: stage {sender} sends micro-batches {sent}, but stage {receiver} wants {wanted}")
+            kind = (Backward if back else Forward).kind
+            raise ValueError(f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage {way.receiver} wants {wanted}")
 
 
 def _cost(cost: Cost) -> Callable[[int, int], float]:
@@ -164,37 +153,39 @@ def _cost(cost: Cost) -> Callable[[int, int], float]:
     return (lambda stage, m: cost[stage]) if isinstance(cost, Sequence) else (lambda stage, m: cost)
 
 
-_FIRST = {Backward: Forward, Weight: Backward}  # what of the same stage and micro-batch goes before
+_FIRST = {Recompute: Forward, Backward: Forward, Weight: Backward}  # what of the same stage and micro-batch goes before
 
 
 class _Run:
     """The state of a simulation: what has been done, what has arrived when, until when ranks and links are busy."""
 
-    def __init__(self, edges, placement, transfer, costs):
-        self.edges, self.placement, self.costs = edges, placement, costs
-        self.transfer = transfer if callable(transfer) else (transfer or {e: 0.0 for e in edges}).__getitem__
+    def __init__(self, placement, transfer, costs):
+        self.placement, self.costs = placement, costs
+        self.transfer = transfer if callable(transfer) else (transfer.__getitem__ if transfer else lambda edge: 0.0)
         self.spans: list[Span] = []
-        self.done: set[Action] = set()
-        self.arrivals: dict[Message, float] = {}
+        self.done: set[Operation] = set()
+        self.arrivals: dict[tuple[Edge, int, bool], float] = {}
         self.free = Counter()  # by rank, and by (rank, rank) for links
+        self.ready = Counter()  # when what a rank's next pass takes is there, by rank
 
-    def lacks(self, action: Action) -> str | None:
-        """What the action still waits for."""
-        first = _FIRST.get(type(action))
-        if first and first(action.stage, action.micro_batch) not in self.done:
-            return first(action.stage, action.micro_batch).name
-        missing = (message for message in messages_in(action, self.edges) if message not in self.arrivals)
-        return next((f"{edge} ({kind.kind} of micro-batch {m})" for edge, kind, m in missing), None)
+    def lacks(self, op: Operation) -> str | None:
+        """What an operation still waits for."""
+        if isinstance(op, Receive):
+            kind = (Backward if op.back else Forward).kind
+            return None if _key(op) in self.arrivals else f"{op.edge} ({kind} of micro-batch {op.micro_batch})"
+        first = _FIRST[type(op)](op.stage, op.micro_batch) if type(op) in _FIRST else None
+        return None if first is None or first in self.done else first.name
 
-    def do(self, action: Action) -> None:
-        rank = self.placement[action.stage]
-        if isinstance(action, Backward):
-            self._spend(rank, "recompute", action, 0.0)
-        ready = max((self.arrivals[message] for message in messages_in(action, self.edges)), default=0.0)
-        self._spend(rank, action.kind, action, ready)
-        self.done.add(action)
-        for message in messages_out(action, self.edges):
-            self._send(message, rank)
+    def do(self, rank: int, op: Operation) -> None:
+        if isinstance(op, Receive):
+            self.ready[rank] = max(self.ready[rank], self.arrivals[_key(op)])
+        elif isinstance(op, Hand):
+            self._send(op, rank)
+        elif isinstance(op, Recompute):
+            self._spend(rank, "recompute", Backward(op.stage, op.micro_batch), 0.0)
+        else:
+            self._spend(rank, op.kind, op, self.ready.pop(rank, 0.0))
+            self.done.add(op)
 
     def _spend(self, rank: int, kind: str, action: Action, ready: float) -> None:
         seconds = self.costs[kind](action.stage, action.micro_batch)
@@ -203,11 +194,13 @@ class _Run:
             self.free[rank] = start + seconds
             self.spans.append(Span(rank, kind, action.name, start, start + seconds))
 
-    def _send(self, message: Message, sender: int) -> None:
-        edge, kind, _ = message
-        receiver = self.placement[edge.target if kind is Forward else edge.source]
-        now = self.free[sender]
+    def _send(self, op: Hand, sender: int) -> None:
+        receiver, now = self.placement[op.receiver], self.free[sender]
         if receiver != sender:
-            now = max(now, self.free[sender, receiver]) + self.transfer(edge)
+            now = max(now, self.free[sender, receiver]) + self.transfer(op.edge)
             self.free[sender, receiver] = now
-        self.arrivals[message] = now
+        self.arrivals[_key(op)] = now
+
+
+def _key(op: OfEdge) -> tuple[Edge, int, bool]:
+    return op.edge, op.micro_batch, op.back

@@ -20,10 +20,11 @@ from typing import Callable, Container, Iterable, Iterator, Mapping, NamedTuple,
 from distseg.geometry.footprint import Span
 from distseg.geometry.segment import Segment
 from distseg.geometry.tile import Box
-from distseg.program.schedule import Action, Backward as Backwards, Forward as Forwards
 from distseg.program.operations import (
-    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, Forward, GiveBack, Loss, Measure, Operation, Output, Send, SendGradient, Settle, Statistic,
+    BackwardTile, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, ForwardTile, GiveBack, Loss, Measure, Operation, OutputTile, Send, SendGradient,
+    Settle, Statistic,
 )  # fmt: skip
+from distseg.program.schedule import Action, Backward, Forward
 
 
 class Cut(Protocol):
@@ -134,7 +135,7 @@ def forward(work: Work, stage: int) -> Iterator[Operation]:
             yield from _met(work, position)
     for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):
         stop = work.stop(segment)
-        yield from (Forward(work.number, segment, band.block, box) for box in band.boxes)
+        yield from (ForwardTile(work.number, segment, band.block, box) for box in band.boxes)
         if work.readers[stop]:
             yield Send(work.number, stop, band.block, band.rows[1])
         if fronts.is_done(segment):
@@ -148,7 +149,7 @@ def outputs(work: Work, back: bool | None = None) -> Iterator[Operation]:
     for segment in filter(work.is_last, work.mine):
         fronts = _Fronts(work, [segment])
         for _, band in fronts.in_order([segment], lambda *_: True):
-            yield from (Output(work.number, segment, band.block, box, back) for box in band.boxes)
+            yield from (OutputTile(work.number, segment, band.block, box, back) for box in band.boxes)
             if back:
                 yield from _returned(work, fronts, segment, band.block)
         yield from _passed(work, segment)
@@ -162,7 +163,7 @@ def backward(work: Work, stage: int) -> Iterator[Operation]:
         if not fronts.readers(position):
             yield from _read_back(work, stage, position)
     for segment, band in fronts.in_order(fronts.segments, fronts.can_go_back):
-        yield from (Backward(work.number, segment, band.block, box) for box in band.boxes)
+        yield from (BackwardTile(work.number, segment, band.block, box) for box in band.boxes)
         yield from _returned(work, fronts, segment, band.block)
         if fronts.is_done(segment):
             yield DropGradient(work.number, work.stop(segment))
@@ -179,12 +180,12 @@ def step(works: Sequence[Work], actions: Sequence[Action], linear: bool) -> list
         linear: the loss's slope is known beforehand; else it is once all tiles of all micro-batches went forward.
     """
     of = lambda action: works[action.micro_batch]
-    backwards = [action for action in actions if isinstance(action, Backwards)]
+    backwards = [action for action in actions if isinstance(action, Backward)]
     found = [op for work in works for op in expected(work)] + [op for action in backwards for op in expected_back(of(action), action.stage)]
     known = linear
     for action in actions:
         ends = any(work.is_last(s) for work in works[:1] for s in work.of_stage(action.stage))
-        if isinstance(action, Forwards):
+        if isinstance(action, Forward):
             found += forward(of(action), action.stage)
             found += outputs(of(action), back=False) if ends and not linear else ()
             continue
@@ -227,9 +228,9 @@ def peak(work: Work, sizes: Callable[[int, int], int]) -> int:
 
 def _written(work: Work, op: Operation) -> list[tuple[str, int, int]]:
     """What an operation stores: (map or gradient, block, position)."""
-    if isinstance(op, Forward):
+    if isinstance(op, ForwardTile):
         return [("map", op.block, work.stop(op.segment))]
-    if isinstance(op, Backward) or isinstance(op, Output) and op.back:
+    if isinstance(op, BackwardTile) or isinstance(op, OutputTile) and op.back:
         return [("gradient", op.block, p) for p in work.sources(op.segment) if p != 0]
     return []
 

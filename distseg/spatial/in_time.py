@@ -32,8 +32,8 @@ from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import GapTrimmer
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.program.operations import (
-    Backward, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, Forward, GiveBack, Loss, Measure, OfTile, Operation, Output, Send, SendGradient,
-    Settle, Statistic,
+    BackwardTile, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, ForwardTile, GiveBack, Loss, Measure, OfTile, Operation, OutputTile, Send,
+    SendGradient, Settle, Statistic,
 )  # fmt: skip
 from distseg.program.tiles import Work, peak, whole
 from distseg.spatial.borders import Borders
@@ -182,7 +182,7 @@ class InTime:
 
     def run(
         self, operations: Sequence[Operation], works: Sequence[Work], micro_batches: Sequence[Sequence[Block]], settle: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[Output, Tensor]]:
+    ) -> Iterator[tuple[OutputTile, Tensor]]:
         """Do the operations one after another; yields the logits (B, C', *box.size) of each tile of the network's result.
 
         Where an output goes back, the logits have a graph, and what is asked for next tells that they were gone back through. Collective
@@ -200,7 +200,7 @@ class InTime:
                 trimmers[kind] = GapTrimmer()
             if isinstance(op, Loss):
                 settle()
-            elif isinstance(op, Output):
+            elif isinstance(op, OutputTile):
                 yield from ((op, y) for y in walks[op.micro_batch].output(op))
             else:
                 walks[op.micro_batch].do(op)
@@ -304,7 +304,7 @@ class Walk:
         """Any operation but an output, or the loss."""
         _DOES[type(op)](self, op)
 
-    def output(self, op: Output) -> Iterator[Tensor]:
+    def output(self, op: OutputTile) -> Iterator[Tensor]:
         """The logits of a tile; the gradients of what was read for them are taken in when the next is asked for."""
         with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
             y, leaves = self._run(op)
@@ -328,7 +328,7 @@ class Walk:
     # tiles
 
     @torch.no_grad()
-    def forward(self, op: Forward) -> None:
+    def forward(self, op: ForwardTile) -> None:
         stop = self.segments[op.segment].layers.stop
         with self.span("forward", self._name(op)):
             y, _ = self._run(op)
@@ -337,7 +337,7 @@ class Walk:
         self._take_moments(stop, op.block, op.box, y)
 
     @torch.enable_grad()
-    def backward(self, op: Backward) -> None:
+    def backward(self, op: BackwardTile) -> None:
         stop = self.segments[op.segment].layers.stop
         g = self._gradient(op.block, stop, op.box)
         with self.span("recompute", self._name(op)):
@@ -549,7 +549,7 @@ class Walk:
 
 
 _DOES: dict[type[Operation], Callable[[Walk, Operation], None]] = {
-    Expect: Walk.expect, ExpectGradient: Walk.expect_gradient, Measure: Walk.measure, Forward: Walk.forward, Statistic: Walk.statistic,
-    Send: Walk.send, Backward: Walk.backward, Settle: Walk.settle, Correct: Walk.correct, SendGradient: Walk.send_gradient,
+    Expect: Walk.expect, ExpectGradient: Walk.expect_gradient, Measure: Walk.measure, ForwardTile: Walk.forward, Statistic: Walk.statistic,
+    Send: Walk.send, BackwardTile: Walk.backward, Settle: Walk.settle, Correct: Walk.correct, SendGradient: Walk.send_gradient,
     Fetch: Walk.fetch, GiveBack: Walk.give_back, Drop: Walk.drop, DropGradient: Walk.drop_gradient,
 }  # fmt: skip

@@ -20,7 +20,6 @@ from distseg.units import si
 from distseg.infer.metrics import scores
 from distseg.train.optim import learning_rate
 from distseg.train.orders import Orders
-from distseg.train.resume import Position
 from distseg.train.run import Run, plain
 from distseg.watch import phase
 

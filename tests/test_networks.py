@@ -20,8 +20,10 @@ WAYS = {  # name: (ranks, settings)
     "exchange a level": (2, dict(tiles="1x2", exchange_every="level")),
     "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
     "stages": (2, dict(stages=2, accumulate=2)),
+    "stages, zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
     "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
+    "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
 EXACT = ["residual", "long_skip", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact

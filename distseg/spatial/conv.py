@@ -182,5 +182,5 @@ def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
 
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd would do no more with the gradients of weight and bias than add them to their ``grad``."""
-    plain = lambda p: not p.requires_grad or (p.is_leaf and not p._backward_hooks and not p._post_accumulate_grad_hooks)
+    plain = lambda p: not p.requires_grad or (isinstance(p, nn.Parameter) and not p._backward_hooks and not p._post_accumulate_grad_hooks)
     return x.dim() == weight.dim() and weight.requires_grad and plain(weight) and (bias is None or plain(bias))

@@ -219,9 +219,12 @@ def _models(arguments: list[str]) -> int:
 
 @_joint
 def _plan(arguments: list[str]) -> int:
+    if "--program" in arguments:
+        return _program(arguments)
     from distseg.program.schedule import SCHEDULES
 
     parser = _parser("plan", sections=False)
+    parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of a job: distseg plan CONFIG --program --image 512x512.")
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
     parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
     parser.add_argument("--tile", type=Extents, default=Extents("1434"), help="Size of the window in the pipeline, such as 1434 or 512x768.")
@@ -244,6 +247,21 @@ def _plan(arguments: list[str]) -> int:
     costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
     found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
     print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
+    return 0
+
+
+def _program(arguments: list[str]) -> int:
+    """The operations of each rank of a config's pipeline, as text."""
+    parser = _parser("plan")
+    parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of this job.")
+    parser.add_argument("--image", type=Extents | None, default=None, help="Size of the images, such as 512x512; by default the store's first step.")
+    parsed = _parse(parser, arguments)
+    from distseg.programs import programs
+    from distseg.verify import prepare
+
+    config, model, images = prepare(_config(parsed), parsed.image)
+    for rank, (legend, operations) in enumerate(programs(config, model, images.size)):
+        print(f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the pipeline\n{legend}\n\n{operations}")
     return 0
 
 

@@ -5,14 +5,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from test_exact import config as exact_config
+from distseg.extents import Extents
 from distseg.geometry.footprint import Gather
 from distseg.geometry.layout import Layout
 from distseg.geometry.needs import Link
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
-from distseg.program.schedule import orders
+from distseg.program.partition import Edge
+from distseg.program.schedule import Backward, Forward, Weight, orders
+from distseg.program.stages import operations, recomputed
 from distseg.program.operations import BackwardTile, Drop, DropGradient, ForwardTile, Measure, OfTile, OutputTile, Send, text
 from distseg.program.tiles import Work, backward, forward, peak, step, whole
+from distseg.models.zoo import outline_model
+from distseg.programs import programs
 
 ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))
@@ -212,3 +218,62 @@ def awaited(op, work) -> list[tuple[tuple, int]]:
     if isinstance(op, BackwardTile):
         found += [(("return", op.micro_batch, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
     return found
+
+
+def test_stages_as_text():
+    """The second of two stages: what it receives and hands on, and a forward pass that is repeated while the gradient travels; nothing, with the first."""
+    edges = [Edge("x", 0, 1), Edge("skip0", 0, 1, gradient=False), Edge("x", 1, 2)]
+    order = [Forward(1, 0), Forward(1, 1), Backward(1, 0), Weight(1, 0), Backward(1, 1)]
+    assert text(operations(order, edges, "always")) == STAGES.strip()
+    assert recomputed([Forward(1, 0), Backward(1, 0), Forward(1, 1), Forward(1, 2)], "except_last") == {(1, 1), (1, 2)}
+
+
+STAGES = """
+m0  receive   x of stage 0 for stage 1
+m0  receive   skip0 of stage 0 for stage 1
+m0  forward   stage 1
+m0  hand      x of stage 1 for stage 2
+m1  receive   x of stage 0 for stage 1
+m1  receive   skip0 of stage 0 for stage 1
+m1  forward   stage 1
+m1  hand      x of stage 1 for stage 2
+m0  recompute stage 1
+m0  receive   gradient of x of stage 1 for stage 2
+m0  backward  stage 1
+m0  hand      gradient of x of stage 0 for stage 1
+m0  weight    stage 1
+m1  recompute stage 1
+m1  receive   gradient of x of stage 1 for stage 2
+m1  backward  stage 1
+m1  hand      gradient of x of stage 0 for stage 1
+"""
+
+
+def planned(**settings) -> list[tuple[str, str]]:
+    config = exact_config(num_convs=1, depth=1, **settings)
+    return list(programs(config, outline_model(config.model), (64, 96)))
+
+
+def test_the_program_of_a_config():
+    """What ``distseg plan --program`` prints: of each rank of the pipeline what its stages or segments are, and what it does."""
+    (first, _), (second, done) = planned(stages=2, balance=[6, 11], tiles="1x2", exchange_every="1")
+    assert first.splitlines() == ["stage 0: enc0_conv0 to enc0_pool", "         borders exchanged before enc0_conv0", "         statistics at enc0_norm0"]
+    assert second.splitlines()[1:] == ["         borders exchanged before mid_conv0, dec0_conv0", "         statistics at mid_norm0, dec0_norm0"]
+    assert done.splitlines() == [
+        "m0  receive   x of stage 0 for stage 1", "m0  receive   skip0 of stage 0 for stage 1", "m0  forward   stage 1", "m0  backward  stage 1",
+        "m0  hand      gradient of x of stage 0 for stage 1", "m0  hand      gradient of skip0 of stage 0 for stage 1",
+    ]  # fmt: skip
+
+
+def test_the_program_of_tiles_in_time_that_exchange():
+    ((legend, done),) = planned(tiles="1x2", exchange_every="1", in_time="spill", tiles_per_rank=Extents("3x1"))
+    assert legend.splitlines()[:2] == ["segment 0: enc0_conv0 to enc0_drop0", "segment 1: enc0_norm0 to enc0_pool"]
+    there = [line for line in done.splitlines() if "fetch" in line or "statistic" in line]
+    assert there == ["m0  statistic map 2", "m0  fetch     map 6", "m0  statistic map 8", "m0  fetch     map 12", "m0  statistic map 14"]
+    back = [line for line in done.splitlines() if "give back" in line or "settle" in line]
+    assert back == ["m0  settle    map 14", "m0  give back map 12", "m0  settle    map 8", "m0  give back map 6", "m0  settle    map 2"]
+
+
+def test_devices_have_no_program_of_ours():
+    with pytest.raises(ValueError, match="torchgpipe orders what it does by itself"):
+        planned(placement="devices", balance=[6, 11])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Callable
+from contextlib import nullcontext
+from typing import Callable, ContextManager, Sequence
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.links import links_of, receptive_field
 from distseg.spatial.norm import NORMS
+from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
 from distseg.train.optim import make_optimizer, set_learning_rate, state_copies
@@ -75,7 +77,7 @@ class Engine:
             self.reach = used_reach(self.exact, config.spatial)
             self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
             self.loss = Loss(config.loss, channels_of(model)[1])
-            activations = self._activations(model) if tiles_in_time(config) else None
+            activations = activations_of(model, self.exchange, precision, channels_last) if tiles_in_time(config) else None
             self.context = _context(config, mesh, splits(schedule_of(config)))
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
@@ -88,12 +90,6 @@ class Engine:
         self.optimizer = make_optimizer(config.optim, self.parameters)
         with together(mesh.world):
             self.gradient_step = self._gradient_step(activations)
-
-    def _activations(self, model: nn.Module) -> Activations:
-        """What tiles of the plain model take."""
-        itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[self.precision]
-        kinds = [type(layer) for _, layer in flat_layers(model)]
-        return Activations(self.exchange.links, kinds, channels_of_maps(model), itemsize, max(4, itemsize), self.channels_last)
 
     def _gradient_step(self, activations: Activations | None) -> GradientStep | InTimeStep | DevicesStep:
         config, mesh = self.config, self.mesh
@@ -108,22 +104,15 @@ class Engine:
         if config.pipeline.placement == "devices":
             return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
         if activations:
-            return InTimeStep(self._in_time(activations), head, self.loss, "1f1b" if config.pipeline.schedule == "1f1b" else "gpipe")
+            return InTimeStep(self._in_time(activations), head, self.loss, order_in_time(config))
         return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
 
     def _in_time(self, activations: Activations) -> InTime:
-        spatial, links = self.config.spatial, self.exchange.links
-        tiling = GridTiling(spatial.tiles_per_rank)
-        memory = self.config.run.memory
-        if memory is not None:
+        budget = None
+        if self.config.run.memory is not None:
             keep_freed_memory(large=False)
-            tiling = BudgetTiling(activations, budget_of(memory, self.base_memory(), "weights, gradients and the optimizer's state"))
-        folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
-        stages, placement = (self.partition.ranges, self.partition.placement) if self.partition else ((), (0,))
-        return InTime(
-            self.model, links, self.exchange.stored, self.exchange.layout, tiling, folder, activations.bytes_of, self.autocast, self.devices, stages, placement, self.mesh.pipeline,
-            borders=Borders(self.exchange),
-        )
+            budget = budget_of(self.config.run.memory, self.base_memory(), "weights, gradients and the optimizer's state")
+        return make_in_time(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
 
     def base_memory(self) -> int:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
@@ -239,6 +228,39 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
         return None
     stored = live_norms(config, model) if tiles_in_time(config) else ()
     return Exchange(links, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
+
+
+def activations_of(model: nn.Module, exchange: Exchange, precision: str, channels_last: bool) -> Activations:
+    """What tiles of a plain model, perhaps only outlined, take."""
+    itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+    kinds = [type(layer) for _, layer in flat_layers(model)]
+    return Activations(exchange.links, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
+
+
+def make_in_time(
+    config: Config, exchange: Exchange, activations: Activations, budget: float | None, partition: Partition | None, comm, model: TiledModel | None = None,
+    cast: Callable[[], ContextManager] = nullcontext, devices: Sequence[torch.device] = (torch.device("cpu"),),
+) -> InTime:  # fmt: skip
+    """The executor of tiles in time that a config asks for.
+
+    Args:
+        budget: bytes for the activations of a tile; None: as many tiles as the config says.
+        comm: of the pipeline's ranks.
+        model: None for one that only plans.
+    """
+    spatial = config.spatial
+    tiling = GridTiling(spatial.tiles_per_rank) if budget is None else BudgetTiling(activations, budget)
+    folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
+    stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
+    return InTime(
+        model, exchange.links, exchange.stored, exchange.layout, tiling, folder, activations.bytes_of, cast, devices, stages, placement, comm,
+        borders=Borders(exchange),
+    )  # fmt: skip
+
+
+def order_in_time(config: Config) -> str:
+    """Of the micro-batches of tiles in time: what waits lies on a disk, so all go forward first unless the config says otherwise."""
+    return "1f1b" if config.pipeline.schedule == "1f1b" else "gpipe"
 
 
 def live_norms(config: Config, model: nn.Module) -> list[int]:

@@ -186,13 +186,13 @@ class InTimeStep:
         works = [self.executor.work(those, m) for m, those in enumerate(places)]
         settle = self.head.settle_beforehand if self.head else None
         with self.executor.transfers.moving():
-            for op, output in self.executor.run(self._program(works, places), works, micro_batches, settle):
+            for op, output in self.executor.run(self.program(works, places), works, micro_batches, settle):
                 self._end(_unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box), output)
         self.executor.transfers.flush()
         return self.head.step_loss() if self.head else 0.0
 
-    def _program(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
-        """Made once for each sizes of images."""
+    def program(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
+        """Of all micro-batches, by their works and where their blocks lie; made once for each sizes of images."""
         every = range(len(works))
         together = [every] if self.all_at_once else [[m] for m in every]
         for those in together:

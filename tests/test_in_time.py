@@ -199,6 +199,16 @@ class TestBudget:
             for tile in boxes_of(result, size):
                 assert found.of(chain(layout, segment, tile), 1) <= 1.05 * budget  # on a pooling's grid tiles of a size differ a little
 
+    @pytest.mark.parametrize("side", [512, 1024, 2048, 4096, 8192, 16384])
+    def test_tiles_of_a_prediction_are_as_large_in_any_image(self, side):
+        found, _, segments = activations()
+        found, layout = replace(found, graph=False), Exchange(found.links, (4, 4), every="all").layout((side, side))
+        tiling = BudgetTiling(found, 1e9)
+        sizes = [(segment, tiling(layout, segment, Box.whole(layout.sizes[segment.layers.stop]), 1)) for segment in segments]
+        bytes_ = [found.of(chain(layout, segment, Box((0, 0), tuple(size))), 1) for segment, size in sizes]
+        whole = [found.of(chain(layout, segment, Box.whole(layout.sizes[segment.layers.stop])), 1) for segment in segments]
+        assert max(bytes_) <= 16e6 and all(b > 8e6 for b, all_of_it in zip(bytes_, whole) if all_of_it > 16e6)
+
     def test_more_memory_takes_fewer_tiles(self):
         counts = [[len(boxes_of(result, size)) for *_, result, size in self.tilings(budget)] for budget in (3e5, 1e6, 1e8)]
         assert counts[0] > counts[1] > counts[2] and set(counts[2]) == {1}

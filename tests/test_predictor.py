@@ -15,6 +15,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.infer.predictor import Predictor
 from distseg.models.layers import Pop, Stash
+from distseg.memory_format import channels_last as last_format
 from distseg.models.unet import unet
 from distseg.scene import Scene
 from distseg.spatial.links import receptive_field
@@ -40,7 +41,7 @@ def image(size=SIZE) -> torch.Tensor:
 
 def predictor_of(model: nn.Module, tile, comm=Alone(), reach=None, **settings) -> Predictor:
     last = settings.get("channels_last", False)
-    tiled = parallelize(model.to(memory_format=torch.channels_last) if last else model, reach or receptive_field(model))
+    tiled = parallelize(model.to(memory_format=last_format(len(Extents(tile)) + 2)) if last else model, reach or receptive_field(model))
     return Predictor(tiled.train(), comm, [CPU], nullcontext, Extents(tile), **settings)
 
 
@@ -68,6 +69,21 @@ def test_the_whole_images_result(norm, tile, scratch, tmp_path):
 def test_volumes(norm):
     model, x = network(norm, dims=3), image((9, 13, 10))
     torch.testing.assert_close(streamed(model, "5x13x4", x), model(x), rtol=1e-10, atol=1e-12)
+
+
+def test_volumes_in_single_precision():
+    """By oneDNN's convolution itself, where PyTorch would take a slower one."""
+    model, x = network("instance", dims=3).float(), image((9, 13, 10)).float()
+    for last in (False, True):
+        torch.testing.assert_close(streamed(model, "5x13x4", x, channels_last=last), model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm, size", [("instance", (97, 131)), ("group", (97, 131)), ("instance", (17, 21, 26)), ("group", (17, 21, 26))])
+def test_tiles_within_a_memory_wait_in_files(norm, size, tmp_path):
+    model, x = network(norm, dims=len(size)), image(size)
+    settings = dict(room=300e3 if len(size) == 2 else 600e3, scratch=str(tmp_path))
+    assert len(predictor_of(copy.deepcopy(model), size, **settings).tiles_of(size)) > 2
+    torch.testing.assert_close(streamed(model, size, x, **settings), model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_nested_blocks_are_streamed_as_flat_ones():

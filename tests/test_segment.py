@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distseg.geometry.segment import chain, segments_of
-from distseg.geometry.tile import Box
+from distseg.geometry.tile import Box, boxes_of
 from distseg.models.layers import Pop, Stash, flat_layers, skip_store
 from distseg.models.unet import unet
 from distseg.spatial.exchange import Exchange
@@ -83,6 +83,16 @@ def test_a_tile_of_every_segment_comes_out_of_its_windows(network, size):
                             x = run(layer, x, have, part)
                     have = part.made
             torch.testing.assert_close(x, maps[stop][(..., *box.slices)], rtol=1e-12, atol=1e-12)
+
+
+def test_what_tiles_are_made_from_is_counted_as_it_is_and_found_once_along_each_dim():
+    links = links_of(unet(**NETWORK))
+    layout, (segment,) = Exchange(links, (4, 4), every="all").layout((64, 96)), segments_of(links, [])
+    for tile in boxes_of(Box.whole((64, 96)), (16, 16)):
+        way = chain(layout, segment, tile)
+        assert way.given == way.parts[0].given
+        assert way.takes == [part.taken.pixels for part in way.parts] and way.makes == [part.made.pixels for part in way.parts]
+    assert layout.along.cache_info().misses == 4 + 6
 
 
 def boxes(size) -> list[Box]:

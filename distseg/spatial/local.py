@@ -28,7 +28,20 @@ from distseg.models.layers import Pop, Stash
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
 
-_CONV = (F.conv1d, F.conv2d, F.conv3d)
+
+def _conv3d(x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int) -> Tensor:
+    """``F.conv3d``, which for one volume of few channels in float32 unfolds it: 15 times as slow as oneDNN's kernel, and in 27 times the memory.
+
+    That kernel can be called itself where no backward pass follows.
+    """
+    fast = x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if not fast or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+    sizes = [[n] * 3 if isinstance(n, int) else list(n) for n in (padding, stride, dilation)]
+    return torch.mkldnn_convolution(x, weight, bias, *sizes, groups)
+
+
+_CONV = (F.conv1d, F.conv2d, _conv3d)
 _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 _AVG_POOL = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)

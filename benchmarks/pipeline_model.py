@@ -23,6 +23,7 @@ from distseg.program.schedule import orders, v_placement
 from distseg.plan.cost import Costs, modelled
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
 from distseg.program.simulate import check, peak_memory, simulate
+from distseg.program.stages import recomputed
 from distseg.report.style import FAINT, INK, PALETTE, new_figure
 from distseg.report.tables import table
 
@@ -74,11 +75,11 @@ class Pipeline:
 
     def run(self, schedule: str, micro_batches: int, recompute: str = "never") -> dict:
         """Makespan [s], mean bubble, activations of the fullest rank and what a micro-batch moves [bytes]."""
-        forward, policy = self.total("forward"), Policy(micro_batches, schedule, recompute)
+        forward = self.total("forward")
         actions = orders(schedule, self.placement, micro_batches)
         check(actions, self.edges, self.placement, micro_batches)
-        recomputed = set().union(*map(policy.recomputed, actions))
-        again = lambda stage, m: forward[stage] * ((stage, m) in recomputed)  # noqa: E731
+        repeated = set().union(*(recomputed(order, recompute) for order in actions))
+        again = lambda stage, m: forward[stage] * ((stage, m) in repeated)  # noqa: E731
         found = simulate(actions, self.edges, forward, self.total("backward"), self.placement, lambda e: self.bytes(e) / self.link, again)
         held = max(peak_memory(actions, self.total("activation")))
         return {"makespan": found.makespan, "bubble": sum(found.idle) / found.ranks, "held": held, "moved": self.travelling}

@@ -296,6 +296,7 @@ class _Fronts:
         self.work, self.segments = work, list(segments)
         self.bands = {s: _bands(work, s) for s in segments}
         self._at = dict.fromkeys(segments, 0)
+        self._readers = {p: [s for s in segments if p in work.sources(s)] for segment in segments for p in work.sources(segment)}
         self._lowest = {s: _lowest(bands) for s, bands in self.bands.items()}
         self._sent: dict[tuple[int, int], float] = {}
 
@@ -314,7 +315,7 @@ class _Fronts:
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, position: int) -> list[int]:
-        return [s for s in self.segments if position in self.work.sources(s)]
+        return self._readers.get(position, [])
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:
         """Whether all that a band reads is made, as far as a segment here makes it."""

@@ -30,7 +30,6 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Box, strips
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, world
-from distseg.models.layers import flat_layers
 from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
 from distseg.scene import Scene

@@ -24,8 +24,6 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
     ("spatial.in_time", "pipeline.schedule"): ({**TIME, "mesh.stages": 2, "pipeline.schedule": "1f1b", "loss.name": "dice"}, {"pipeline.schedule": "gpipe"}),
     ("run.memory", "pipeline.schedule"): ({**MEMORY, "mesh.stages": 2, "pipeline.schedule": "1f1b", "loss.name": "dice"}, {"loss.name": "focal"}),
     ("pipeline.schedule", "spatial.in_time"): ({**TIME, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "1f1b"}),
-    ("spatial.in_time", "spatial.exchange_every"): ({**TIME, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
-    ("run.memory", "spatial.exchange_every"): ({**MEMORY, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
     ("spatial.in_time", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
     ("run.memory", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"run.memory": None}),
     ("spatial.in_time", "spatial.norm_scope"): ({**TIME, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),

@@ -10,7 +10,7 @@ is several of these counts once. benchmarks/stage_memory.py holds all this again
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 

@@ -67,7 +67,8 @@ class Pipeline:
         try:
             for place, op in enumerate(program):
                 unit = units[op.micro_batch]
-                self._post_ahead(program, place, units)
+                if not isinstance(op, Hand):  # whose pass is over: the next one looks ahead
+                    self._post_ahead(program, place, units)
                 match op:
                     case Receive():
                         self._receive(op, unit)

@@ -13,7 +13,7 @@ from distseg.config import Config
 from distseg.geometry.tile import Place, owned_tiles
 from distseg.launch import memory_in_use
 from distseg.loss import Loss
-from distseg.models.layers import channels_of
+from distseg.models.layers import channels_of, flat_layers, is_sequential
 from distseg.pipeline.build import used_reach
 from distseg.plan.in_time import budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
@@ -83,15 +83,17 @@ def _base(config: Config, model: nn.Module) -> float:
 def _stages(
     config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[Place], loss: Loss, rank: int
 ) -> tuple[str, str]:
-    together = bool(live_norms(config, model)) or config.spatial.exchanges
+    flat = is_sequential(model)
+    together = config.spatial.exchanges or flat and bool(live_norms(config, model))
     units = config.train.accumulate * (1 if together else len(places))
     order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
-    return "\n".join(_legend(config, model, exchange, partition, places, rank)), text(operations(order, partition.edges, config.pipeline.recompute))
+    legend = _legend(config, model, exchange, partition, places, rank) if flat else ["stage 0: the whole network"]
+    return "\n".join(legend), text(operations(order, partition.edges, config.pipeline.recompute))
 
 
 def _legend(config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[Place], rank: int) -> Iterator[str]:
     """What a pass through each stage does on its way."""
-    names = [name for name, _ in model.named_children()]
+    names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None
     points = sorted(layout.points) if layout else []
     live = live_norms(config, model)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
+from torch import nn
 
 from test_exact import config as exact_config
 from distseg.extents import Extents
@@ -277,3 +278,18 @@ def test_the_program_of_tiles_in_time_that_exchange():
 def test_devices_have_no_program_of_ours():
     with pytest.raises(ValueError, match="torchgpipe orders what it does by itself"):
         planned(placement="devices", balance=[6, 11])
+
+
+def test_a_network_in_one_piece_has_a_program():
+    config = exact_config()
+    ((legend, done),) = programs(config, Residual(), (32, 32))
+    assert legend == "stage 0: the whole network" and done.splitlines() == ["m0  forward   stage 0", "m0  backward  stage 0"]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return self.head(x + self.conv(x))

@@ -125,6 +125,22 @@ def test_borders_of_stored_maps_are_exchanged(comm, every, norm, loss):
     check(comm, "61x75", tiles=grid, norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID, exchange_every=every)
 
 
+def with_a_wide_skip(**unused) -> nn.Sequential:
+    """At the third convolution, which looks beyond the tile, a rank has made more than it owns: the skip wants it."""
+    conv = lambda i, o, k=3, stride=1: nn.Conv2d(i, o, k, stride, padding=k // 2)
+    return nn.Sequential(
+        conv(3, 4), nn.ReLU(), conv(4, 4), nn.Tanh(), conv(4, 4, 5), Stash("k"), conv(4, 4, 3, 2), conv(4, 4), nn.Upsample(scale_factor=2), Pop("k"), conv(8, 4, 5), conv(4, 3),
+    )  # fmt: skip
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("every", ["1", "2", "3"])
+def test_what_a_rank_made_of_its_neighbours_part_has_no_gradient_twice(comm, every):
+    found = config(tiles="1x2", in_time="spill", tiles_per_rank=GRID, exchange_every=every)
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:with_a_wide_skip")), comm, Extents("27x53"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
 @pytest.mark.parallel(2)
 def test_images_that_exchange_one_after_another(comm):
     check(comm, "41x35", tiles="2x1", norm="batch", in_time="spill", tiles_per_rank=Extents("2x2"), exchange_every="1", images=2, accumulate=2)

@@ -32,9 +32,11 @@ class Borders:
         self._move(going, coming, Map.put, 2 * position, f"the borders at layer {self._name(position)}")
 
     def give_back(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], gradients: Sequence[Map]) -> None:
-        """The adjoint: add the gradients of margins to those of the cells that they came from."""
+        """The adjoint: add the gradients of margins to those of the cells that they came from, and leave none where they were."""
         coming, going = self._strips(position, layouts, cells, gradients)
         self._move(going, coming, _add, 2 * position + 1, f"the gradient of the borders at layer {self._name(position)}")
+        for stored, box in (strip for strips in going.values() for strip in strips):
+            stored.put(box, stored.room(box).zero_())  # a rank may have made cells that it was given all the same
 
     def _strips(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]) -> tuple[_Strips, _Strips]:
         """What goes to each rank, and what comes."""

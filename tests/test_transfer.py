@@ -78,7 +78,7 @@ def test_maps_of_a_tag_keep_their_order_and_are_let_go_of(comm):
         for k in range(3):
             stored = Map(BOX, whole(0))
             stored.write(BOX, whole(k))
-            sending = transfers.begin(Sending(stored, lambda k=k: let_go.append(k)), 0, 1)
+            sending = transfers.begin(Sending(stored, then=lambda k=k: let_go.append(k)), 0, 1)
             sending.final = BOX.stop[0]
         transfers.wait_sent(sending, "the last")
         assert let_go == [0, 1, 2] and sending.done

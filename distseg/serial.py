@@ -121,7 +121,8 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
     for batch in batches.values():
         sizes = {tuple(image.pixels.shape[1:]) for image in batch}
         if len(sizes) > 1:
-            raise ValueError(f"plain batch norm has no meaning for images of different sizes in one batch ({sorted(sizes)}): set data.crop, or data.images to 1")
+            apart = "spatial.norm_scope to group" if norm_scope == "step" else "data.images to 1"
+            raise ValueError(f"plain batch norm has no meaning for images of different sizes in one batch ({sorted(sizes)}): set data.crop, or {apart}")
     return list(batches.values())
 
 

@@ -286,6 +286,14 @@ def test_a_network_in_one_piece_has_a_program():
     assert legend == "stage 0: the whole network" and done.splitlines() == ["m0  forward   stage 0", "m0  backward  stage 0"]
 
 
+def test_layers_are_named_by_their_place():
+    """In Sequentials inside the network, and a layer that stands at two places."""
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    nested = nn.Sequential(nn.Sequential(conv, nn.InstanceNorm2d(3)), nn.Sequential(conv, nn.ReLU()), nn.Conv2d(3, 2, 1))
+    ((legend, _),) = programs(exact_config(tiles="1x2", exchange_every="1"), nested, (32, 32))
+    assert legend.splitlines() == ["stage 0: 0.0 to 2", "         borders exchanged before 0.0, 1.0", "         statistics at 0.1"]
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,8 +14,8 @@ from distseg.comm.collective import Alone
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.infer.predictor import Predictor
-from distseg.models.layers import Pop, Stash
 from distseg.memory_format import channels_last as last_format
+from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
 from distseg.scene import Scene
 from distseg.spatial.links import receptive_field

@@ -24,10 +24,10 @@ from distseg.extents import Extents
 from distseg.geometry.layout import Layout
 from distseg.geometry.tile import Box, window
 from distseg.models.zoo import outline_model
-from distseg.plan.layerwise import calls, random_input
+from distseg.plan.layerwise import alone, random_input
 from distseg.report.style import PALETTE, new_figure
 from distseg.spatial.exchange import Exchange
-from distseg.spatial.links import links_of, receptive_field
+from distseg.spatial.graph import graph_of, receptive_field
 
 QUESTION = "What does each number of layers between exchanges cost, in work, bytes, messages, time and memory, and where is the best?"
 EVERY = ("1", "2", "4", "8", "level", "all")
@@ -75,16 +75,16 @@ class Network:
 
     def __init__(self, config: ModelConfig):
         model = outline_model(config)
-        self.links, self.reach = links_of(model), receptive_field(model)
+        self.graph, self.reach = graph_of(model), receptive_field(model)
         self.channels: list[int] = []
         self.multiply_adds: list[int] = []
-        for _, call in calls(model, random_input(model, (256, 256), 1, "meta")):
-            self.channels.append(call.x.shape[1])
+        for _, call in alone(model, random_input(model, (256, 256), 1, "meta")):
+            self.channels.append(call.inputs[0].shape[1])
             self.multiply_adds.append(call.layer.weight.numel() if isinstance(call.layer, nn.Conv2d) else 0)
             call.forward()
 
     def layout(self, every: str, image: Sequence[int], grid: Sequence[int]) -> Layout:
-        return Exchange(self.links, self.reach.stride, grid=grid, every=every).layout(image)
+        return Exchange(self.graph, self.reach.stride, grid=grid, every=every).layout(image)
 
     def choices(self, wanted: Sequence[str], image: Extents, grid: Extents) -> dict[str, str]:
         """Settings by what they are called here: those that exchange before the same layers are one."""
@@ -95,8 +95,8 @@ class Network:
 
     def cost(self, every: str, image: Extents, grid: Extents, cell: tuple[int, ...]) -> Cost:
         layout = self.layout(every, image, grid)
-        own = self._work([*(layout.part(layer, cell).owned for layer in range(1, len(self.links))), layout.result_of(cell)])
-        made = self._work(layout.part(layer, cell).made for layer in range(len(self.links)))
+        own = self._work(layout.owned(layer + 1, cell) for layer in range(len(self.graph)))
+        made = self._work(layout.part(layer, cell).made for layer in range(len(self.graph)))
         if every == "all":
             tile = layout.part(0, cell).owned
             read = window(tile, image, self.reach)

@@ -27,7 +27,7 @@ from distseg.mesh import Mesh
 from distseg.models.zoo import ZOO, build_model
 from distseg.report.style import PALETTE, new_figure
 from distseg.serial import Image, serial_step
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.spatial.piece import Piece
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages

@@ -36,7 +36,7 @@ from distseg.models.unet import unet
 from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.pipeline.build import autocast, place_model
 from distseg.train.engine import Engine

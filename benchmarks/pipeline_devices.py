@@ -20,7 +20,7 @@ from benchmarks.steps import CLASSES, Setting, timed
 from distseg.comm.collective import Alone
 from distseg.extents import Extents
 from distseg.launch import keep_freed_memory, world
-from distseg.models.layers import flat_layers
+from distseg.models.network import flat_layers
 from distseg.models.zoo import build_model
 from distseg.train.optim import make_optimizer
 from distseg.verify import RandomImages

@@ -18,7 +18,7 @@ from distseg.config import ModelConfig
 from distseg.models.zoo import ZOO, outline_model
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.fold import v_split
-from distseg.program.partition import OUTPUT, Edge, edges_between, stage_ranges
+from distseg.program.partition import Edge, edges_between, stage_ranges
 from distseg.program.schedule import orders, v_placement
 from distseg.plan.cost import Costs, modelled
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
@@ -52,15 +52,14 @@ class Pipeline:
 
     @property
     def edges(self) -> list[Edge]:
-        return edges_between(self.ranges, self.costs.skips)
+        return edges_between(self.ranges, self.costs.inputs)
 
     def total(self, field: str) -> list[float]:
         """Of each stage."""
         return [sum(getattr(self.costs.layers[i], field) for i in layers) for layers in self.ranges]
 
     def bytes(self, edge: Edge) -> int:
-        stashes = {skip.name: skip.stash for skip in self.costs.skips}
-        return self.costs.layers[self.ranges[edge.source].stop - 1 if edge.name == OUTPUT else stashes[edge.name]].output
+        return self.costs.layers[edge.map - 1].output
 
     @property
     def travelling(self) -> int:

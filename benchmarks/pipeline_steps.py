@@ -17,11 +17,11 @@ from typing import Callable, Iterator
 import torch
 
 from benchmarks.steps import Setting, timed
-from distseg.comm.collective import wait, watch_waits
+from distseg.comm.waits import waits_of
 from distseg.config import Config, MeshConfig, PipelineConfig
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
-from distseg.models.layers import flat_layers, skips_of
+from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.fold import v_split
@@ -55,7 +55,7 @@ class Step:
 
     def __call__(self) -> float:
         trace = self.engine.pipeline.trace = Trace()
-        watch_waits(trace.span)
+        self.engine.mesh.waits.span = trace.span
         loss = self.engine.backward(self.pieces)
         self.engine.update(1e-3)
         self.spans += trace.spans
@@ -121,7 +121,7 @@ def _measured_steps(comm, setting: Setting, m: int, split: dict[str, list[int]],
 def _sleeping(comm, work: Callable, ranks):
     """What ``work`` returns on the first rank, after these ranks have done it."""
     found = work() if comm.rank in ranks else None
-    wait(comm.Ibarrier())
+    waits_of(comm).wait(comm.Ibarrier())
     return comm.bcast(found)
 
 
@@ -141,8 +141,8 @@ def _merged(parts: list[dict]) -> dict:
 
 def simulated(setting: Setting, balance: list[int], placement: tuple[int, ...], schedule: str, m: int, seconds: dict[str, float]) -> float:
     """Seconds that a schedule takes if each micro-batch takes what was measured and messages take no time."""
-    layers = [layer for _, layer in flat_layers(build_model(setting.config().model))]
-    edges = edges_between(stage_ranges(balance, len(layers)), skips_of(layers))
+    inputs = [call.inputs for call in calls_of(build_model(setting.config().model))]
+    edges = edges_between(stage_ranges(balance, len(inputs)), inputs)
     costs = {kind: [seconds.get(f"{kind} {stage}", 0.0) for stage in range(len(placement))] for kind in ("forward", "backward", "weight")}
     return simulate(orders(schedule, placement, m), edges, **costs, placement=placement).makespan
 

@@ -34,7 +34,7 @@ from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.scratch import Map
 from distseg.pipeline.build import autocast, place_model

@@ -10,7 +10,10 @@ __version__ = "0.1.0"
 _HOME = {
     "unet": "distseg.models.unet",
     "build_model": "distseg.models.zoo",
-    "receptive_field": "distseg.spatial.links",
+    "Network": "distseg.models.network",
+    "Cat": "distseg.models.layers",
+    "Sum": "distseg.models.layers",
+    "receptive_field": "distseg.spatial.graph",
     "Mesh": "distseg.mesh",
     "Config": "distseg.config",
     "Store": "distseg.data.store",

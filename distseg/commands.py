@@ -22,14 +22,14 @@ from distseg.geometry.tile import Box
 from distseg.infer.evaluate import evaluate, score_rows
 from distseg.infer.predict import load_predictor, predict
 from distseg.launch import together
-from distseg.models.layers import flat_layers, is_sequential
+from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
 from distseg.report.tables import table
 from distseg.scene import check_type, file_scene, network_identity, store_scene
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.checkpoint.files import find
 from distseg.infer.metrics import scores
 
@@ -255,7 +255,7 @@ def describe_model(name: str) -> dict:
     return {
         "name": name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "layers": len(flat_layers(model)) if is_sequential(model) else None,
+        "layers": len(flat_layers(model)) if is_flat(model) else None,
         "stride": math.lcm(*reach.stride),
         "halo": max(reach.halo),
         "paper_halo": ZOO[name].paper_halo if name in ZOO else None,

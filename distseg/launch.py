@@ -149,20 +149,22 @@ def release_freed_memory() -> None:
 class GapTrimmer:
     """Keeps a process that computes tile after tile from growing: the allocator leaves gaps that the next tile does not fit into.
 
-    Begins with all free memory given back. That is done again once the process is larger than after the first tile by ``_GAPS``, not with every
-    tile, for it costs the next one new pages.
+    Begins with all free memory given back. That is done again once the process, but for what it is told is held, is larger than after the first tile by
+    ``_GAPS``, not with every tile, for it costs the next one new pages.
     """
 
     def __init__(self):
         release_freed_memory()
         self._first: int | None = None
 
-    def after_tile(self) -> None:
-        now = resident_memory()
+    def after_tile(self, held: int = 0) -> None:
+        """``held``: bytes of what outlives tiles."""
+        now = resident_memory() - held
         if self._first is None:
             self._first = now
         elif now > self._first + _GAPS:
             release_freed_memory()
+            self._first = max(self._first, resident_memory() - held)  # what is left is no gap
 
 
 _GAPS = 16e6  # bytes

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distseg.comm.waits import Ranks, Waits
 from distseg.extents import Extents
 
 
@@ -64,18 +65,20 @@ class Mesh:
         tiles: the Q tiles of this rank's image and stage (``norm_comm``).
         groups: the D ranks with this rank's tile and stage in each sample group.
         replicas: the D x Q ranks that hold the same weights.
+        waits: how this rank waits for others, in all of these.
     """
 
     def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
         self.shape = MeshShape(samples, Extents(tiles), stages)
         self.shape.check(world.size)
         grid = world.Create_cart(self.shape.axes, reorder=False)
-        self.world = world
+        self.waits = Waits()
+        self.world = Ranks(world, self.waits)
         self.sample, *tile, self.stage = grid.Get_coords(grid.rank)
         self.tile = tuple(tile)
         dims = len(tile)
-        self.pipeline = grid.Sub([False, *[False] * dims, True])
-        self.tiles = grid.Sub([False, *[True] * dims, False])
-        self.groups = grid.Sub([True, *[False] * dims, False])
-        self.replicas = grid.Sub([True, *[True] * dims, False])
+        self.pipeline = Ranks(grid.Sub([False, *[False] * dims, True]), self.waits)
+        self.tiles = Ranks(grid.Sub([False, *[True] * dims, False]), self.waits)
+        self.groups = Ranks(grid.Sub([True, *[False] * dims, False]), self.waits)
+        self.replicas = Ranks(grid.Sub([True, *[True] * dims, False]), self.waits)
         grid.Free()

@@ -15,7 +15,6 @@ from typing import Callable, Sequence
 import numpy as np
 import torch
 
-from distseg.comm.collective import watch_waits
 from distseg.config import Config
 from distseg.extents import Extents
 from distseg.launch import set_up, together
@@ -144,7 +143,7 @@ def watch(engine: Engine, world) -> Trace:
     world.Barrier()
     trace = Trace(world.rank, _clock(engine.device))
     engine.pipeline.trace = trace
-    watch_waits(trace.span)
+    engine.mesh.waits.span = trace.span
     engine.reducer = _TracedReducer(engine.reducer, trace)
     engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
     for name in ("norm_comm", "batch_comm", "groups_comm"):

@@ -13,7 +13,8 @@ from distseg.config import Config
 from distseg.geometry.tile import Place, owned_tiles
 from distseg.launch import memory_in_use
 from distseg.loss import Loss
-from distseg.models.layers import channels_of, flat_layers, is_sequential
+from distseg.models.layers import channels_of
+from distseg.models.network import flat_layers, is_flat
 from distseg.pipeline.build import used_reach
 from distseg.plan.in_time import budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
@@ -22,7 +23,7 @@ from distseg.program.partition import Partition
 from distseg.program.schedule import orders
 from distseg.program.stages import operations
 from distseg.spatial.exchange import Exchange
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.train.engine import activations_of, live_norms, make_exchange, make_in_time, order_in_time, owned_per_rank, read_around
 from distseg.train.optim import state_copies
 from distseg.train.step import InTimeStep
@@ -83,7 +84,7 @@ def _base(config: Config, model: nn.Module) -> float:
 def _stages(
     config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[Place], loss: Loss, rank: int
 ) -> tuple[str, str]:
-    flat = is_sequential(model)
+    flat = is_flat(model)
     together = config.spatial.exchanges or flat and bool(live_norms(config, model))
     units = config.train.accumulate * (1 if together else len(places))
     order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-from distseg.models.layers import Add, Pop, Stash
+from distseg.models.layers import Add, Cat, Pop, Stash, Sum
+from distseg.models.network import Network
 
 
 class ActiveNorm(nn.BatchNorm2d):
@@ -69,6 +70,55 @@ def long_skip(in_channels, out_channels):
     """A skip around the whole network."""
     inner = [nn.Conv2d(in_channels, 4, 3, padding=1), nn.MaxPool2d(2, ceil_mode=True), nn.Conv2d(4, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)]
     return nn.Sequential(Stash("image"), *inner, Pop("image"), nn.Conv2d(in_channels + 4, 4, 3, padding=1), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def residuals(in_channels, out_channels):
+    """Residual blocks with live norms, of another size and another number of channels, whose shortcuts have a norm of their own on the same map."""
+    layers = {
+        "stem": nn.Conv2d(in_channels, 4, 3, padding=1),
+        "norm1": nn.InstanceNorm2d(4), "act1": nn.ReLU(), "conv1": nn.Conv2d(4, 6, 3, stride=2, padding=1),
+        "norm2": nn.InstanceNorm2d(6), "act2": nn.ReLU(), "conv2": nn.Conv2d(6, 6, 3, padding=1),
+        "norm3": nn.BatchNorm2d(4), "short": nn.Conv2d(4, 6, 1, stride=2), "sum": Sum(),
+        "act3": nn.ReLU(), "conv3": nn.Conv2d(6, 6, 3, padding=2, dilation=2), "sum2": Sum(),
+        "up": nn.Upsample(scale_factor=2), "cat": Cat(), "head": nn.Conv2d(10, out_channels, 1),
+    }  # fmt: skip
+    return Network(layers, reads={"norm3": ["stem"], "sum": ["conv2", "short"], "sum2": ["sum", "conv3"], "cat": ["up", "stem"]})
+
+
+def pyramid(in_channels, out_channels):
+    """Several dilations of one map side by side, the last of which sees far, joined with the image."""
+    layers = {"stem": nn.Conv2d(in_channels, 4, 3, padding=1), "act": nn.ReLU()}
+    branches = {f"look{d}": nn.Conv2d(4, 3, 3, padding=d, dilation=d) for d in (1, 2, 5)}
+    layers |= branches | {"cat": Cat(), "norm": nn.GroupNorm(3, 9 + in_channels), "mix": nn.Conv2d(9 + in_channels, 4, 1), "far": nn.Conv2d(4, 4, 3, padding=1)}
+    layers |= {"one": nn.Conv2d(4, 4, 1), "sum": Sum(), "head": nn.Conv2d(4, out_channels, 3, padding=1)}
+    return Network(layers, reads={name: ["act"] for name in branches} | {"cat": [*branches, "image"], "sum": ["far", "mix", "act", "one"]})
+
+
+def dense(in_channels, out_channels):
+    """Every map read by all later ones of its level, and levels joined across, as in UNet++; a Sequential inside with a skip of its own."""
+    block = lambda n, m: nn.Sequential(nn.Conv2d(n, m, 3, padding=1), nn.BatchNorm2d(m), Stash("in"), nn.LeakyReLU(0.1), nn.Conv2d(m, m, 3, padding=1), Add("in"))
+    layers = {
+        "a0": block(in_channels, 3), "down": nn.MaxPool2d(2, ceil_mode=True), "b0": block(3, 4), "up0": nn.Upsample(scale_factor=2, mode="bilinear"),
+        "cat1": Cat(), "a1": block(7, 3), "down2": nn.AvgPool2d(2, ceil_mode=True), "cat2": Cat(), "b1": block(7, 4), "up1": nn.ConvTranspose2d(4, 4, 2, stride=2),
+        "cat3": Cat(), "a2": block(10, 3), "head": nn.Conv2d(3, out_channels, 1),
+    }  # fmt: skip
+    return Network(layers, reads={"cat1": ["up0", "a0"], "down2": ["a1"], "cat2": ["down2", "b0"], "cat3": ["up1", "a1", "a0"]})
+
+
+def joined_unknown(in_channels, out_channels):
+    """A layer of the user's that takes two maps."""
+    return Network({"a": nn.Conv2d(in_channels, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 3, padding=1), "gate": Gate(), "head": nn.Conv2d(4, out_channels, 3, padding=1)}, reads={"gate": ["a", "b"]})
+
+
+def in_place_shared(in_channels, out_channels):
+    """An activation in place on a map that the sum reads too."""
+    layers = {"a": nn.Conv2d(in_channels, 4, 3, padding=1), "act": nn.ReLU(inplace=True), "b": nn.Conv2d(4, 4, 3, padding=1), "sum": Sum(), "head": nn.Conv2d(4, out_channels, 1)}
+    return Network(layers, reads={"sum": ["a", "b"]})
+
+
+class Gate(nn.Module):
+    def forward(self, a, b):
+        return a * torch.sigmoid(b)
 
 
 def one_sided(in_channels, out_channels):

@@ -24,7 +24,7 @@ from distseg.comm import reducer
 from distseg.config import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.models.unet import unet
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.checkpoint.files import digest_of, find
 from distseg.train.loop import train

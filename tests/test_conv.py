@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from distseg.comm.later import finish, putting_off, until
+from distseg.comm.waits import Waits
 from distseg.memory_format import channels_last
 from distseg.spatial.conv import weights_apart
 
@@ -42,13 +42,14 @@ LAYERS = {
 def gradients(layer: nn.Module, x, apart: bool, autocast: bool = False) -> dict:
     """Of the inputs and of the parameters; what is put off is checked to be all of what there is, and done at its action."""
     layer, x = copy.deepcopy(layer), x.clone(memory_format=torch.preserve_format).requires_grad_()
-    with weights_apart({}) if apart else torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    waits = Waits()
+    with weights_apart(waits)({}) if apart else torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x) + layer(0.5 * x)  # its weights are shared by two places
-    with putting_off():
-        with until("W0,0"):
+    with waits.putting_off():
+        with waits.until("W0,0"):
             y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
         before = [name for name, p in layer.named_parameters() if p.grad is not None]
-        finish("W0,0")
+        waits.finish("W0,0")
         after = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     return {"x": x.grad, **after, "at once": before, "y": y.detach()}
 
@@ -133,9 +134,9 @@ def test_weights_that_are_computed_or_watched_stay_with_autograd(name):
 
 def test_without_gradients_and_outside_of_steps_nothing_is_put_off():
     layer, x = LAYERS["3x3"](), torch.randn(1, 4, 8, 8)
-    with weights_apart({}), torch.no_grad():
+    with weights_apart(Waits())({}), torch.no_grad():
         assert layer(x).grad_fn is None
-    with weights_apart({}):
+    with weights_apart(Waits())({}):
         y = layer(x)
     y.sum().backward()
     assert layer.weight.grad is not None and layer.bias.grad is not None

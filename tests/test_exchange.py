@@ -14,15 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distseg.config import Config, MeshConfig, ModelConfig, SpatialConfig
 from distseg.extents import Extents
+from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.layout import Layout
 from distseg.geometry.tile import Box, Place, tiles
 from distseg.mesh import Mesh
 from distseg.models.layers import Pop, Stash
+from distseg.models.network import Call
 from distseg.models.zoo import build_model
 from distseg.spatial.context import Context
 from distseg.spatial.exchange import Exchange
-from distseg.spatial.links import links_of, receptive_field
-from distseg.spatial.local import framed, link_of
+from distseg.spatial.graph import graph_of, receptive_field
+from distseg.spatial.local import framed, node_of
 from distseg.spatial.parallelize import parallelize
 from distseg.train.engine import Engine
 from distseg.verify import RandomImages, own_pieces
@@ -44,11 +46,11 @@ def uneven(n: int, tiles: int) -> tuple[int, ...]:
     return (0, *inner, n)
 
 
-def exchange_of(links, comm, size, grid, per_rank=None, every="1", borders=uneven, **more) -> Exchange:
+def exchange_of(graph, comm, size, grid, per_rank=None, every="1", borders=uneven, **more) -> Exchange:
     """An exchange with a layout on odd borders, and of any layers: results need not have the image's size."""
     per_rank = per_rank or (1,) * len(size)
-    exchange = Exchange(links, (1,) * len(size), comm, grid, per_rank, every, **more)
-    exchange._layouts[tuple(size)] = Layout(links, size, [borders(n, g * p) for n, g, p in zip(size, grid, per_rank)], every, more.get("fuse_below", 0))
+    exchange = Exchange(graph, (1,) * len(size), comm, grid, per_rank, every, **more)
+    exchange._layouts[tuple(size)] = Layout(graph, size, [borders(n, g * p) for n, g, p in zip(size, grid, per_rank)], every, more.get("fuse_below", 0))
     return exchange
 
 
@@ -61,10 +63,10 @@ def own_cells(exchange: Exchange):
     return list(product(*(range(c * p, (c + 1) * p) for c, p in zip(at, exchange.per_rank))))
 
 
-def compare(layers: list[nn.Module], links, comm, size, grid, tolerance=1e-12, **settings) -> None:
+def compare(layers: list[nn.Module], graph, comm, size, grid, tolerance=1e-12, **settings) -> None:
     """Outputs and all gradients of ``layers`` on tiles against the whole image."""
     torch.manual_seed(0)
-    exchange = exchange_of(links, comm, size, grid, **settings)
+    exchange = exchange_of(graph, comm, size, grid, **settings)
     layout = exchange.layout(size)
     whole = torch.randn(BATCH, CHANNELS, *size, dtype=torch.float64).requires_grad_()
     y = nn.Sequential(*layers)(whole)
@@ -78,7 +80,9 @@ def compare(layers: list[nn.Module], links, comm, size, grid, tolerance=1e-12, *
         places.append(Place(tuple(size), tile, tile, tuple(range(BATCH)), (0,) * BATCH))
         xs.append(whole.detach()[(..., *tile.slices)].clone().requires_grad_())
     context.places = places
-    ys = exchange.run(layers, 0, xs, [{} for _ in xs], context)
+    maps = [{0: x} for x in xs]
+    exchange.run(dict(enumerate(layers)), maps, last_readings([node.inputs for node in graph], range(len(graph))), context)
+    ys = [had[len(layers)] for had in maps]
     owned = [layout.result_of(cell) for cell in own_cells(exchange)]
     gradients = torch.autograd.grad(ys, [*xs, *parameters], [g[(..., *box.slices)] for box in owned])
     for found, box in zip(ys, owned):
@@ -99,7 +103,7 @@ def close(found, wanted, tolerance, scale=None) -> None:
 
 
 def one(layer: nn.Module, comm, size, **settings) -> None:
-    compare([layer.double()], [link_of("layer", layer, len(size), lambda: CHANNELS)], comm, size, settings.pop("grid", GRIDS[comm.size]), **settings)
+    compare([layer.double()], Graph([node_of(Call("layer", layer, (0,)), len(size), lambda source: CHANNELS)]), comm, size, settings.pop("grid", GRIDS[comm.size]), **settings)
 
 
 RANKS = [1, 2, 3, 6, 9]
@@ -196,8 +200,8 @@ def test_a_network_with_skips_at_every_interval(comm, every, size):
     model = net()
     on_grid = lambda n, tiles: (0, *(round(k * n / tiles / 4) * 4 for k in range(1, tiles)), n)
     for borders in (on_grid, uneven):
-        compare(list(model), links_of(model), comm, size, GRIDS[comm.size], every=every, borders=borders)
-    compare(list(model), links_of(model), comm, size, GRIDS[comm.size], every=every, per_rank=(1, 2), fuse_below=5)
+        compare(list(model), graph_of(model), comm, size, GRIDS[comm.size], every=every, borders=borders)
+    compare(list(model), graph_of(model), comm, size, GRIDS[comm.size], every=every, per_rank=(1, 2), fuse_below=5)
 
 
 @pytest.mark.parallel(RANKS)
@@ -207,12 +211,12 @@ def test_the_exchange_and_its_adjoint(comm):
         torch.manual_seed(10 * seed + comm.rank)
         layer = nn.Conv2d(CHANNELS, CHANNELS, kernel, padding=kernel // 2)
         size = (13, 11)
-        exchange = exchange_of([link_of("c", layer, 2, lambda: 1)], comm, size, GRIDS[comm.size], per_rank)
+        exchange = exchange_of(Graph([node_of(Call("c", layer, (0,)), 2, lambda source: 1)]), comm, size, GRIDS[comm.size], per_rank)
         layout = exchange.layout(size)
         cells = own_cells(exchange)
         parts = [layout.part(0, cell) for cell in cells]
         places = [Place(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
-        xs = [torch.randn(BATCH, CHANNELS, *part.given.size, dtype=torch.float64) for part in parts]
+        xs = [torch.randn(BATCH, CHANNELS, *part.held.size, dtype=torch.float64) for part in parts]
         frames = [framed(layer, part) for part in parts]
         for halo in [exchange._exchange(0, layer, range(len(xs)), frames, xs, parts, [layout] * len(parts), cells, places)]:
             made = halo.forward(xs)
@@ -259,7 +263,7 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
 def test_layers_that_can_not_be_computed_in_parts_are_named(layer, words):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer, nn.Conv2d(4, 2, 1))
     with pytest.raises(ValueError, match=rf"layer 1 \({type(layer).__name__}\) .*{re.escape(words)}"):
-        links_of(model)
+        graph_of(model)
 
 
 def test_a_layer_of_the_user_s_own_is_taken_for_what_it_is():
@@ -267,8 +271,8 @@ def test_a_layer_of_the_user_s_own_is_taken_for_what_it_is():
         def forward(self, x):
             return 3 * x.tanh()
 
-    links = links_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1)))
-    assert [bool(link.footprints) for link in links] == [True, False, True]
+    graph = graph_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1)))
+    assert [bool(node.footprints) for node in graph] == [True, False, True]
 
 
 @pytest.mark.parallel(4)
@@ -284,7 +288,7 @@ def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
     wanted = torch.autograd.grad(y, list(plain.parameters()), g)
 
     reach = receptive_field(plain)
-    exchange = Exchange(links_of(plain), reach.stride, comm, grid, every="1")
+    exchange = Exchange(graph_of(plain), reach.stride, comm, grid, every="1")
     tiled = parallelize(plain, reach, Context(norm_comm=comm, batch_comm=comm), exchange)
     box = tiles(size, grid, reach.stride)[comm.rank]
     (mine,) = tiled([whole[(..., *box.slices)]], [Place(size, box, box, (0, 1), (0, 1))])

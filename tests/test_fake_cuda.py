@@ -67,9 +67,9 @@ CASES = {
     # prediction: each of four tiles is copied to the host
     "prediction": case([4], norm="batch", image="64x64", predict="32x32", precision="bf16", last=True),
     # stages
-    "stages": case([9, 9], mesh=dict(stages=2), train=dict(accumulate=3), precision="bf16", last=True),
+    "stages": case([7, 9], mesh=dict(stages=2), train=dict(accumulate=3), precision="bf16", last=True),
     "stages, straight": case([4, 7, 6], norm="batch", mesh=dict(stages=3), train=dict(accumulate=3), pipeline=dict(schedule="1f1b", recompute="always"), direct=True),
-    "stages in a V": case([8, 5], norm="none", mesh=dict(stages=2), pipeline=dict(placement="v"), train=dict(accumulate=2)),
+    "stages in a V": case([7, 5], norm="none", mesh=dict(stages=2), pipeline=dict(placement="v"), train=dict(accumulate=2)),
     "stages and tiles": case([9, 11], mesh=dict(stages=2, tiles="3x3"), spatial=dict(exchange_every="1"), **MIDDLE),
 }
 

@@ -11,14 +11,15 @@ from distseg.config import RunConfig
 from distseg.extents import Extents
 from distseg.geometry.segment import chain, segments_of
 from distseg.geometry.tile import Box, boxes_of
-from distseg.models.layers import Pop, Stash, channels_of_maps, flat_layers
+from distseg.models.layers import Pop, Stash
+from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
 from distseg.program.operations import OfTile
 from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import InTime
-from distseg.spatial.links import links_of
+from distseg.spatial.graph import graph_of
 from distseg.spatial.scratch import Map
 from distseg.verify import verify
 
@@ -96,7 +97,7 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
 @pytest.mark.parametrize("start", [*range(1, 9), *range(14, 18), 20, 23, 26, 28])
 def test_a_stage_begins_at_any_layer(comm, start):
     """Down a level and up again: conv drop norm act stash pool conv drop ... norm act up pop conv ... head."""
-    layers = len(links_of(outline_model(config(num_convs=1).model)))
+    layers = len(graph_of(outline_model(config(num_convs=1).model)))
     check(comm, "21x30", stages=2, num_convs=1, balance=[start, layers - start], in_time="spill", tiles_per_rank=Extents("2x2"))
 
 
@@ -193,10 +194,10 @@ SIZE = (256, 256)
 
 def activations(norm="instance", last=True) -> tuple[Activations, Exchange, list]:
     model = outline_model(config(norm=norm, num_convs=1).model)
-    links = links_of(model)
+    graph = graph_of(model)
     kinds = [type(layer) for _, layer in flat_layers(model)]
     live = [p for p, kind in enumerate(kinds) if kind is torch.nn.InstanceNorm2d]
-    return Activations(links, kinds, channels_of_maps(model), 4, 4, last), Exchange(links, (4, 4), every="all"), segments_of(links, live)
+    return Activations(graph, kinds, channels_of_maps(model), 4, 4, last), Exchange(graph, (4, 4), every="all"), segments_of(graph, [graph[p].first for p in live])
 
 
 class TestBudget:
@@ -205,7 +206,7 @@ class TestBudget:
         layout = exchange.layout(SIZE)
         tiling = BudgetTiling(found, budget)
         for segment in segments:
-            result = Box.whole(layout.sizes[segment.layers.stop])
+            result = Box.whole(layout.sizes[segment.result])
             yield found, layout, segment, result, tiling(layout, segment, result, 1)
 
     @pytest.mark.parametrize("norm", ["instance", "none"])
@@ -218,11 +219,11 @@ class TestBudget:
     @pytest.mark.parametrize("side", [512, 1024, 2048, 4096, 8192, 16384])
     def test_tiles_of_a_prediction_are_as_large_in_any_image(self, side):
         found, _, segments = activations()
-        found, layout = replace(found, graph=False), Exchange(found.links, (4, 4), every="all").layout((side, side))
+        found, layout = replace(found, graph_kept=False), Exchange(found.graph, (4, 4), every="all").layout((side, side))
         tiling = BudgetTiling(found, 1e9)
-        sizes = [(segment, tiling(layout, segment, Box.whole(layout.sizes[segment.layers.stop]), 1)) for segment in segments]
+        sizes = [(segment, tiling(layout, segment, Box.whole(layout.sizes[segment.result]), 1)) for segment in segments]
         bytes_ = [found.of(chain(layout, segment, Box((0, 0), tuple(size))), 1) for segment, size in sizes]
-        whole = [found.of(chain(layout, segment, Box.whole(layout.sizes[segment.layers.stop])), 1) for segment in segments]
+        whole = [found.of(chain(layout, segment, Box.whole(layout.sizes[segment.result])), 1) for segment in segments]
         assert max(bytes_) <= 16e6 and all(b > 8e6 for b, all_of_it in zip(bytes_, whole) if all_of_it > 16e6)
 
     def test_more_memory_takes_fewer_tiles(self):
@@ -232,7 +233,7 @@ class TestBudget:
     def test_windows_are_of_one_size(self):
         """But at the map's ends: tiles begin on cells of the coarsest map."""
         for found, layout, segment, result, size in self.tilings(1e6, "none"):
-            windows = [chain(layout, segment, tile).given for tile in boxes_of(result, size)]
+            windows = [chain(layout, segment, tile).read[segment.sources[0]] for tile in boxes_of(result, size)]
             inner = {w.size for w in windows if all(0 < a and b < n for a, b, n in zip(w.start, w.stop, SIZE))}
             assert len(windows) > 9 and len(inner) == 1
 
@@ -290,5 +291,5 @@ class Root(nn.Module):
 
 
 def test_layers_that_draw_nothing_are_taken():
-    links = links_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Root(), nn.Conv2d(4, 2, 1)))
-    assert [bool(link.footprints) for link in links] == [True, False, True]
+    graph = graph_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Root(), nn.Conv2d(4, 2, 1)))
+    assert [bool(node.footprints) for node in graph] == [True, False, True]

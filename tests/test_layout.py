@@ -3,30 +3,31 @@
 import pytest
 from torch import nn
 
+from made_graphs import line
 from distseg.geometry.footprint import Gather, Interpolate, Scatter, inside
 from distseg.geometry.layout import Layout
-from distseg.geometry.needs import Link
 from distseg.geometry.tile import Box, most_even_grid
 from distseg.models.unet import unet
-from distseg.spatial.links import links_of
+from distseg.spatial.graph import graph_of
 
-CONV = Link("conv", (Gather(3, 1, 1, 1, 1),))
-POOL = Link("pool", (Gather(2, 2, ceil=True),))
-UP = Link("up", (Scatter(2, 2),))
-STASH, POP, ACT = Link("stash", stash="a"), Link("pop", pop="a"), Link("act")
+CONV = ("conv", Gather(3, 1, 1, 1, 1))
+POOL = ("pool", Gather(2, 2, ceil=True))
+UP = ("up", Scatter(2, 2))
+STASH, POP, ACT = ("stash",), ("pop", "pop"), ("act",)
 
 
-def picture(links, n, borders, every, cell, **more) -> list[str]:
-    """A line a layer: given (o own, - others'), then taken, with what is beyond the image as 0."""
-    layout = Layout(links, (n,), (borders,), every, **more)
+def picture(steps, n, borders, every, cell, **more) -> list[str]:
+    """A line a layer: held (o own, - others'), then taken, with what is beyond the image as 0."""
+    graph = line(*steps)
+    layout = Layout(graph, (n,), (borders,), every, **more)
     lines = []
-    for layer in range(len(links)):
+    for layer in range(len(graph)):
         part = layout.part(layer, (cell,))
         (a, b), (c, d) = (part.owned.start[0], part.owned.stop[0]), (part.taken.start[0], part.taken.stop[0])
-        given = "".join("o" if a <= x < b else "-" if part.given.start[0] <= x < part.given.stop[0] else "." for x in range(part.size[0]))
+        held = "".join("o" if a <= x < b else "-" if part.held.start[0] <= x < part.held.stop[0] else "." for x in range(part.size[0]))
         taken = "".join("o" if a <= x < b else "-" for x in range(c, d)).rjust(d, ".").ljust(part.size[0], ".")
         pads = "0" * (c - part.raw.start[0]), "0" * (part.raw.stop[0] - d)
-        lines.append(f"{given} {pads[0]}{taken}{pads[1]}" + (" *" if layer in layout.points else ""))
+        lines.append(f"{held} {pads[0]}{taken}{pads[1]}" + (" *" if layer in layout.points else ""))
     return lines
 
 
@@ -49,8 +50,7 @@ def test_a_margin_is_eaten_layer_by_layer():
 
 def test_levels():
     """A skip is held as far as its pop wants it; the coarse level has an exchange of its own."""
-    links = [CONV, STASH, POOL, CONV, UP, POP, CONV]
-    assert picture(links, 11, (0, 4, 11), "level", 0) == [
+    assert picture([CONV, STASH, POOL, CONV, UP, POP, CONV], 11, (0, 4, 11), "level", 0) == [
         "oooo....... 0oooo-...... *",
         "oooo....... oooo.......",
         "oooo....... oooo.......",
@@ -62,25 +62,25 @@ def test_levels():
 
 
 def test_deep_levels_can_share_an_exchange():
-    links = [CONV, POOL, CONV, CONV, UP, CONV]
-    assert Layout(links, (16,), ((0, 8, 16),), "1").points == {0, 2, 3, 5}
-    assert Layout(links, (16,), ((0, 8, 16),), "1", fuse_below=5).points == {0, 2, 5}
+    graph = line(CONV, POOL, CONV, CONV, UP, CONV)
+    assert Layout(graph, (16,), ((0, 8, 16),), "1").points == {0, 2, 3, 5}
+    assert Layout(graph, (16,), ((0, 8, 16),), "1", fuse_below=5).points == {0, 2, 5}
 
 
 @pytest.mark.parametrize("every, points", [("1", 12), ("2", 6), ("12", 1), ("level", 5), ("all", 0)])
 def test_the_number_of_exchanges_of_a_network(every, points):
     """Depth 2, two convolutions a level: ten of them look beyond their tile, and both linear up-samplings."""
-    links = links_of(unet(depth=2, num_convs=2, base_channels=4, up="bilinear"))
-    layout = Layout(links, (64, 64), ((0, 32, 64), (0, 64)), every)
+    graph = graph_of(unet(depth=2, num_convs=2, base_channels=4, up="bilinear"))
+    layout = Layout(graph, (64, 64), ((0, 32, 64), (0, 64)), every)
     assert len(layout.points) == points
     if every == "1":
-        work = [layout.part(k, (0, 0)).made.pixels for k, link in enumerate(links) if link.footprints]
-        own = [Box(*zip(*[c[:2] for c in _cuts(layout, k + 1)])).pixels for k, link in enumerate(links) if link.footprints]
+        work = [layout.part(k, (0, 0)).made.pixels for k, node in enumerate(graph) if node.footprints]
+        own = [Box(*zip(*[c[:2] for c in _cuts(layout, k + 1)])).pixels for k, node in enumerate(graph) if node.footprints]
         assert work == own
 
 
 def _cuts(layout, layer):
-    return layout.spans(layer)[0] if layer < len(layout.links) else layout.result_cuts
+    return layout.spans(layer)[0] if layer < len(layout.graph) else layout.result_cuts
 
 
 @pytest.mark.parametrize("kernel, stride, dilation, padding", [(3, 1, 1, 1), (4, 2, 1, 1), (2, 2, 1, 0), (3, 2, 2, 2), (7, 3, 1, 0)])
@@ -108,7 +108,7 @@ def test_what_lies_beyond_a_map_is_made_of_cells_inside_where_it_is_mirrored():
 
 def test_cells_fewer_than_tiles_are_refused():
     with pytest.raises(ValueError, match="layer pool makes 2 cells of 4 along a dim with 3 tiles, and each tile needs one"):
-        Layout([CONV, POOL], (4,), ((0, 1, 2, 4),), "1")
+        Layout(line(CONV, POOL), (4,), ((0, 1, 2, 4),), "1")
 
 
 @pytest.mark.parametrize(

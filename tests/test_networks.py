@@ -20,12 +20,14 @@ WAYS = {  # name: (ranks, settings)
     "exchange a level": (2, dict(tiles="1x2", exchange_every="level")),
     "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
     "stages": (2, dict(stages=2, accumulate=2)),
+    "stages, a V": (2, dict(stages=2, placement="v", accumulate=2)),
+    "stages on devices": (1, dict(placement="devices", devices=["cpu", "cpu"], accumulate=2)),
     "stages, zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
     "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
-EXACT = ["residual", "long_skip", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu"]
+EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "active_norm": "layer 1 \\(ActiveNorm\\) is a BatchNorm2d that has a forward of its own.*of its own behind or before a plain BatchNorm2d",
     "noisy_dropout": "layer 1 \\(NoisyDropout\\) is a Dropout that has a forward of its own",
@@ -40,6 +42,8 @@ NAMED = {  # what is said where a network can't be computed so; ways that comput
     "spectral_normed": "which has a parametrization of its weight|layer 1 \\(ParametrizedConv2d\\) changes its _u with each forward pass",
     "spectral_normed_by_hook": "which has hooks|layer 1 \\(Conv2d\\) changes its weight_u with each forward pass|weight of its layer 1",
     "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place what stash\\('a'\\) has put aside",
+    "joined_unknown": "layer gate \\(Gate\\) is called with 2 maps, and what it makes of them is not known",
+    "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place what layer a has put aside",
     "never_popped": "stash\\('a'\\) is never popped",
     "stashed_twice": "stash\\('a'\\) at layer 3 comes before the pop of the one at layer 1",
 }

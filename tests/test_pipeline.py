@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from distseg.extents import Extents
+from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
 from distseg.program.partition import Partition
 from test_exact import NORMS, check, config
@@ -106,13 +107,13 @@ def test_frozen_layers_return_no_gradient():
     model = build_model(config().model)
     for layer in model[:10]:
         layer.requires_grad_(False)
-    edges = Partition.of(list(model), [10, 39]).edges
+    edges = Partition.of(calls_of(model), [10, 39]).edges
     assert [(e.name, e.gradient) for e in edges] == [("x", False), ("skip0", False)]
 
 
 def test_stages_that_would_share_a_weight_are_refused():
     conv = nn.Conv2d(4, 4, 3, padding=1)
-    layers = [nn.Conv2d(3, 4, 1), conv, nn.ReLU(), conv, nn.Conv2d(4, 2, 1)]
-    assert Partition.of(layers, [1, 4]).stages == 2
+    calls = calls_of(nn.Sequential(nn.Conv2d(3, 4, 1), conv, nn.ReLU(), conv, nn.Conv2d(4, 2, 1)))
+    assert Partition.of(calls, [1, 4]).stages == 2
     with pytest.raises(ValueError, match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would train its own: set pipeline.balance"):
-        Partition.of(layers, [2, 3])
+        Partition.of(calls, [2, 3])

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
+import made_networks
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from distseg.memory_format import channels_last as last_format
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
 from distseg.scene import Scene
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 
 SIZE = (61, 45)
@@ -93,6 +94,15 @@ def test_nested_blocks_are_streamed_as_flat_ones():
     model = nn.Sequential(block(2, 4), Stash("a"), nn.MaxPool2d(2, ceil_mode=True), block(4, 4), nn.Upsample(scale_factor=2), Pop("a"), nn.Conv2d(8, 3, 1))
     model, x = model.double().eval(), image()
     torch.testing.assert_close(streamed(model, "21x23", x), model(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["residuals", "pyramid", "dense"])
+@pytest.mark.parametrize("settings", [dict(scratch="memory"), dict(room=400e3)])
+def test_networks_whose_layers_read_any_maps(name, settings):
+    """Two norms on one map, maps that several segments read, joins of levels."""
+    torch.manual_seed(0)
+    model, x = getattr(made_networks, name)(3, 3).double().eval(), image((37, 30))[:, [0, 1, 0]]
+    torch.testing.assert_close(streamed(model, "11x13", x, **settings), model(x), rtol=1e-10, atol=1e-12)
 
 
 def test_maps_wait_in_the_scratch_folder_and_leave_it_clean(tmp_path, monkeypatch):

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import pytest
 from torch import nn
 
+from made_graphs import CONV, line
 from test_exact import config as exact_config
 from distseg.extents import Extents
-from distseg.geometry.footprint import Gather
+from distseg.geometry.graph import Graph
 from distseg.geometry.layout import Layout
-from distseg.geometry.needs import Link
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
 from distseg.program.partition import Edge
@@ -25,28 +25,24 @@ ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))
 
 
-def conv(name: str) -> Link:
-    return Link(name, (Gather(3, before=1, after=1),) * 2)
-
-
-def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blocks=1, back=True, links=None, number=0) -> Work:
+def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blocks=1, back=True, graph=None, number=0) -> Work:
     """Convolutions, by default a segment each, on an image of three rows of tiles."""
-    links = links or [conv(f"conv{i}") for i in range(layers)]
+    graph = graph or line(*((f"conv{i}", CONV) for i in range(layers)), dims=2)
     starts = [sum(balance[:i]) for i in range(len(balance))]
     stages = [range(a, a + n) for a, n in zip(starts, balance)]
-    segments = segments_of(links, range(1, len(links)) if cuts is None else cuts, stages)
+    segments = segments_of(graph, range(1, len(graph)) if cuts is None else cuts, stages)
     mine = [n for n, s in enumerate(segments) if s.stage == rank]
-    makers = {s.layers.stop: s.stage for s in segments}
+    makers = {s.result: s.stage for s in segments}
     readers = {p: sorted({s.stage for s in segments if p in s.sources} - {rank}) for p in makers}
-    starts = {segments[n].layers.start for n in mine}
-    return Work(segments, mine, set(live) & starts, set(points) & starts, makers, readers, Rows(links, segments, blocks), back, number)
+    first = {segments[n].sources[-1] for n in mine}
+    return Work(segments, mine, set(live) & first, set(points) & first, makers, readers, Rows(graph, segments, blocks), back, number)
 
 
 @dataclass(frozen=True)
 class Rows:
     """Three tiles one above the other, of every map."""
 
-    links: list
+    graph: Graph
     segments: list
     blocks: int
 
@@ -54,7 +50,7 @@ class Rows:
         return boxes_of(IMAGE, (HEIGHT, 8))
 
     def rows(self, block, segment, rows):
-        return rows_read(Layout(self.links, IMAGE.size, [(0, n) for n in IMAGE.size], "all"), self.segments[segment], rows)
+        return rows_read(Layout(self.graph, IMAGE.size, [(0, n) for n in IMAGE.size], "all"), self.segments[segment], rows)
 
     def made(self, block, position):
         return IMAGE
@@ -99,8 +95,8 @@ def test_images_follow_one_another():
 
 def test_as_text():
     """Two ranks, a stage each; the first has a live norm, the second takes a map and a skip of its own."""
-    links = [conv("a"), conv("b"), Link("stash", stash="s"), conv("c"), Link("pop", pop="s"), conv("d")]
-    first, second = (work(live=(1,), cuts=[1], balance=(3, 3), rank=rank, links=links) for rank in (0, 1))
+    graph = line(("a", CONV), ("b", CONV), ("stash",), ("c", CONV), ("pop", "pop"), ("d", CONV), dims=2)
+    first, second = (work(live=(1,), cuts=[1], balance=(3, 3), rank=rank, graph=graph) for rank in (0, 1))
     assert text(whole(first)) == FIRST.strip()
     assert text(whole(second)) == SECOND.strip()
     assert peak(first, lambda block, position: 10**position) == 10 + 100 + 1000 + (100 + 1000) + 0  # the maps, and what the second returns
@@ -188,9 +184,9 @@ def placed(live, balance, placement, rank, number) -> Work:
     """As :func:`work`, with stages on the ranks of a placement."""
     found = work(10, live, balance=balance, number=number)
     mine = [n for n, s in enumerate(found.segments) if placement[s.stage] == rank]
-    makers = {s.layers.stop: placement[s.stage] for s in found.segments}
+    makers = {s.result: placement[s.stage] for s in found.segments}
     readers = {p: sorted({placement[s.stage] for s in found.segments if p in s.sources} - {rank}) for p in makers}
-    return replace(found, mine=mine, makers=makers, readers=readers, live=set(live) & {found.segments[n].layers.start for n in mine})
+    return replace(found, mine=mine, makers=makers, readers=readers, live=set(live) & {found.segments[n].sources[-1] for n in mine})
 
 
 def stuck(programs, works) -> dict[int, str]:

@@ -10,7 +10,7 @@ from distseg.geometry import receptive
 from distseg.geometry.receptive import probed_reach
 from distseg.models.unet import unet
 from distseg.models.zoo import _builder, outline_model
-from distseg.spatial.links import links_of, receptive_field
+from distseg.spatial.graph import graph_of, receptive_field
 
 
 def conv(i, o, k=3, **more):
@@ -80,7 +80,7 @@ FLAT = ["residual", "long_skip", "one_sided", "replicating", "shuffled", "early_
 @pytest.mark.parametrize("name", [*FLAT, *("u-net", "transposed", "stride 6"), *("tiny", "demo", "summit-small", "gigapixel-4492")])
 def test_what_is_worked_out_is_what_is_measured(name):
     model = getattr(made_networks, name)(3, 3) if name in FLAT else BRUTE.get(name) or outline_model(ModelConfig(name))
-    links_of(model)  # which raises where it would have to be measured
+    graph_of(model)  # which raises where it would have to be measured
     assert receptive_field(model) == probed_reach(model)
 
 

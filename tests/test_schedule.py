@@ -7,7 +7,7 @@ import pytest
 
 from distseg.program import listing, schedule
 from distseg.pipeline.fold import v_split
-from distseg.models.layers import Skip
+from distseg.geometry.graph import Skip
 from distseg.program.partition import OUTPUT, Edge, edges_between, stage_ranges
 from distseg.program.schedule import SCHEDULES, Backward, Forward, Weight, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
 from distseg.program.simulate import check, peak_live, peak_memory, simulate
@@ -184,14 +184,15 @@ def test_an_edge_without_gradient_sends_none_back():
     assert [(s.name, s.start) for s in spans] == [("F0,0", 0), ("B0,0", 1), ("F0,1", 1), ("B0,1", 2)]
 
 
-SKIPS = [Skip("a", 1, 10), Skip("b", 4, 8)]
+SKIPS = [Skip(1, 10), Skip(4, 8)]
+INPUTS = [(n, *(s.stash for s in SKIPS if s.pop == n)) for n in range(12)]
 
 
 def slowest(seconds: list[float], travel: list[float], balance: tuple[int, ...]) -> float:
     """Of the ranks of a V; infinite where a skip travels."""
     ranges, ranks = stage_ranges(balance, len(seconds)), len(balance) // 2 + 1
     placement = v_placement(ranks)
-    if any(placement[e.source] != placement[e.target] for e in edges_between(ranges, SKIPS) if e.name != OUTPUT):
+    if any(placement[e.source] != placement[e.target] for e in edges_between(ranges, INPUTS) if e.name != OUTPUT):
         return float("inf")
     cuts = [0.0, *(travel[layers.stop - 1] for layers in ranges[:-1]), 0.0]
     busy = [sum(seconds[i] for i in layers) + sum(ends) for layers, ends in zip(ranges, pairwise(cuts))]
@@ -214,4 +215,4 @@ def test_v_split_of_a_u():
 
 def test_no_v_across_a_skip():
     with pytest.raises(ValueError, match="no V on 2 ranks: 3 layers with 2 skips"):
-        v_split([1.0] * 3, [Skip("a", 0, 1), Skip("b", 1, 2)], 2)
+        v_split([1.0] * 3, [Skip(0, 1), Skip(1, 2)], 2)

@@ -8,7 +8,7 @@ import torch
 
 from distseg.comm.cuda_aware import cuda_aware, says
 from distseg.comm.staging import Buffers, settled, upload
-from distseg.comm.transport import Form
+from distseg.comm.mail import Form
 from distseg.config import TrainConfig
 from distseg.comm.collective import Alone
 from distseg import precision

@@ -6,21 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.comm import later
 from distseg.comm.collective import Alone
-from distseg.comm.later import putting_off
+from distseg.comm.waits import Ranks, Waits
 from distseg.config import LossConfig
 from distseg.geometry.tile import Place, tiles, window
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.unet import unet
-from distseg.pipeline import execute
 from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
 from distseg.program.schedule import splits
 from distseg.pipeline.stage import Stage
 from distseg.spatial.context import Context
 from distseg.spatial.conv import weights_apart
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
@@ -54,23 +52,23 @@ def pieces(numbers, grid, reach) -> list[Piece]:
     return found
 
 
-def step_of(tiled, name: str, rows: Rows, replicas, schedule: str = "1f1b") -> GradientStep:
+def step_of(tiled, name: str, rows: Rows, replicas, schedule: str = "1f1b", waits: Waits = Waits()) -> GradientStep:
     """A pipeline of one stage on this rank."""
     loss, partition = Loss(LossConfig(name), 3), Partition.whole()
     head = LossHead(loss, rows, replicas)
-    pipeline = Pipeline(partition, [Stage(0, tiled, None, [], [], head)], Alone())
+    pipeline = Pipeline(partition, [Stage(0, tiled, None, [], [], head)], Ranks(Alone(), waits))
     return GradientStep(pipeline, head, loss, tiled.context, schedule, tiled.live_norms)
 
 
-def step(norm, loss, micro_batches, grid=(1, 1), frozen=False, schedule="1f1b"):
+def step(norm, loss, micro_batches, grid=(1, 1), frozen=False, schedule="1f1b", waits: Waits = Waits()):
     """(loss, gradients, model) of a step over the given sample numbers."""
     model = copy.deepcopy(model_of(norm))
     reach = receptive_field(model)
-    tiled = parallelize(model, reach, Context(around=weights_apart if splits(schedule) else skip_store)).train()
+    tiled = parallelize(model, reach, Context(around=weights_apart(waits) if splits(schedule) else skip_store)).train()
     if frozen:
         tiled.freeze_norms()
     rows = Rows(1, 0, len(micro_batches), len(micro_batches[0]))
-    value = step_of(tiled, loss, rows, Alone(), schedule)([pieces(numbers, grid, reach) for numbers in micro_batches])
+    value = step_of(tiled, loss, rows, Alone(), schedule, waits)([pieces(numbers, grid, reach) for numbers in micro_batches])
     return value, {name: p.grad for name, p in model.named_parameters()}, tiled
 
 
@@ -80,21 +78,22 @@ def same(found, wanted) -> None:
         assert (found[1][name] - gradient).norm() <= 1e-12 * gradient.norm(), name
 
 
-def test_weights_wait_for_their_action(monkeypatch):
+def test_weights_wait_for_their_action():
     """All that a backward pass puts off is there when its action comes, and gone when that ends; with nothing put off the step is the same."""
-    due = {}
+    due, waits = {}, Waits()
+    done = waits.finish
 
     def finish(action: str) -> None:
-        due[action] = [piece.action for piece in later._pieces]
-        later.finish(action)
-        assert action not in [piece.action for piece in later._pieces]
+        due[action] = [piece.action for piece in waits._pieces]
+        done(action)
+        assert action not in [piece.action for piece in waits._pieces]
 
     wanted = step("instance", "cross_entropy", [[0], [1]])
     same(step("instance", "cross_entropy", [[0], [1]], schedule="zb-h1"), wanted)
-    monkeypatch.setattr(execute, "finish", finish)
-    with putting_off():
-        found = step("instance", "cross_entropy", [[0], [1]], schedule="zb-h1")
-        assert not later._pieces
+    waits.finish = finish
+    with waits.putting_off():
+        found = step("instance", "cross_entropy", [[0], [1]], schedule="zb-h1", waits=waits)
+        assert not waits._pieces
     same(found, wanted)
     convolutions = sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in model_of("instance").modules())
     assert due == {"W0,0": ["W0,0"] * convolutions, "W1,0": ["W1,0"] * convolutions}

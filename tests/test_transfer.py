@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distseg.comm.collective import set_timeout, wait
+from distseg.comm.waits import Ranks, Waits
 from distseg.geometry.tile import Box, strips
 from distseg.spatial import transfer
 from distseg.spatial.scratch import Map
@@ -51,6 +51,7 @@ def test_a_map_comes_as_it_is(comm, tmp_path, dtype, layout):
 @pytest.mark.parallel(2)
 def test_rows_come_once_they_are_final(comm):
     """The sender writes rows 3 to 8, 8 to 13, ...; those of a block are final when the next one is written."""
+    comm = Ranks(comm, Waits())
     transfers, x, found = Transfers(comm), whole(0), []
     stored = Map(BOX, x)
     sending = transfers.begin(Sending(stored), 1, 0) if comm.rank == 0 else None
@@ -65,7 +66,7 @@ def test_rows_come_once_they_are_final(comm):
             transfers.wait_for(coming, row if row == 20 else row - (row - 3) % 2, "rows")  # whole strips
             assert (found[0].read(Box((3, 10), (coming.there, 41))) == x[:, :, : coming.there - 3]).all()
         with transfers.moving():
-            wait(comm.Ibarrier())
+            comm.waits.wait(comm.Ibarrier())
         assert comm.rank == 0 or coming.there <= row
         comm.Barrier()  # before it the other may make no more rows final
     transfers.flush()
@@ -91,14 +92,10 @@ def test_maps_of_a_tag_keep_their_order_and_are_let_go_of(comm):
 
 @pytest.mark.parallel(2)
 def test_what_never_comes_is_an_error(comm):
-    set_timeout(0.5)
-    try:
-        if comm.rank == 0:
-            with pytest.raises(TimeoutError, match="the map before conv did not come within 0.5 s"):
-                transfers = Transfers(comm)
-                transfers.wait_for(transfers.begin(receiving([], None), 1, 99), 20, "the map before conv")
-    finally:
-        set_timeout(0)
+    if comm.rank == 0:
+        with pytest.raises(TimeoutError, match="the map before conv did not come within 0.5 s"):
+            transfers = Transfers(Ranks(comm, Waits(0.5)))
+            transfers.wait_for(transfers.begin(receiving([], None), 1, 99), 20, "the map before conv")
     comm.Barrier()
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 
-from distseg.comm.collective import wait
-from distseg.comm.cuda_aware import cuda_aware
-from distseg.comm.staging import Buffers, settled
-from distseg.comm.transport import message
+from distseg.comm.mail import Mail, Receipt
+from distseg.comm.waits import Waits
 from distseg.geometry.footprint import Span
+from distseg.geometry.layout import Region
 from distseg.geometry.tile import Box
 from distseg.memory_format import lies_last
 
@@ -68,83 +68,11 @@ class Strip(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Side(NamedTuple):
-    """What this rank holds of one tensor of the exchange.
+@dataclass(frozen=True)
+class Frame(Region):
+    """What a tensor holds before an exchange, and ``make``, the cells of the tensor after it; those beyond the map are padding."""
 
-    Attributes:
-        have: cells of the tensor before the exchange; the tile's own are in it.
-        own: the cells that it owns.
-        make: cells of the tensor after it; those beyond the map are padding.
-        size: of the map.
-    """
-
-    have: Box
-    own: Box
     make: Box
-    size: tuple[int, ...]
-
-
-# Messages on their way, with their buffers and whose these are: they must live on even if their exchange does not.
-_leaving: list[tuple[object, Tensor, Buffers]] = []
-
-
-class Mail:
-    """Sends and receives the parts of an exchange: a message a neighbour each way, in buffers that are used again.
-
-    Args:
-        comm: the ranks that share an image.
-        device: of the tensors.
-    """
-
-    def __init__(self, comm, device=torch.device("cpu")):
-        self.comm, self.device = comm, torch.device(device)
-        self.staged = self.device.type == "cuda" and not cuda_aware()
-        self.buffers = Buffers(self.device, self.staged)
-        self.bytes_sent = self.messages_sent = 0
-
-    def post(self, sizes: dict[int, int], tag: int) -> dict[int, tuple[object, Tensor]]:
-        """Receives under way: from each rank so many bytes."""
-        arriving = {}
-        for rank, size in sizes.items():
-            buffer = self.buffers.take(size)
-            arriving[rank] = self.comm.Irecv(message(buffer), rank, tag), buffer
-        return arriving
-
-    def send(self, packed: dict[int, Tensor], tag: int) -> None:
-        """Start to send a flat tensor of bytes to each rank."""
-        _forget()
-        if self.staged:
-            packed = {rank: self.buffers.take(x.numel()).copy_(x, non_blocking=True) for rank, x in packed.items()}
-        settled(self.device)
-        for rank, x in packed.items():
-            _leaving.append((self.comm.Isend(message(x), rank, tag), x, self.buffers))
-            self.bytes_sent, self.messages_sent = self.bytes_sent + x.numel(), self.messages_sent + 1
-
-    def packing(self, size: int) -> Tensor:
-        """Room for a message, where tensors are."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device) if self.staged else self.buffers.take(size)
-
-    def arrived(self, under_way: tuple[object, Tensor], what: str) -> Tensor:
-        """The bytes of a receive, once they are there; to be given back by :meth:`done`."""
-        request, buffer = under_way
-        wait(request, what, "halo")
-        return buffer
-
-    def done(self, buffer: Tensor) -> None:
-        """Take back the bytes of a receive, whose readers are queued."""
-        self.buffers.give(buffer, read_by_stream=True)
-
-
-def _forget() -> None:
-    """Give back the buffers of messages that are through."""
-    waiting = []
-    for entry in _leaving:
-        request, buffer, owner = entry
-        if request.Test():
-            owner.give(buffer)
-        else:
-            waiting.append(entry)
-    _leaving[:] = waiting
 
 
 class HaloExchange:
@@ -153,7 +81,7 @@ class HaloExchange:
     ``forward`` and ``adjoint`` are each other's adjoint in the inner product over all cells that ranks have and make.
 
     Args:
-        sides: of each tensor (B, C, *have.size) of this rank.
+        frames: of each tensor (B, C, *held.size) of this rank.
         sends, receives: for each rank the strips that go there, as boxes of own tensors in map cells, in an order both ranks agree on.
         here: pairs of own tensors, source and target, and the cells that go from one to the other.
         like: a tensor, for channels and type; ``batches``: images of each tensor.
@@ -163,25 +91,29 @@ class HaloExchange:
     """
 
     def __init__(
-        self, mail: Mail, sides: list[Side], sends: dict[int, list[tuple[int, Box]]], receives: dict[int, list[tuple[int, Box]]],
+        self, mail: Mail, frames: list[Frame], sends: dict[int, list[tuple[int, Box]]], receives: dict[int, list[tuple[int, Box]]],
         here: list[tuple[int, int, Box]], like: Tensor, batches: list[int], fill: float, tag: int, name: str, last: bool,
     ):  # fmt: skip
-        self.mail, self.sides, self.fill, self.tag, self.name, self.last = mail, sides, fill, tag, name, last
+        self.mail, self.frames, self.fill, self.tag, self.name, self.last = mail, frames, fill, tag, name, last
         self.channels, self.dtype, self.itemsize = like.shape[1], like.dtype, like.element_size()
         strip = lambda at, box, origin: Strip(at, box.relative_to(origin).slices, (batches[at], self.channels, *box.size))
-        self.sends = {rank: [strip(at, box, sides[at].have) for at, box in strips] for rank, strips in sends.items()}
-        self.receives = {rank: [strip(at, box, sides[at].make) for at, box in strips] for rank, strips in receives.items()}
-        self.here = [(strip(a, box, sides[a].have), strip(b, box, sides[b].make)) for a, b, box in here]
+        self.sends = {rank: [strip(at, box, frames[at].held) for at, box in strips] for rank, strips in sends.items()}
+        self.receives = {rank: [strip(at, box, frames[at].make) for at, box in strips] for rank, strips in receives.items()}
+        self.here = [(strip(a, box, frames[a].held), strip(b, box, frames[b].make)) for a, b, box in here]
+
+    @property
+    def waits(self) -> Waits:
+        return self.mail.waits
 
     @property
     def idle(self) -> bool:
         """Whether every tile has all it wants."""
-        return not (self.sends or self.receives or self.here) and all(side.make == side.have for side in self.sides)
+        return not (self.sends or self.receives or self.here) and all(frame.make == frame.held for frame in self.frames)
 
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """(B, C, *have.size) each -> (B, C, *make.size) each."""
+        """(B, C, *held.size) each -> (B, C, *make.size) each."""
         arriving = self._start(xs, self.sends, self.receives, self.tag)
-        ys = [self._framed(x, side) for x, side in zip(xs, self.sides)]
+        ys = [self._framed(x, frame) for x, frame in zip(xs, self.frames)]
         for source, target in self.here:
             _view(ys, target).copy_(_view(xs, source))
         for rank, views in self._finish(arriving, self.receives, ""):
@@ -199,7 +131,7 @@ class HaloExchange:
 
     def finish_adjoint(self, gs: Sequence[Tensor], arriving, in_place: bool = False) -> list[Tensor]:
         """The gradients once the others' part is added; ``in_place`` into ``gs``, of which the results may then be views."""
-        dxs = [self._own_part(g, side, in_place) for g, side in zip(gs, self.sides)]
+        dxs = [self._own_part(g, frame, in_place) for g, frame in zip(gs, self.frames)]
         for source, target in self.here:
             _view(dxs, source).add_(_view(gs, target))
         for rank, views in self._finish(arriving, self.sends, "the gradient of "):
@@ -207,46 +139,46 @@ class HaloExchange:
                 _view(dxs, strip).add_(part)
         return dxs
 
-    def _framed(self, x: Tensor, side: Side) -> Tensor:
+    def _framed(self, x: Tensor, frame: Frame) -> Tensor:
         """Room for what is made, with own cells and padding in place."""
-        y = _empty(x, side.make.size)
-        common = side.own.intersection(side.make)
+        y = _empty(x, frame.make.size)
+        common = frame.owned.intersection(frame.make)
         if not common.pixels:
             return y.fill_(self.fill)
-        inside = side.make.intersection(Box.whole(side.size)).relative_to(side.make)
-        for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, side.make.size)):
+        inside = frame.make.intersection(Box.whole(frame.size)).relative_to(frame.make)
+        for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, frame.make.size)):
             y.narrow(2 + dim, 0, a).fill_(self.fill)
             y.narrow(2 + dim, b, n - b).fill_(self.fill)
-        y[(..., *common.relative_to(side.make).slices)] = x[(..., *common.relative_to(side.have).slices)]
+        y[(..., *common.relative_to(frame.make).slices)] = x[(..., *common.relative_to(frame.held).slices)]
         return y
 
-    def _own_part(self, g: Tensor, side: Side, in_place: bool) -> Tensor:
+    def _own_part(self, g: Tensor, frame: Frame, in_place: bool) -> Tensor:
         """The gradient of own cells from their own tile; none of the others that it had."""
-        common = side.own.intersection(side.make)
-        if in_place and common == side.have:
-            return g[(..., *common.relative_to(side.make).slices)]
-        dx = _empty(g, side.have.size)
-        if common != side.have:
+        common = frame.owned.intersection(frame.make)
+        if in_place and common == frame.held:
+            return g[(..., *common.relative_to(frame.make).slices)]
+        dx = _empty(g, frame.held.size)
+        if common != frame.held:
             dx.zero_()
         if common.pixels:
-            dx[(..., *common.relative_to(side.have).slices)] = g[(..., *common.relative_to(side.make).slices)]
+            dx[(..., *common.relative_to(frame.held).slices)] = g[(..., *common.relative_to(frame.make).slices)]
         return dx
 
     # messages
 
-    def _start(self, tensors: Sequence[Tensor], going: dict[int, list[Strip]], coming: dict[int, list[Strip]], tag: int):
-        arriving = self.mail.post({rank: self._bytes(strips) for rank, strips in coming.items()}, tag)
+    def _start(self, tensors: Sequence[Tensor], going: dict[int, list[Strip]], coming: dict[int, list[Strip]], tag: int) -> dict[int, Receipt]:
+        arriving = {rank: self.mail.receive_bytes(self._bytes(strips), rank, tag) for rank, strips in coming.items()}
         packed = {}
         for rank, strips in going.items():
-            packed[rank] = self.mail.packing(self._bytes(strips))
+            packed[rank] = self.mail.room(self._bytes(strips))
             for strip, part in self._parts(packed[rank], strips):
                 part.copy_(_view(tensors, strip))
-        self.mail.send(packed, tag)
+        self.mail.send_all(packed, tag, packed=True)
         return arriving
 
-    def _finish(self, arriving, strips: dict[int, list[Strip]], what: str):
-        for rank, under_way in arriving.items():
-            buffer = self.mail.arrived(under_way, f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles")
+    def _finish(self, arriving: dict[int, Receipt], strips: dict[int, list[Strip]], what: str):
+        for rank, receipt in arriving.items():
+            buffer = receipt.tensor(f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles", "halo")
             here = buffer.to(self.mail.device, non_blocking=True)
             yield rank, self._parts(here, strips[rank])
             self.mail.done(buffer)

@@ -17,8 +17,8 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
-from distseg.comm.collective import timeout, wait
 from distseg.comm.staging import Buffers, settled
+from distseg.comm.waits import waits_of
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -118,7 +118,7 @@ class MpiReducer:
         request = self.comm.Iallreduce(MPI.IN_PLACE, host.numpy())
 
         def end() -> None:
-            wait(request)
+            waits_of(self.comm).wait(request)
             if host is not bucket:
                 bucket.copy_(host.to(bucket.device, non_blocking=True))
             if give:
@@ -229,7 +229,7 @@ def _process_set(mesh, device: str):
     import horovod.torch as hvd
 
     # A rank that is missing is named, and ends the job as in our own waits, instead of holding it until its time limit.
-    limit = math.ceil(timeout())
+    limit = math.ceil(mesh.waits.timeout)
     stall = dict(zip(_STALL, (str(min(60, limit or 60)), str(limit))))  # it ends no job sooner than it checks
     for name, value in {**stall, "HOROVOD_CYCLE_TIME": _CYCLE[device], "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}.items():
         os.environ.setdefault(name, value)

@@ -10,7 +10,8 @@ stream:
    place: it may be that of a freed tensor whose kernels are still queued. So MPI receives into :class:`Buffers` only.
 3. What MPI writes may be read by whatever is queued after the request is complete.
 4. A buffer is given back when its last reader is queued, which is not done: :meth:`Buffers.give` marks the stream there, and
-   :meth:`Buffers.take` waits for the mark.
+   :meth:`Buffers.take` looks for one whose mark has passed, and makes another one rather than wait: soon there are as many
+   as are under way between two sends, which do wait.
 5. Copies to the host that do not wait go to pinned memory alone, and nobody looks there before :func:`settled`.
 6. Copies to the device that do not wait come from pinned memory (:func:`upload`), or from memory that lives, unchanged,
    until the step is over. PyTorch's allocator does not hand pinned memory out again before such a copy is done, so the
@@ -57,12 +58,8 @@ class Buffers:
         """(size,) bytes that nothing queued touches, so that MPI may write them."""
         room = 1 << max(0, size - 1).bit_length()  # as images come in many sizes
         free = self._free[room]
-        if not free:
-            return self._made(room)[:size]
-        done = (i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query())
-        buffer, mark = free.pop(next(done, 0))
-        if mark is not None:
-            mark.synchronize()
+        done = next((i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query()), None)
+        buffer = self._made(room) if done is None else free.pop(done)[0]
         return buffer[:size]
 
     def give(self, buffer: Tensor, read_by_stream: bool = False) -> None:

@@ -1,11 +1,11 @@
 """Who owns and who holds which cells of each feature map, where tiles exchange borders instead of reading halos.
 
-Along each dim a chain of layers turns cuts between tiles into cuts of every feature map. From the last layer backwards
+Along each dim the graph's nodes turn cuts between tiles into cuts of every feature map. From the last layer backwards
 each tile then needs what its result looks at, until an exchange: before it a tile has its own cells only, behind it
 those with a margin that the layers up to the next exchange eat. Two 3-wide convolutions, exchanged before the first::
 
     owned            |. . . .|. . . .|
-    given            |. . . .|                left tile, before the exchange
+    held             |. . . .|                left tile, before the exchange
     taken            |. . . .|. .|            a margin of 2 from its neighbour
     after one conv   |. . . .|.|
     after two        |. . . .|
@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import pairwise
 from typing import Callable, Container, Iterable, Sequence
 
 from distseg.extents import Extents
 from distseg.geometry.footprint import Footprint, Gather, Span
-from distseg.geometry.needs import Along, Link, Need, box_of, needs_along, taken_of
+from distseg.geometry.graph import Graph, Node
+from distseg.geometry.needs import Along, Need, box_of, hull, needs_along, taken_of
 from distseg.geometry.tile import Box, Reach
 
 
@@ -43,54 +44,49 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one tile does at one layer, in cells.
+class Part(Region):
+    """What one tile does at one node, in cells: a region of the feature map that the node reads, the first of several, and what comes of it.
 
     Attributes:
-        size: of the whole feature map before the layer.
-        owned: this tile's part of it.
-        given: what the tile holds of it, once its predecessor is done.
-        taken: what the layer is computed from, inside the map.
+        taken: what the result is computed from, inside the map; of further maps that are ``made``'s cells.
         raw: the same with what lies beyond the map, in the padding.
-        made: its result, in cells of the feature map after the layer.
-        skip: for a pop, what the tile holds of the skip.
+        made: the result, in cells of its feature map.
     """
 
-    size: tuple[int, ...]
-    owned: Box
-    given: Box
     taken: Box
     raw: Box
     made: Box
-    skip: Box | None = None
 
 
 class Layout:
-    """All tiles of one image at all layers of a flat model.
+    """All tiles of one image at all nodes of a graph.
 
     Args:
-        links: the model's layers in order.
         image: size in pixels.
         borders: the positions 0 .. n between tiles along each dim.
         exchange_every: a number of layers that look beyond a tile, ``level`` or ``all``.
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
-        stored: the layers before which maps are stored in any case: there tiles exchange, rather than behind layers that look at single cells.
+        stored: the nodes whose first input is stored in any case: there tiles exchange, rather than behind layers that look at single cells.
+
+    Attributes:
+        sizes: of the maps.
+        points: the nodes before which tiles exchange; ``exchanged``: the maps that these read.
 
     Raises:
         ValueError: a feature map with fewer cells than tiles, or a result that is not of the image's size.
     """
 
     def __init__(
-        self, links: Sequence[Link], image: Sequence[int], borders: Sequence[Sequence[int]], exchange_every: str = "1", fuse_below: int = 0,
-        stored: Container[int] = (),
+        self, graph: Graph, image: Sequence[int], borders: Sequence[Sequence[int]], exchange_every: str = "1", fuse_below: int = 0, stored: Container[int] = (),
     ):  # fmt: skip
-        self.links, self.image = list(links), tuple(image)
+        self.graph, self.image = graph, tuple(image)
         self.grid = tuple(len(b) - 1 for b in borders)
-        maps = [_maps(self.links, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
-        points = _exchange_points(self.links, maps, exchange_every, fuse_below)
-        self.points = frozenset(_earlier(self.links, point, stored) for point in points)
-        self._maps, self._needs = maps, [_needs(self.links, dim, m, self.points) for dim, m in enumerate(maps)]
-        self.sizes = [tuple(m[layer][0] for m in maps) for layer in range(len(self.links) + 1)]
+        maps = [_maps(graph, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
+        points = _exchange_points(graph, maps, exchange_every, fuse_below)
+        self.points = frozenset(_earlier(graph, point, stored) for point in points)
+        self.exchanged = frozenset(graph[point].first for point in self.points)
+        self._maps, self._needs = maps, [_needs(graph, dim, m, self.points) for dim, m in enumerate(maps)]
+        self.sizes = [tuple(m[source][0] for m in maps) for source in range(graph.result + 1)]
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
         self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
@@ -111,34 +107,47 @@ class Layout:
         """Where a tile stands in the grid."""
         return tuple(starts[a] for starts, a in zip(self._starts, tile.start))
 
-    def part(self, layer: int, cell: tuple[int, ...]) -> Part:
-        """Of the tile at ``cell`` of the grid."""
-        if (layer, cell) not in self._parts:
-            self._parts[layer, cell] = self._part(layer, cell)
-        return self._parts[layer, cell]
+    def part(self, number: int, cell: tuple[int, ...]) -> Part:
+        """At a node, of the tile at ``cell`` of the grid."""
+        if (number, cell) not in self._parts:
+            self._parts[number, cell] = self._part(number, cell)
+        return self._parts[number, cell]
 
-    def _part(self, layer: int, cell: tuple[int, ...]) -> Part:
-        needs = [need[layer] for need in self._needs]
+    def _part(self, number: int, cell: tuple[int, ...]) -> Part:
+        needs, source = [need[number] for need in self._needs], self.graph[number].first
 
         def box(field: str) -> Box:
             return box_of([getattr(need, field)[c] for need, c in zip(needs, cell)])
 
-        owned = box_of([m[layer][1][c : c + 2] for m, c in zip(self._maps, cell)])
-        skip = box("skip") if needs[0].skip is not None else None
-        return Part(self.sizes[layer], owned, box("given"), box("taken"), box("raw"), box("made"), skip)
+        return Part(self.sizes[source], self.owned(source, cell), box("held"), box("taken"), box("raw"), box("made"))
+
+    def owned(self, source: int, cell: Sequence[int]) -> Box:
+        """What a tile owns of a map."""
+        return box_of([m[source][1][c : c + 2] for m, c in zip(self._maps, cell)])
+
+    def made(self, source: int, cell: tuple[int, ...]) -> Box:
+        """What a tile has of a map, before its margin is fetched."""
+        return self.part(self.graph.readers[source][0], cell).held if source == 0 else self.part(source - 1, cell).made
 
     def result_of(self, cell: Sequence[int]) -> Box:
         """What the tile owns of the result."""
-        return box_of([cuts[c : c + 2] for cuts, c in zip(self.result_cuts, cell)])
+        return self.owned(self.graph.result, cell)
 
-    def _along(self, layers: range, dim: int, span: Span) -> Along:
-        """What ``layers`` need along a dim for a span of their result. The tiles of a grid have few spans, which are found once."""
-        sizes = [self.sizes[layer][dim] for layer in layers]
-        return Along.of(needs_along(self.links[layers.start : layers.stop], dim, sizes, [span]))
+    def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> Along:
+        """What nodes need along a dim for a span of the last one's result. The tiles of a grid have few spans, which are found once."""
+        needs, held = needs_along(self.graph, numbers, dim, [size[dim] for size in self.sizes], [span])
+        inside = {number + 1 for number in numbers}
+        return Along.of(needs, {source: spans for source, spans in held.items() if source not in inside})
 
-    def spans(self, layer: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Of the map before a layer, along each dim: the cuts between owners, and what each tile takes."""
-        return [m[layer][1] for m in self._maps], [need[layer].taken for need in self._needs]
+    def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
+        """Of the first map that a node reads, along each dim: the cuts between owners, and what each tile takes."""
+        source = self.graph[number].first
+        return [m[source][1] for m in self._maps], [need[number].taken for need in self._needs]
+
+    def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
+        """The same of a map, of all nodes before which it is exchanged."""
+        spans = [self.spans(number)[1] for number in self.graph.readers[source] if number in self.points and self.graph[number].first == source]
+        return [m[source][1] for m in self._maps], [[reduce(hull, each) for each in zip(*along)] for along in zip(*spans)]
 
 
 _SPANS = 512  # whose needs a layout keeps
@@ -146,108 +155,122 @@ _SPANS = 512  # whose needs a layout keeps
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 
 
-def _maps(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
-    """The feature maps before each layer and after the last one.
+def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
+    """All feature maps, the image first.
 
     Who owns the middle of what a cell looks at owns the cell. Where that ends beside the borders, as behind a padding on one side only, who
     owns the cell's pixels does.
     """
-    maps = _cut(links, dim, n, borders, lambda layer, cuts: map(links[layer].along(dim).cut, cuts[1:-1]))
+    maps = _cut(graph, dim, n, borders, lambda number, cuts: map(graph[number].along(dim).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:
-        scales = _scales(links, dim)
-        maps = _cut(links, dim, n, borders, lambda layer, cuts: (math.ceil(b / scales[layer + 1]) for b in borders[1:-1]))
+        scales = _scales(graph, dim)
+        maps = _cut(graph, dim, n, borders, lambda number, cuts: (math.ceil(b / scales[number + 1]) for b in borders[1:-1]))
     return maps
 
 
-def _cut(links: Sequence[Link], dim: int, n: int, borders: tuple[int, ...], inner: Callable[[int, tuple[int, ...]], Iterable[int]]) -> list[_Map]:
-    """Maps cut where ``inner`` says, from the number of a layer that has a footprint and the cuts before it."""
-    maps, skips = [(n, borders)], {}
-    for layer, link in enumerate(links):
-        n, cuts = maps[-1]
-        if link.stash is not None:
-            skips[link.stash] = n, cuts
-        footprint = link.along(dim)
-        if link.pop is not None:
-            n, cuts = skips.pop(link.pop)  # the input is cut to the skip's size
-        elif footprint is not None:
-            n, cuts = _mapped(link, footprint, n, len(cuts) - 1, inner(layer, cuts))
-        maps.append((n, cuts))
+def _cut(graph: Graph, dim: int, n: int, borders: tuple[int, ...], inner: Callable[[int, tuple[int, ...]], Iterable[int]]) -> list[_Map]:
+    """Maps cut where ``inner`` says, from the number of a node that has a footprint and the cuts before it."""
+    maps = [(n, borders)]
+    for number, node in enumerate(graph):
+        n, cuts = maps[node.inputs[-1]]  # to whose size others are cut
+        short = min(maps[source][0] for source in node.inputs)
+        if short < n:
+            raise ValueError(f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, but only what comes from further down may be the longer one, and is cut")
+        footprint = node.along(dim)
+        maps.append((n, cuts) if footprint is None else _mapped(node, footprint, n, len(cuts) - 1, inner(number, cuts)))
     return maps
 
 
-def _mapped(link: Link, footprint: Footprint, n: int, tiles: int, inner: Iterable[int]) -> _Map:
+def _mapped(node: Node, footprint: Footprint, n: int, tiles: int, inner: Iterable[int]) -> _Map:
     m = footprint.size(n)
     if m < tiles:
         raise ValueError(
-            f"layer {link.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
+            f"layer {node.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
         )
     return m, (0, *(min(max(c, k), m - tiles + k) for k, c in enumerate(inner, 1)), m)
 
 
-def _eats(link: Link, dim: int, before: _Map, after: _Map) -> bool:
+def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
     """Whether some tile's result looks at cells that the tile does not own."""
-    spans = [taken_of(link, dim, own, before[0])[0] for own in pairwise(after[1])]
+    spans = [taken_of(node, dim, own, before[0])[0] for own in pairwise(after[1])]
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 
 
-def _needs(links: Sequence[Link], dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
+def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
     """Of all tiles of the dim; each has its own cells at least."""
-    *owned, wanted = [list(pairwise(cuts)) for _, cuts in maps]
-    return needs_along(links, dim, [n for n, _ in maps], wanted, owned, points)
+    owned = [list(pairwise(cuts)) for _, cuts in maps]
+    return needs_along(graph, range(len(graph)), dim, [n for n, _ in maps], owned[-1], owned, points)[0]
 
 
-def _exchange_points(links: Sequence[Link], maps: Sequence[list[_Map]], every: str, fuse_below: int) -> list[int]:
-    """The layers before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
+@dataclass(frozen=True)
+class _Since:
+    """What lies on the way to a map since tiles last exchanged.
+
+    Attributes:
+        eaten: layers that looked beyond their tile since the last exchange or, by ``level``, since the last change of size.
+        fused: the last of them looked at a small map.
+        behind: there has been an exchange at all.
+        bare: it is made from a map that had no margin, and must be exchanged before it is looked at.
+    """
+
+    eaten: int = 0
+    fused: bool = False
+    behind: bool = False
+    bare: bool = False
+
+
+def _exchange_points(graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_below: int) -> list[int]:
+    """The nodes before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
     points: list[int] = []
-    eaten = 0  # layers that looked beyond since the last exchange
-    fused = bare = False
-    stashes: dict[str, int] = {}
-    for layer, link in enumerate(links):
-        if link.stash is not None:
-            stashes[link.stash] = layer
-        if link.pop is not None and points:
-            bare |= stashes[link.pop] < points[0]  # that skip was put aside before any exchange, so it has no margin
-        if any(_eats(link, dim, m[layer], m[layer + 1]) for dim, m in enumerate(maps)):
-            small = min(b - a for m in maps for a, b in pairwise(m[layer][1])) < fuse_below
+    ways = [_Since()]
+    for number, node in enumerate(graph):
+        met = [ways[source] for source in node.inputs]
+        behind = any(way.behind for way in met)
+        bare = any(way.bare for way in met) or behind and not all(way.behind for way in met)
+        eaten, fused = met[0].eaten, met[0].fused
+        if any(_eats(node, dim, m[node.first], m[number + 1]) for dim, m in enumerate(maps)):
+            small = min(b - a for m in maps for a, b in pairwise(m[node.first][1])) < fuse_below
             due = eaten == 0 if every == "level" else eaten % int(every) == 0 if every != "all" else False
             if due and not (small and fused) or bare:
-                points.append(layer)
-                bare = False
+                points.append(number)
+                eaten = 0 if bare else eaten  # counted anew
+                behind, bare = True, False
             eaten, fused = eaten + 1, small
-        if every == "level" and any(f.stride != 1 for f in link.footprints):
+        if every == "level" and any(f.stride != 1 for f in node.footprints):
             eaten = 0
+        ways.append(_Since(eaten, fused, behind, bare))
     return points
 
 
-def _earlier(links: Sequence[Link], point: int, stored: Container[int]) -> int:
+def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
     """Where a map is stored before layers that look at single cells and lead to ``point``; else that."""
-    layer = point
-    while layer not in stored:
-        if layer == 0 or links[layer - 1].footprints or links[layer - 1].pop is not None:
+    number = point
+    while number not in stored:
+        number = graph[number].first - 1
+        if number < 0 or not graph[number].simple:
             return point
-        layer -= 1
-    return layer
+    return number
 
 
-def reach_of(links: Sequence[Link], dims: int) -> Reach:
-    """Halo and stride of a flat model, by arithmetic.
+def reach_of(graph: Graph, dims: int) -> Reach:
+    """Halo and stride of a network, by arithmetic.
 
     Args:
-        links: the model's layers in order.
         dims: number of spatial dims.
 
     Raises:
         ValueError: a result that is not of the image's size.
     """
-    pairs = [_reach_along(links, dim) for dim in range(dims)]
+    pairs = [_reach_along(graph, dim) for dim in range(dims)]
     return Reach(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
 
 
-def _reach_along(links: Sequence[Link], dim: int) -> tuple[int, int]:
-    stride = math.lcm(*(scale.numerator for scale in _scales(links, dim)))
-    sizes = lambda n: [size for size, _ in _maps(links, dim, n, (0, n))]
+def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
+    stride = math.lcm(*(scale.numerator for scale in _scales(graph, dim)))
+    sizes = lambda n: [size for size, _ in _maps(graph, dim, n, (0, n))]
     a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
-    first, last = needs_along(links, dim, sizes(2 * a), [(a, a + stride)])[0].given[0]
+    _, held = needs_along(graph, range(len(graph)), dim, sizes(2 * a), [(a, a + stride)])
+    first, last = held[0][0]
     halo = max(a - first, last - a - stride)
     n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
     if (made := sizes(n)[-1]) != n:
@@ -258,13 +281,11 @@ def _reach_along(links: Sequence[Link], dim: int) -> tuple[int, int]:
 _FAR = 1 << 20  # cells of the stride
 
 
-def _scales(links: Sequence[Link], dim: int) -> list[Fraction]:
+def _scales(graph: Graph, dim: int) -> list[Fraction]:
     """The pixels that a cell stands for, of each map."""
-    found, skips = [Fraction(1)], {}
-    for link in links:
-        if link.stash is not None:
-            skips[link.stash] = found[-1]
-        found.append(skips.pop(link.pop) if link.pop is not None else _scaled(found[-1], link.along(dim)))
+    found = [Fraction(1)]
+    for node in graph:
+        found.append(_scaled(found[node.inputs[-1]], node.along(dim)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is needed of each feature map for a part of a later one: one recurrence over the layers, from behind.
+"""What is needed of each feature map for a part of a later one: one recurrence over the graph, from behind.
 
 It is that of tiles that exchange borders, of windows, and of tiles in time (:mod:`distseg.geometry.layout`, :mod:`distseg.geometry.segment`).
 """
@@ -6,105 +6,93 @@ It is that of tiles that exchange borders, of windows, and of tiles in time (:mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Container, Mapping, Sequence
 
-from distseg.geometry.footprint import Footprint, Gather, Span, inside
+from distseg.geometry.footprint import Gather, Span, inside
+from distseg.geometry.graph import Node
 from distseg.geometry.tile import Box
 
 
 @dataclass(frozen=True)
-class Link:
-    """A layer as geometry sees it: its footprint along each dim (none: pointwise), and the skip that it stashes or pops."""
-
-    name: str
-    footprints: tuple[Footprint, ...] = ()
-    stash: str | None = None
-    pop: str | None = None
-
-    def along(self, dim: int) -> Footprint | None:
-        return self.footprints[dim] if self.footprints else None
-
-
-@dataclass(frozen=True)
 class Need:
-    """One layer along one dim: the spans of several tiles, in cells; ``skip``: what a pop's tile has of a skip that is stashed in the same run of layers.
+    """One node along one dim: the spans of several tiles, in cells. ``held``, ``taken``, ``raw``, ``made``: as :class:`distseg.geometry.layout.Part`'s."""
 
-    ``given``, ``taken``, ``raw``, ``made``: as :class:`distseg.geometry.layout.Part`'s.
-    """
-
-    given: list[Span]
+    held: list[Span]
     taken: list[Span]
     raw: list[Span]
     made: list[Span]
-    skip: list[Span] | None
 
 
 @dataclass(frozen=True)
 class Along:
-    """One tile along one dim, at each of some layers in a row: the spans of :class:`Need`, and how many cells ``taken`` and ``made`` have."""
+    """One tile along one dim, at each of some nodes: the spans of :class:`Need`, and how many cells ``taken`` and ``made`` have.
+
+    Attributes:
+        read: what is needed of each map that none of the nodes makes.
+    """
 
     taken: list[Span]
     raw: list[Span]
     made: list[Span]
-    skip: list[Span | None]
     takes: list[int]
     makes: list[int]
+    read: dict[int, Span]
 
     @classmethod
-    def of(cls, needs: Sequence[Need]) -> "Along":
+    def of(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> "Along":
         taken, raw, made = ([getattr(need, field)[0] for need in needs] for field in ("taken", "raw", "made"))
         cells = lambda spans: [b - a for a, b in spans]
-        return cls(taken, raw, made, [need.skip and need.skip[0] for need in needs], cells(taken), cells(made))
+        return cls(taken, raw, made, cells(taken), cells(made), {source: spans[0] for source, spans in read.items()})
 
 
 def needs_along(
-    links: Sequence[Link], dim: int, sizes: Sequence[int], wanted: list[Span], owned: Sequence[list[Span]] | None = None, points: frozenset[int] = frozenset()
-) -> list[Need]:
-    """What each of several tiles of a dim is given, takes and makes at each of some layers in a row.
+    graph: Sequence[Node], numbers: Sequence[int], dim: int, sizes: Sequence[int], wanted: list[Span], owned: Sequence[list[Span]] | None = None,
+    points: Container[int] = (),
+) -> tuple[list[Need], dict[int, list[Span]]]:  # fmt: skip
+    """What each of several tiles of a dim holds, takes and makes at each of some nodes; and what it must have of each map.
 
     Args:
-        sizes: of the map before each layer.
-        wanted: what each tile is to have behind the last layer.
+        numbers: of the nodes, in order.
+        sizes: of each map.
+        wanted: what each tile is to have of the last one's result.
         owned: what each tile has of each map at least.
-        points: the layers, by number, before which a tile has no more than it owns, until it is given what it takes.
+        points: the nodes before which a tile needs no more than it owns of the first input, until it is given what it takes.
     """
-    held = _held(links, dim, sizes, wanted, owned, points)
+    held = _held(graph, numbers, dim, sizes, wanted, owned, points)
+    has = {source: held[source] for source in held.keys() - {number + 1 for number in numbers}}
     found: list[Need] = []
-    skips: dict[str, list[Span]] = {}
-    given = held[0]
-    for layer, (link, n) in enumerate(zip(links, sizes)):
-        if link.footprints or link.pop is not None or layer in points:
-            made = held[layer + 1]
-            taken, raw = map(list, zip(*(taken_of(link, dim, span, n) for span in made)))
+    for number in numbers:
+        node, there = graph[number], has[graph[number].first]
+        if node.simple and number not in points:
+            made = taken = raw = there
         else:
-            made = taken = raw = given
-        if link.stash is not None:
-            skips[link.stash] = made
-        found.append(Need(given, taken, raw, made, skips.get(link.pop)))
-        given = made
-    return found
+            made = held[number + 1]
+            taken, raw = map(list, zip(*(taken_of(node, dim, span, sizes[node.first]) for span in made)))
+        found.append(Need(there, taken, raw, made))
+        has[number + 1] = made
+    return found, held
 
 
-def _held(links: Sequence[Link], dim: int, sizes: Sequence[int], wanted: list[Span], owned, points: frozenset[int]) -> list[list[Span]]:
-    """What each tile must have of the map before each layer, and behind the last."""
-    held = [wanted]
-    skips: dict[str, list[Span]] = {}
-    for layer in reversed(range(len(links))):
-        link = links[layer]
-        taken = [taken_of(link, dim, span, sizes[layer])[0] for span in held[-1]]
-        if link.pop is not None:
-            skips[link.pop] = held[-1]
-        if link.stash in skips:
-            taken = list(map(hull, taken, skips.pop(link.stash)))
-        if owned is not None:
-            taken = owned[layer] if layer in points else list(map(hull, taken, owned[layer]))
-        held.append(taken)
-    return held[::-1]
+def _held(graph: Sequence[Node], numbers: Sequence[int], dim: int, sizes: Sequence[int], wanted: list[Span], owned, points) -> dict[int, list[Span]]:
+    """What each tile must have of each map."""
+    held = {numbers[-1] + 1: wanted}
+
+    def hold(source: int, spans: list[Span]) -> None:
+        before = held.get(source, owned and owned[source])
+        held[source] = list(map(hull, before, spans)) if before else spans
+
+    for number in reversed(numbers):
+        node, made = graph[number], held[number + 1]
+        for source in node.inputs[1:]:
+            hold(source, [inside(span, sizes[source]) for span in made])
+        taken = [taken_of(node, dim, span, sizes[node.first])[0] for span in made]
+        hold(node.first, owned[node.first] if number in points else taken)
+    return held
 
 
-def taken_of(link: Link, dim: int, made: Span, n: int) -> tuple[Span, Span]:
-    """(taken, raw) along a dim: the cells that a result is made from, in the map and with what lies beyond it."""
-    footprint = link.along(dim)
+def taken_of(node: Node, dim: int, made: Span, n: int) -> tuple[Span, Span]:
+    """(taken, raw) along a dim: the cells of the first input that a result is made from, in the map and with what lies beyond it."""
+    footprint = node.along(dim)
     if footprint is None:
         return inside(made, n), inside(made, n)
     raw = footprint.needs(*made)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from distseg.check import check_settings
-from distseg.comm.collective import set_timeout
 from distseg.comm.replicas import broadcast
 from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
@@ -27,7 +26,7 @@ from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.scene import Scene
 from distseg.spatial.context import Context
-from distseg.spatial.links import receptive_field
+from distseg.spatial.graph import receptive_field
 from distseg.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.infer.metrics import most_likely
 from distseg.precision import choose
@@ -42,7 +41,6 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     """
     device = set_up(world, config.run.device, config.run.threads)
     precision, channels_last = choose(config.train, device, world)
-    set_timeout(config.run.timeout)
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
@@ -61,6 +59,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         reach = used_reach(receptive_field(model), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
+    mesh.waits.timeout = config.run.timeout
     # Weights come last, into the numbers that the network computes with.
     with together(world):
         context = Context(per_window=config.spatial.norm_scope == "window")

@@ -90,7 +90,7 @@ class Predictor:
     def windowed(self) -> bool:
         """Whether windows go through every layer whole."""
         approximate = not self.exact or (self.model.context.per_window and self.model.live_in_training)
-        return self.model.links is None or approximate
+        return self.model.graph is None or approximate
 
     @property
     def independent(self) -> bool:
@@ -107,7 +107,7 @@ class Predictor:
         borders = borders or [(0, n) for n in size]
         key = tuple(map(tuple, borders))
         if key not in self._layouts:
-            self._layouts = {key: Layout(self.model.links, size, borders, "all").check_result(borders)}  # the last one: images often are of one size
+            self._layouts = {key: Layout(self.model.graph, size, borders, "all").check_result(borders)}  # the last one: images often are of one size
         return self._layouts[key]
 
     def _tiling(self, budget: float) -> BudgetTiling:
@@ -120,7 +120,7 @@ class Predictor:
             return self.tile
         size = tuple(size)
         if size not in self._sizes:
-            last = segments_of(self.model.links, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
+            last = segments_of(self.model.graph, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
             self._sizes[size] = Extents(self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1))
         return self._sizes[size]
 
@@ -273,7 +273,7 @@ class Predictor:
         model, cut = self.model, self._cut
         stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
         return InTime(
-            model, model.links, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations.bytes_of, self.autocast,
+            model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations.bytes_of, self.autocast,
             self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
         )  # fmt: skip
 
@@ -303,7 +303,7 @@ class Predictor:
             kind = self.devices[0].type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._dtype
         model = self.model
-        return Activations(model.links, model.kinds, model.channels, dtype.itemsize, self._dtype.itemsize, self.channels_last, graph=False)
+        return Activations(model.graph, model.kinds, model.channels, dtype.itemsize, self._dtype.itemsize, self.channels_last, graph_kept=False)
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
         """(C, *size) -> (1, C, *size) where and as the network takes it."""

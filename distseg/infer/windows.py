@@ -59,13 +59,19 @@ class Windows:
     def _alone(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         for i, place in enumerate(places):
             beat(f"window {i + 1} of {len(places)}")
-            x, skips = load(i), {}
             with self.autocast():
-                for layers in self.partition.ranges if self.partition.stages > 1 else [None]:
-                    device = (layers and self.model.device_of(layers)) or x.device  # stages of one rank may lie on several
-                    skips = {name: skip.to(device) for name, skip in skips.items()}
-                    (x,) = self.model([x.to(device)], [place], layers, [skips])
-            yield i, x
+                yield i, self._output(load(i), place)
+
+    def _output(self, x: Tensor, place: Place) -> Tensor:
+        if self.partition.stages == 1:
+            return self.model([x], [place])[0]
+        maps = {0: x}
+        for number, layers in enumerate(self.partition.ranges):
+            device = self.model.device_of(layers) or x.device  # stages of one rank may lie on several
+            maps = {source: y.to(device) for source, y in maps.items()}
+            later = {edge.map for edge in self.partition.edges if edge.target > number}
+            self.model.run([maps], [place], layers, later)
+        return maps[layers.stop]
 
     def _through_stages(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, len(places), _AT_ONCE):

@@ -2,8 +2,8 @@
 
 A flat ``nn.Sequential`` can be cut between any two layers, which is what pipelines and the joint execution of tiles
 need. A skip then is a tensor put aside under a name by one layer and taken up by a later one. In a plain forward pass
-they meet in a store of the current thread; an executor that runs several tiles or stages gives each its own with
-:func:`skip_store`.
+they meet in a store of the current thread; executors see an edge of the network's graph (:mod:`distseg.models.network`).
+``Cat`` and ``Sum`` join maps in a :class:`distseg.models.network.Network`, whose layers say what they read.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ class Pop(nn.Module):
         super().__init__()
         self.name = name
 
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            skip = _store().pop(self.name)
-        except KeyError:
-            raise ValueError(f"pop({self.name!r}) comes before any stash({self.name!r}) in this model") from None
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        """``skip``: from an executor that keeps maps itself."""
+        if skip is None:
+            try:
+                skip = _store().pop(self.name)
+            except KeyError:
+                raise ValueError(f"pop({self.name!r}) comes before any stash({self.name!r}) in this model") from None
         return self.joined(skip, cut_to(x, skip))
 
     @staticmethod
@@ -91,64 +93,27 @@ class Add(Pop):
         return skip + x
 
 
-@dataclass(frozen=True)
-class Skip:
-    """The layers, by position, between which the skip ``name`` waits."""
+class Join(nn.Module):
+    """Several maps of a :class:`distseg.models.network.Network` in one, each cut to the size of the last, which is the smallest."""
 
-    name: str
-    stash: int
-    pop: int
+    def forward(self, *maps: Tensor) -> Tensor:
+        return self.joined(*(cut_to(x, maps[-1]) for x in maps))
 
 
-def skips_of(layers: Sequence[nn.Module]) -> list[Skip]:
-    """The skips of a flat model in order of their stash.
+class Cat(Join):
+    """Channels of all: (N, C1, ...), (N, C2, ...), ... -> (N, C1 + C2 + ..., ...)."""
 
-    Raises:
-        ValueError: a skip that is popped before it is stashed, twice, or never, or overwritten in place while it waits.
-    """
-    open_: dict[str, int] = {}
-    found, same = [], None  # the skip that is the very tensor at hand
-    for position, layer in enumerate(layers):
-        if same is not None and getattr(layer, "inplace", False):
-            raise ValueError(
-                f"layer {position} ({type(layer).__name__}) overwrites in place what stash({same!r}) has put aside, so the skip depends on what runs in between: put the "
-                "stash behind it, which gives PyTorch's result, or set inplace=False"
-            )
-        same = layer.name if isinstance(layer, Stash) else same if isinstance(layer, (nn.Identity, nn.modules.dropout._DropoutNd)) else None
-        if isinstance(layer, Stash):
-            if layer.name in open_:
-                raise ValueError(f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {open_[layer.name]}: give it a name of its own")
-            open_[layer.name] = position
-        elif isinstance(layer, Pop):
-            if layer.name not in open_:
-                raise ValueError(f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model")
-            found.append(Skip(layer.name, open_.pop(layer.name), position))
-    if open_:
-        raise ValueError(f"stash({next(iter(open_))!r}) is never popped: remove it from the model")
-    return sorted(found, key=lambda skip: skip.stash)
+    @staticmethod
+    def joined(*maps: Tensor) -> Tensor:
+        return torch.cat(maps, 1)
 
 
-def is_sequential(model: nn.Module) -> bool:
-    """Whether its forward pass is that of nn.Sequential: one child after the other, and nothing else."""
-    return type(model).forward is nn.Sequential.forward and not hooked(model)
+class Sum(Join):
+    """(N, C, ...), (N, C, ...), ... -> (N, C, ...)."""
 
-
-def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of a Sequential, and of Sequentials inside it, in order of execution.
-
-    Raises:
-        ValueError: the model is not a Sequential, so it can't be cut.
-    """
-    if not is_sequential(model):
-        what = f"a {type(model).__name__}{' with hooks' * hooked(model)}"
-        raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is {what}: flatten it, or set mesh.stages to 1")
-    found: list[tuple[str, nn.Module]] = []
-    for name, layer in model._modules.items():  # named_children would leave out a layer's second place
-        if is_sequential(layer):
-            found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
-        else:
-            found.append((name, layer))
-    return found
+    @staticmethod
+    def joined(*maps: Tensor) -> Tensor:
+        return sum(maps[1:], maps[0])
 
 
 def outline(model: nn.Module) -> nn.Module:
@@ -160,7 +125,7 @@ def outline(model: nn.Module) -> nn.Module:
     parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
     copied = _copied(model, parameters | {id(b): _weightless(b) for b in model.buffers()}).eval()
     for layer in copied.modules():
-        if isinstance(layer, Pop):
+        if isinstance(layer, (Pop, Join)):
             layer.joined = partial(_joined, layer.joined)
         elif type(layer) is nn.Upsample:
             layer.forward = partial(_resized, layer)
@@ -187,9 +152,9 @@ def _weightless(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def _joined(join: Callable, skip: Tensor, x: Tensor) -> Tensor:
-    """What a Pop or an Add makes of two maps."""
-    channels = x.shape[1] + (skip.shape[1] if join is Pop.joined else 0)
+def _joined(join: Callable, *maps: Tensor) -> Tensor:
+    """What layers that join make of several maps."""
+    x, channels = maps[-1], sum(m.shape[1] for m in maps) if join in (Pop.joined, Cat.joined) else maps[-1].shape[1]
     return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
@@ -220,19 +185,6 @@ def first_convolution(model: nn.Module) -> nn.Module:
     found = next((m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), None)
     if found is None:
         raise ValueError("this model has no convolution layer to read its dims from")
-    return found
-
-
-def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:
-    """The channels of the feature map before each layer of a flat model, up to layer ``until``, by default the result."""
-    layers = [layer for _, layer in flat_layers(outline(model))]
-    first = first_convolution(model)
-    x = torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
-    found = [x.shape[1]]
-    with torch.no_grad(), skip_store({}):
-        for layer in layers[:until]:
-            x = layer(x)
-            found.append(x.shape[1])
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from distseg import rng
-from distseg.models.layers import flat_layers, is_sequential
+from distseg.models.network import flat_layers, is_flat
 
 
 def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) -> None:
@@ -16,7 +16,7 @@ def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) 
         seed: a layer's weights depend on it and on the layer's name alone. Layers that have memory stay as they are.
         positions: the layers of a flat model to do this for; all by default.
     """
-    layers = flat_layers(model) if is_sequential(model) else [("", model)]
+    layers = flat_layers(model) if is_flat(model) else [("", model)]
     with torch.random.fork_rng(devices=[]):
         for position, (name, layer) in enumerate(layers):
             if positions is None or position in positions:

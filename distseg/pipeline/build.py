@@ -39,8 +39,8 @@ def own_part(
         tiled.freeze_norms()
     if partition:
         if not tiled.flat:
-            raise ValueError("a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, or set mesh.stages to 1")
-        tiled.begin_at(layers.start for layers in partition.ranges)
+            raise ValueError("a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1")
+        tiled.begin_at(partition.ranges)
         tiled.keep(mine)
     return tiled
 

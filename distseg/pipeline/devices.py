@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distseg.config import Config, PipelineConfig
-from distseg.program.partition import OUTPUT, Partition
+from distseg.program.partition import Edge, Partition
 from distseg.pipeline.stage import LOSS, Stage
 from distseg.spatial.piece import Unit
 
@@ -159,22 +159,36 @@ def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
     from torchgpipe import is_recomputing
     from torchgpipe.skip import pop, skippable, stash
 
+    before, behind = _handed_on(stage.incoming), _handed_on(stage.outgoing)
     # By the whole edge: a name may come again behind its pop, where torchgpipe wants another.
-    incoming, outgoing = ({str(e): e.name for e in edges if e.name != OUTPUT} for edges in (stage.incoming, stage.outgoing))
+    incoming, outgoing = ({str(e): e.map for e in edges if e not in (before, behind)} for edges in (stage.incoming, stage.outgoing))
+    result = LOSS if stage.head else behind.map
 
     @skippable(stash=list(outgoing), pop=list(incoming))
     class Layer(nn.Module):
         def forward(self, x):
-            inputs = {OUTPUT: [x]}
-            for edge, name in incoming.items():
-                inputs[name] = [(yield pop(edge))]
+            inputs = {before.map if before else 0: [x]}
+            for edge, source in incoming.items():
+                inputs[source] = [(yield pop(edge))]
             with stage.model.context.repeating(is_recomputing()):
                 outputs = stage.run(current(), inputs)
-            for edge, name in outgoing.items():
-                yield stash(edge, outputs[name][0])
-            return outputs[LOSS if stage.head else OUTPUT][0]
+            for edge, source in outgoing.items():
+                yield stash(edge, outputs[source][0])
+            return outputs[result][0]
 
     return Layer()
+
+
+def _handed_on(edges: Sequence[Edge]) -> Edge | None:
+    """What goes from a stage to the next one as torchgpipe's own output; None at the network's ends.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    found = next((edge for edge in edges if edge.target == edge.source + 1), None)
+    if edges and found is None:
+        raise ValueError(f"with pipeline.placement devices each stage hands a map to the next, but of {edges[0]} nothing does: set pipeline.balance, or placement to line")
+    return found
 
 
 def _check_alike(units: Sequence[Unit]) -> None:

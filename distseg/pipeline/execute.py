@@ -12,11 +12,10 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
-from distseg.comm.later import finish, until
-from distseg.comm.transport import Form, Receipt, Transport
-from distseg.pipeline.stage import Stage, Tensors
+from distseg.comm.mail import Form, Mail, Receipt
+from distseg.pipeline.stage import Stage
 from distseg.program.operations import Hand, OfEdge, Operation, Receive, Recompute
-from distseg.program.partition import OUTPUT, Edge, Partition
+from distseg.program.partition import Edge, Partition
 from distseg.program.schedule import Action, Backward, Forward, Weight
 from distseg.program.stages import operations, receives_ahead
 from distseg.program.trace import NoTrace
@@ -39,7 +38,7 @@ class Pipeline:
     def __init__(self, partition: Partition, stages: Sequence[Stage], comm, device=torch.device("cpu"), recompute: str = "never", trace=None):
         self.partition, self.comm, self.recompute = partition, comm, recompute
         self.stages = {stage.number: stage for stage in stages}
-        self.transport = Transport(comm, device)
+        self.mail = Mail(comm, device)
         self.trace = trace or NoTrace()
         self._numbers = {edge: number for number, edge in enumerate(partition.edges)}
         self._forms: dict[tuple[Edge, tuple], list[Form]] = {}  # of the tensors of an edge, for units of a signature
@@ -47,7 +46,7 @@ class Pipeline:
         self._here: dict[_Key, list[Tensor]] = {}  # made here and not yet taken, or received
         self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
         for stage in stages:
-            stage.after_layer = self.transport.progress if comm.size > 1 else None
+            stage.after_layer = self.mail.progress if comm.size > 1 else None
 
     @property
     def first(self) -> bool:
@@ -83,7 +82,7 @@ class Pipeline:
                     case Hand():
                         self._hand(op, unit)
             with self.trace.span("send", "flush"):
-                self.transport.flush()
+                self.mail.flush()
         finally:
             self._here.clear()
             for stage in self.stages.values():
@@ -94,16 +93,16 @@ class Pipeline:
     def _forward(self, op: Forward, unit: Unit, keep: bool) -> None:
         stage, m = self.stages[op.stage], op.micro_batch
         beat(f"forward of stage {op.stage}, micro-batch {m}")
-        inputs = {edge.name: self._here.pop((edge, m, False)) for edge in stage.incoming}
+        inputs = {edge.map: self._here.pop((edge, m, False)) for edge in stage.incoming}
         for edge in stage.incoming:
-            for x in inputs[edge.name]:
+            for x in inputs[edge.map]:
                 x.requires_grad_(edge.gradient and torch.is_grad_enabled())
         if stage.number == 0:
-            inputs = {OUTPUT: [p.pixels for p in unit.pieces]}
+            inputs = {0: [p.pixels for p in unit.pieces]}
         with self.trace.span(op.kind, op.name):
             outputs = stage.forward(m, unit, inputs, keep)
         for edge in stage.outgoing:
-            self._here[edge, m, False] = outputs[edge.name]
+            self._here[edge, m, False] = [x.detach() for x in outputs[edge.map]]  # each reader takes gradients of its own
 
     def _recompute(self, op: Recompute) -> None:
         beat(f"forward of stage {op.stage}, micro-batch {op.micro_batch}, once more")
@@ -114,17 +113,17 @@ class Pipeline:
         """``splits``: gradients of weights may wait for an action of their own."""
         stage, m = self.stages[op.stage], op.micro_batch
         beat(f"backward of stage {op.stage}, micro-batch {m}")
-        gradients: Tensors = {edge.name: self._here.pop((edge, m, True)) for edge in stage.outgoing if edge.gradient}
-        with self.trace.span(op.kind, op.name), until(Weight(op.stage, m).name if splits else None):
+        gradients = [(edge.map, self._here.pop((edge, m, True))) for edge in stage.outgoing if edge.gradient]
+        with self.trace.span(op.kind, op.name), self.mail.waits.until(Weight(op.stage, m).name if splits else None):
             returned = stage.backward(m, gradients)
         for edge in stage.incoming:
             if edge.gradient:
-                self._here[edge, m, True] = returned[edge.name]
+                self._here[edge, m, True] = returned[edge.map]
 
     def _weight(self, op: Weight) -> None:
         beat(f"weights of stage {op.stage}, micro-batch {op.micro_batch}")
         with self.trace.span(op.kind, op.name):
-            finish(op.name)
+            self.mail.waits.finish(op.name)
 
     # messages
 
@@ -141,10 +140,10 @@ class Pipeline:
         tensors, key = self._here.pop((op.edge, op.micro_batch, op.back)), (op.edge, unit.signature)
         if key not in self._forms:
             self._forms[key] = [Form.of(x) for x in tensors]
-            self.transport.tell(self._forms[key], peer, self._forms_tag(op.edge))
+            self.mail.tell(self._forms[key], peer, self._forms_tag(op.edge))
         for form, x in zip(self._forms[key], tensors):
             _check(form, x, op)
-            self.transport.send(form.fit(x), peer, self._tag(op))
+            self.mail.send(form.fit(x), peer, self._tag(op))
 
     def _receive(self, op: Receive, unit: Unit) -> None:
         key = op.edge, op.micro_batch, op.back
@@ -160,8 +159,8 @@ class Pipeline:
         peer, key = self.partition.placement[op.sender], (op.edge, unit.signature)
         if key not in self._forms:
             with self.trace.span("wait", "forms"):
-                self._forms[key] = self.transport.ask(peer, self._forms_tag(op.edge))
-        self._posted[op.edge, op.micro_batch, op.back] = [self.transport.receive(form, peer, self._tag(op)) for form in self._forms[key]]
+                self._forms[key] = self.mail.ask(peer, self._forms_tag(op.edge))
+        self._posted[op.edge, op.micro_batch, op.back] = [self.mail.receive(form, peer, self._tag(op)) for form in self._forms[key]]
 
     def _post_ahead(self, program: Sequence[Operation], place: int, units: Sequence[Unit]) -> None:
         """Post receives up to the first whose tensors' form is not known yet: order is what matches messages."""

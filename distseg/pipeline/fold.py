@@ -14,7 +14,7 @@ from typing import Sequence
 
 import numpy as np
 
-from distseg.models.layers import Skip
+from distseg.geometry.graph import Skip
 
 
 def v_split(seconds: Sequence[float], skips: Sequence[Skip], ranks: int, travel: Sequence[float] | None = None) -> list[int]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Callable, ContextManager, Protocol
+from typing import Callable, ContextManager, Protocol, Sequence
 
 import torch
 from torch import Tensor
 
-from distseg.program.partition import OUTPUT, Edge
+from distseg.program.partition import Edge
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Unit
 
-Tensors = dict[str, list[Tensor]]  # by the edge's name, a tensor for each piece of the unit
-LOSS = "loss"  # what the last stage puts out: rows of the loss's table
+Tensors = dict[int, list[Tensor]]  # by feature map, a tensor for each piece of the unit
+LOSS = -1  # what the last stage puts out: rows of the loss's table
 
 
 class Head(Protocol):
@@ -64,17 +64,17 @@ class Stage:
             self.head.note(unit, outputs[LOSS])
         if torch.is_grad_enabled():
             self._kept[m] = unit, inputs, outputs if keep else None
-        return {name: [x.detach() for x in xs] for name, xs in outputs.items()}
+        return {source: [x.detach() for x in xs] for source, xs in outputs.items()}
 
-    def backward(self, m: int, gradients: Tensors) -> Tensors:
-        """Adds to the parameters' gradients; returns those of the inputs that want one. ``gradients``: of the outgoing edges."""
+    def backward(self, m: int, gradients: Sequence[tuple[int, list[Tensor]]]) -> Tensors:
+        """Adds to the parameters' gradients; returns those of the inputs that want one. ``gradients``: (map, for each piece) of the outgoing edges."""
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:
-            gradients = {LOSS: self.head.slopes(unit, outputs[LOSS])}
-        pairs = [(x, g) for name, gs in gradients.items() for x, g in zip(outputs[name], gs) if x.requires_grad]
+            gradients = [(LOSS, self.head.slopes(unit, outputs[LOSS]))]
+        pairs = [(x, g) for source, gs in gradients for x, g in zip(outputs[source], gs) if x.requires_grad]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs)))
-        return {edge.name: [_gradient(x) for x in inputs[edge.name]] for edge in self.incoming if edge.gradient}
+        return {edge.map: [_gradient(x) for x in inputs[edge.map]] for edge in self.incoming if edge.gradient}
 
     def dropped(self, m: int) -> bool:
         """Whether the activations of a micro-batch were not kept."""
@@ -87,14 +87,18 @@ class Stage:
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
     def run(self, unit: Unit, inputs: Tensors) -> Tensors:
-        """From the incoming edges' tensors (for the first stage: pixels) to the outgoing edges', or to the rows of the loss."""
+        """From the incoming edges' maps (for the first stage: pixels) to the outgoing edges', or to the rows of the loss."""
         places = [p.place for p in unit.pieces]
-        skips = [{name: xs[i] for name, xs in inputs.items() if name != OUTPUT} for i in range(len(places))]
         with self.autocast():
-            xs = self.model(inputs[OUTPUT], places, self.layers, skips, self.after_layer)
+            if self.layers is None:
+                xs = self.model(inputs[0], places)
+            else:
+                maps = [{source: xs[i] for source, xs in inputs.items()} for i in range(len(places))]
+                self.model.run(maps, places, self.layers, [edge.map for edge in self.outgoing], self.after_layer)
+                xs = [had[self.layers.stop] for had in maps]
         if self.head:
             return {LOSS: self.head.rows(unit, xs)}
-        return {edge.name: xs if edge.name == OUTPUT else [s[edge.name] for s in skips] for edge in self.outgoing}
+        return {edge.map: [had[edge.map] for had in maps] for edge in self.outgoing}
 
     def clear(self) -> None:
         """Forget micro-batches whose backward pass never came, after an error."""

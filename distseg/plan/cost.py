@@ -17,8 +17,9 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.models.layers import Skip, flat_layers, skips_of
-from distseg.plan.layerwise import Numbers, calls, copied, random_input
+from distseg.geometry.graph import Skip, skips_of
+from distseg.models.network import calls_of
+from distseg.plan.layerwise import Numbers, alone, copied, random_input
 from distseg.plan.roofline import V100, Device, counted
 
 
@@ -49,12 +50,16 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of all layers in order. ``sizes`` are the bytes of the tensors by number; number 0 is the model's input."""
+    """Of all layers in order, and the maps that each is called with. ``sizes`` are the bytes of the tensors by number; number 0 is the model's input."""
 
     layers: tuple[LayerCost, ...]
     sizes: tuple[int, ...]
-    skips: tuple[Skip, ...]
+    inputs: tuple[tuple[int, ...], ...]
     source: str
+
+    @property
+    def skips(self) -> list[Skip]:
+        return skips_of(self.inputs)
 
     @property
     def forward(self) -> list[float]:
@@ -81,17 +86,17 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
     x = random_input(model, size, batch, "meta")
     numbers.of(x)
     found: list[LayerCost] = []
-    for name, call in calls(model, x):
+    for name, call in alone(model, x):
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            outputs, forward = counted(call.forward)
+            output, forward = counted(call.forward)
         _, backward = counted(call.backward)
         keeps = frozenset(numbers.of(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
-        result, convolves = numbers.of(outputs[0]), any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
-        found.append(LayerCost(name, device.seconds(forward), device.seconds(backward), parameters, 0, outputs[0].nbytes, keeps, result, convolves))
-    skips = tuple(skips_of([layer for _, layer in flat_layers(model)]))
-    return Costs(tuple(_counted_once(found, numbers.sizes)), tuple(numbers.sizes), skips, f"modelled for {device.name}")
+        result, convolves = numbers.of(output), any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
+        found.append(LayerCost(name, device.seconds(forward), device.seconds(backward), parameters, 0, output.nbytes, keeps, result, convolves))
+    inputs = tuple(call.inputs for call in calls_of(model))
+    return Costs(tuple(_counted_once(found, numbers.sizes)), tuple(numbers.sizes), inputs, f"modelled for {device.name}")
 
 
 def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int = 3) -> Costs:
@@ -107,7 +112,7 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
     device = next(model.parameters()).device
     model = copied(model, lambda t: t if isinstance(t, nn.Parameter) else t.clone())
     times = []
-    for _, call in calls(model, random_input(model, size, batch, device)):
+    for _, call in alone(model, random_input(model, size, batch, device)):
         pairs = [(_seconds(call.forward, device), _seconds(call.backward, device)) for _ in range(repeats + 1)]
         times.append([min(column) for column in zip(*pairs[1:])])
     layers = tuple(replace(layer, forward=f, backward=b) for layer, (f, b) in zip(structure.layers, times))

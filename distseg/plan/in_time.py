@@ -16,12 +16,13 @@ from torch import nn
 
 from distseg.config import Config
 from distseg.extents import Extents
+from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.layout import Layout
-from distseg.geometry.needs import Link
+from distseg.geometry.needs import needs_along
 from distseg.geometry.segment import Chain, Segment, chain
 from distseg.geometry.tile import Box
 from distseg.launch import LARGE_BLOCK
-from distseg.models.layers import Pop, Stash
+from distseg.models.layers import Join, Pop, Stash
 from distseg.spatial.norm import NORMS
 
 _CONVS = nn.modules.conv._ConvNd
@@ -59,65 +60,67 @@ class Activations:
 
     Args:
         kinds: of the plain model's layers, by which it is told which results are kept.
-        channels: of the maps (:func:`distseg.models.layers.channels_of_maps`).
+        channels: of the maps (:func:`distseg.models.network.channels_of_maps`).
         itemsize: bytes of a value in the network; ``pixel``: of one as it is read.
         last: whether channels come last; else convolutions reorder what they are given.
     """
 
-    links: Sequence[Link]
+    graph: Graph
     kinds: Sequence[type]
     channels: Sequence[int]
     itemsize: int
     pixel: int
     last: bool
-    graph: bool = True
+    graph_kept: bool = True
     """Whether autograd keeps results for a backward pass."""
 
     def of(self, way: Chain, images: int) -> float:
         """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images; without a graph, of its forward pass."""
         segment = way.segment
-        values = lambda position, cells: images * self.channels[position] * cells * self.itemsize
-        if not self.graph:
-            return self._forward(segment, way, values)
-        start, stop = segment.layers.start, segment.layers.stop
-        given, result = way.takes[0], way.makes[-1]
-        read = images * self.channels[0] * given * self.pixel if start == 0 else 2 * values(start, given)  # and its gradient
-        kept = read + sum(3 * values(skip.source, way.makes[pop - start]) for pop, skip in segment.skips.items())
+        values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
+        if not self.graph_kept:
+            return self._forward(way, values)
+        result = way.makes[-1]
+        kept = sum(images * self.channels[0] * box.pixels * self.pixel if source == 0 else 2 * values(source, box.pixels) for source, box in way.read.items())  # and its gradient
         under_way = 0.0
-        for position, takes, makes in zip(segment.layers, way.takes, way.makes):
-            kind, made = self.kinds[position], values(position + 1, makes)
-            kept += 0 if self._kept_otherwise(position) else made
+        for number, takes, makes in zip(segment.nodes, way.takes, way.makes):
+            kind, made = self.kinds[number], values(number + 1, makes)
+            kept += 0 if self._kept_otherwise(number) else made
             if issubclass(kind, _POOLS):
                 kept += made * 8 / self.itemsize  # indices
             reordered = 0 if self.last or not issubclass(kind, _CONVS) else 1
-            under_way = max(under_way, (1 + reordered) * (made + values(position, takes)))
-        if stop == len(self.links):
+            under_way = max(under_way, (1 + reordered) * (made + values(self.graph[number].first, takes)))
+        if segment.result == self.graph.result:
             under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result  # the loss, with labels
-        return kept + under_way + values(stop, result)
+        return kept + under_way + values(segment.result, result)
 
-    def _forward(self, segment: Segment, way: Chain, values: Callable[[int, int], float]) -> float:
-        waiting = sum(values(skip.stash, way.makes[pop - segment.layers.start]) for pop, skip in segment.skips.items())
+    def _forward(self, way: Chain, values: Callable[[int, int], float]) -> float:
+        numbers = way.segment.nodes
+        frees = last_readings([node.inputs for node in self.graph], numbers)
+        there: dict[int, float] = {}
         most = 0.0
-        for position, takes, makes in zip(segment.layers, way.takes, way.makes):
-            link, reordered = self.links[position], 0 if self.last or not issubclass(self.kinds[position], _CONVS) else 1
-            taken, made = values(position, takes), values(position + 1, makes)
-            most = max(most, waiting + (1 + reordered) * (taken + made))
-            if link.stash is not None:
-                waiting += made
-            if link.pop is not None:
-                waiting -= made - taken
+        for number, takes, makes in zip(numbers, way.takes, way.makes):
+            node, reordered = self.graph[number], 0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1
+            there.update({source: values(source, way.read[source].pixels) for source in node.inputs if source in way.read})
+            made = 0.0 if issubclass(self.kinds[number], Stash) else values(number + 1, makes)
+            most = max(most, sum(there.values()) + made + reordered * (values(node.first, takes) + made))
+            there[number + 1] = made
+            for source in frees[number]:
+                del there[source]
         return most
 
     def bytes_of(self, position: int, box: Box, images: int) -> int:
-        """Of a part of the map before a layer, as it is stored."""
+        """Of a part of a map, as it is stored."""
         return images * self.channels[position] * box.pixels * self.itemsize
 
-    def _kept_otherwise(self, position: int) -> bool:
+    def _kept_otherwise(self, number: int) -> bool:
         """Whether a layer's result is its input's memory, or computed together with the norm before it (distseg.spatial.parallelize)."""
-        if issubclass(self.kinds[position], _FREE):
+        if issubclass(self.kinds[number], _FREE):
             return True
-        before = next((kind for kind in reversed(self.kinds[:position]) if not issubclass(kind, _FREE)), nn.Module)
-        return issubclass(self.kinds[position], _ACTIVATIONS) and issubclass(before, (*NORMS, _CONVS, Pop))
+        before = self.graph[number].first - 1
+        while before >= 0 and issubclass(self.kinds[before], _FREE):
+            before = self.graph[before].first - 1
+        return before >= 0 and issubclass(self.kinds[number], _ACTIVATIONS) and issubclass(self.kinds[before], (*NORMS, _CONVS, Pop, Join))
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,21 @@ class GridTiling:
         return [-(-n // min(g, n)) for g, n in zip(self.grid, result.size)]
 
 
+def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTiling) -> list[float]:
+    """Of each layer: the cells that all tiles of an image compute, over those of its result."""
+    graph, cells = layout.graph, [0] * len(layout.graph)
+    for segment in segments:
+        result = layout.sizes[segment.result]
+        made = [1] * len(segment.nodes)
+        for dim, (n, step) in enumerate(zip(result, tiling(layout, segment, Box.whole(result), 1))):
+            spans = [(a, min(a + step, n)) for a in range(0, n, step)]
+            needs, _ = needs_along(graph, segment.nodes, dim, [size[dim] for size in layout.sizes], spans)
+            made = [m * sum(b - a for a, b in need.made) for m, need in zip(made, needs)]
+        for number, m in zip(segment.nodes, made):
+            cells[number] += m
+    return [m / math.prod(layout.sizes[number + 1]) for number, m in enumerate(cells)]
+
+
 @dataclass(frozen=True)
 class SizeTiling:
     """Tiles of about the same part of the image for every segment, as many pixels as ``tile`` has; whole rows where these are not too thin,
@@ -138,7 +156,7 @@ class SizeTiling:
     tile: Sequence[int]
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
-        size = [min(max(1, round(t * m / n)), r) for t, m, n, r in zip(self.tile, layout.sizes[segment.layers.stop], layout.image, result.size)]
+        size = [min(max(1, round(t * m / n)), r) for t, m, n, r in zip(self.tile, layout.sizes[segment.result], layout.image, result.size)]
         rows = math.prod(size) // math.prod(result.size[1:])
         return [rows, *result.size[1:]] if rows >= min(_THIN, size[0]) else size
 
@@ -161,7 +179,7 @@ class BudgetTiling:
         self._found: dict[tuple, tuple[int, ...]] = {}
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
-        key = tuple(layout.image), segment.layers.start, segment.layers.stop, result, images
+        key = tuple(layout.image), segment.nodes, result, images
         if key not in self._found:
             self._found[key] = self._size(layout, segment, result, images)
         return self._found[key]
@@ -175,11 +193,11 @@ class BudgetTiling:
         if judged(least)[0] == math.inf:
             taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
             raise ValueError(
-                f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.layers.start} to "
-                f"{segment.layers.stop - 1} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give more memory"
+                f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.nodes[0]} to "
+                f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give more memory"
             )
-        coarsest = [min(layout.sizes[p][dim] for p in segment.layers) for dim in range(len(result.size))]
-        steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.layers.stop], coarsest)]
+        coarsest = [min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes) for dim in range(len(result.size))]
+        steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.result], coarsest)]
         conditions = [lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)]
         largest = lambda steps: [_with_rows(rows, result.size, least, steps, fits) for fits in conditions for rows in _counts(result.size[0])]
         found = [*filter(None, largest(steps))] or filter(None, largest([1] * len(steps)))
@@ -188,15 +206,16 @@ class BudgetTiling:
     def _judge(self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
         """Of tiles of a size: how many times longer a value takes for the tensors' size, without end where they do not fit; and about the time of all tiles."""
         activations, way = self.activations, chain(layout, segment, _middle(result, size))
-        total, start = activations.of(way, images), segment.layers.start
-        largest = max(images * activations.channels[p] * cells * activations.itemsize for p, cells in enumerate([way.takes[0], *way.makes], start))
-        costs = _THERE_AND_BACK if activations.graph else _THERE
+        total, firsts = activations.of(way, images), [layout.graph[number].first for number in segment.nodes]
+        cells = [*zip(firsts, way.takes), *((number + 1, makes) for number, makes in zip(segment.nodes, way.makes))]
+        largest = max(images * activations.channels[source] * count * activations.itemsize for source, count in cells)
+        costs = _THERE_AND_BACK if activations.graph_kept else _THERE
         near = max(costs.near, costs.share * self.budget)
         slow = math.inf if total > self.budget else 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
-        traffic = sum(activations.channels[p] * cells for p, cells in enumerate(way.takes, start))
+        traffic = sum(activations.channels[source] * takes for source, takes in zip(firsts, way.takes))
         whole_rows = size[1:] == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
         count = math.prod(-(-n // s) for n, s in zip(result.size, size))
-        runs = 0 if whole_rows else math.prod(size[:-1]) * (1 if activations.last else activations.channels[segment.layers.stop])
+        runs = 0 if whole_rows else math.prod(size[:-1]) * (1 if activations.last else activations.channels[segment.result])
         return slow, count * (traffic * slow * (1.0 if whole_rows else costs.cut) + costs.each + runs * costs.run)
 
 

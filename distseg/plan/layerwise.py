@@ -6,38 +6,36 @@ So a layer is timed alone, only its activations are alive, and it can be seen wh
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from distseg.models.layers import Pop, channels_of, flat_layers, skip_store
+from distseg.geometry.graph import last_readings
+from distseg.models.layers import channels_of, skip_store
+from distseg.models.network import calls_of
 
 
-class Call:
-    """One layer on its inputs, cut off from the layers before it. The first layer's input needs no gradient."""
+class Alone:
+    """One layer on its inputs, cut off from the layers before it. The image needs no gradient; ``readers``: of the result."""
 
-    def __init__(self, layer: nn.Module, x: Tensor, skip: Tensor | None, first: bool):
-        self.layer = layer
-        self.x = x.detach().requires_grad_(not first)
-        self.skip = None if skip is None else skip.detach().requires_grad_()
-        self.outputs: list[Tensor] = []
-        self.stashed: dict[str, Tensor] = {}
+    def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], image: int | None, readers: int):
+        self.layer, self.readers = layer, readers
+        self.inputs = [x.detach().requires_grad_(number != image) for number, x in enumerate(inputs)]
+        self.output: Tensor | None = None
 
-    def forward(self) -> list[Tensor]:
-        """The output, and the skip that the layer stashes."""
-        with skip_store({} if self.skip is None else {self.layer.name: self.skip}) as self.stashed:
-            y = self.layer(_Alias.apply(self.x))
-        self.outputs = [y, *self.stashed.values()]
-        self._gradients = [y.detach()] * len(self.outputs)  # any values do, and these are there already
-        return self.outputs
+    def forward(self) -> Tensor:
+        with skip_store({}):
+            self.output = self.layer(*map(_Alias.apply, self.inputs))
+        return self.output
 
     def backward(self) -> None:
-        inputs = [t for t in (self.x, self.skip, *self.layer.parameters()) if t is not None and t.requires_grad]
-        pairs = [(y, gradient) for y, gradient in zip(self.outputs, self._gradients) if y.requires_grad]
-        if inputs and pairs:
-            outputs, gradients = zip(*pairs)
-            torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # a layer need not use all of its parameters
+        inputs = [t for t in (*self.inputs, *self.layer.parameters()) if t.requires_grad]
+        if inputs and self.output.requires_grad:
+            # Any values do as gradients, of which those of several readers are added, and its own are there already.
+            times = max(1, self.readers)
+            torch.autograd.grad([self.output] * times, inputs, [self.output.detach()] * times, allow_unused=True)  # a layer need not use all of its parameters
 
 
 class _Alias(torch.autograd.Function):
@@ -52,14 +50,17 @@ class _Alias(torch.autograd.Function):
         return g
 
 
-def calls(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Call]]:
-    """A call for each layer in order, fed with what its predecessor gave: who takes a call runs its forward."""
-    skips: dict[str, Tensor] = {}
-    for position, (name, layer) in enumerate(flat_layers(model)):
-        call = Call(layer, x, skips.pop(layer.name) if isinstance(layer, Pop) else None, first=position == 0)
-        yield name, call
-        skips.update({name: t.detach() for name, t in call.stashed.items()})
-        x = call.outputs[0].detach()
+def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
+    """Each layer in order, fed with what those before it gave: who takes one runs its forward."""
+    calls = calls_of(model)
+    frees, readers = last_readings([call.inputs for call in calls], range(len(calls))), Counter(source for call in calls for source in call.inputs)
+    maps = {0: x}
+    for number, call in enumerate(calls):
+        found = Alone(call.layer, [maps[source] for source in call.inputs], call.inputs.index(0) if 0 in call.inputs else None, readers[number + 1])
+        yield call.name, found
+        maps[number + 1] = found.output.detach()
+        for source in frees[number]:
+            del maps[source]
 
 
 class Numbers:

@@ -133,9 +133,9 @@ def ranges_of(costs: Costs) -> Ranges:
         inputs, kept, read, rise, rise_apart, activations, gradients = {results[a]}, set(), set(), 0, 0, 0, 0
         for b in range(a + 1, n + 1):
             layer = costs.layers[b - 1]
-            inputs |= {results[s.stash + 1] for s in costs.skips if s.stash < a and s.pop == b - 1}
+            inputs |= {results[s.stash] for s in costs.skips if s.stash < a and s.pop == b - 1}
             kept |= layer.kept
-            waiting = {results[s.stash + 1] for s in costs.skips if a <= s.stash < b <= s.pop}
+            waiting = {results[s.stash] for s in costs.skips if a <= s.stash < b <= s.pop}
             skips = sum(size[t] for t in waiting)
             activations += layer.activation
             # With layer b - 1 in work, the activations of the layers before b are still there.

@@ -11,7 +11,7 @@ from torch import nn
 
 from distseg.config import ModelConfig
 from distseg.extents import Extents
-from distseg.models.layers import flat_layers
+from distseg.models.network import flat_layers
 from distseg.models.zoo import ZOO, build_model, outline_model
 from distseg.pipeline.balance import even_split, fastest_split, starts_of, torchgpipe_split
 from distseg.plan.cost import Costs, measured, modelled

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Sequence
 
 from torch import nn
 
 from distseg.config import Config
 from distseg.extents import Extents
+from distseg.geometry.layout import Layout
+from distseg.geometry.segment import segments_of
 from distseg.geometry.tile import Reach, tiles, window
-from distseg.models.layers import flat_layers
+from distseg.models.network import calls_of
 from distseg.pipeline.balance import fastest_split
 from distseg.pipeline.devices import stages_of
 from distseg.pipeline.fold import v_split
-from distseg.program.partition import Partition
+from distseg.program.partition import Partition, stage_ranges
 from distseg.program.schedule import v_placement
-from distseg.plan.cost import modelled
-from distseg.plan.in_time import tiles_in_time
+from distseg.plan.cost import Costs, modelled
+from distseg.plan.in_time import GridTiling, computed_again, tiles_in_time
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
 from distseg.plan.roofline import V100, Device
+from distseg.spatial.graph import graph_of
 from distseg.spatial.norm import NORMS
 
 
@@ -40,7 +45,7 @@ def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: 
     pipeline, stages = config.pipeline, config.mesh.stages
     if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
         return None
-    layers = [layer for _, layer in flat_layers(model)]
+    calls = calls_of(model)
     placement = _placement(config)
     balance = pipeline.balance
     if balance is not None and len(balance) != len(placement):
@@ -48,7 +53,7 @@ def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: 
             f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with pipeline.placement {pipeline.placement} makes "
             f"{len(placement)} stages: give the layers of each"
         )
-    return Partition.of(layers, balance or _balance(config, model, image, reach, device), placement)
+    return Partition.of(calls, balance or _balance(config, model, image, reach, device), placement)
 
 
 def _placement(config: Config) -> tuple[int, ...]:
@@ -59,15 +64,53 @@ def _placement(config: Config) -> tuple[int, ...]:
 
 
 def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
+    if tiles_in_time(config) and config.run.memory is None:
+        return _balance_in_time(config, model, image, reach, device)
     fine = Extents(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
     largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
-    costs = modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100)
+    return _split(config, model, modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100))
+
+
+def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
+    """The split whose slowest rank is fastest."""
     placement = _placement(config)
     policy = _policy(config, model)
     if config.pipeline.placement == "v":
         seconds = [policy.forward_passes(0, len(placement)) * f + b for f, b in zip(costs.forward, costs.backward)]
         return v_split(seconds, costs.skips, config.mesh.stages)
     return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
+
+
+def _balance_in_time(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
+    """The same where windows of tiles overlap, and by how much depends on where stages are cut: layers cost as much more as they compute more cells.
+
+    What that is for one split tells the next one, a few times; the best by its own costs is taken.
+    """
+    graph, calls = graph_of(model), calls_of(model)
+    part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
+    layout = Layout(graph, part.size, [(0, n) for n in part.size], "all")
+    live = [] if config.spatial.frozen_norm else [call.inputs[0] for call in calls if isinstance(call.layer, NORMS)]
+    tiling = GridTiling(config.spatial.tiles_per_rank)
+    costs = modelled(model, tuple(-(-n // g) for n, g in zip(part.size, config.spatial.tiles_per_rank)), config.data.images, CORE if device == "cpu" else V100)
+    split, tried = _split(config, model, costs), {}
+    while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
+        times = computed_again(layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling)
+        true = replace(costs, layers=tuple(replace(l, forward=t * l.forward, backward=t * l.backward) for l, t in zip(costs.layers, times)))
+        tried[tuple(split)] = _slowest(config, model, true, split)
+        split = _split(config, model, true)
+    return list(min(tried, key=tried.get))
+
+
+_ROUNDS = 6
+
+
+def _slowest(config: Config, model: nn.Module, costs: Costs, split: Sequence[int]) -> float:
+    """Seconds of the slowest rank."""
+    placement, ranges, busy = _placement(config), stage_ranges(split, len(costs.layers)), Counter()
+    seconds = stage_seconds(costs, ranges_of(costs), _policy(config, model), len(placement))
+    for stage, (layers, rank) in enumerate(zip(ranges, placement)):
+        busy[rank] += seconds[stage, layers.start, layers.stop]
+    return max(busy.values())
 
 
 def _policy(config: Config, model: nn.Module) -> Policy:

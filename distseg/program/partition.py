@@ -1,7 +1,7 @@
 """Where a flat model is cut, and what then travels between its stages.
 
-A stage is a run of consecutive layers. Each stage hands its output to the next one, and a skip travels straight from
-the stage that stashes it to the one that pops it, past those in between (a portal; torchgpipe, arXiv 2004.09910)::
+A stage is a run of consecutive layers. Each map that another stage reads travels straight from the stage that makes it to
+that one, past those in between (a portal; torchgpipe, arXiv 2004.09910)::
 
     layers   enc0_conv0 ... enc0_stash | enc0_pool ... dec0_up | dec0_pop ... head
     stages   0                         | 1                     | 2
@@ -12,23 +12,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Sequence
+from typing import Container, Sequence
 
 from torch import nn
 
-from distseg.models.layers import Skip, skips_of
+from distseg.geometry.graph import crossing
+from distseg.models.layers import Pop
+from distseg.models.network import IMAGE, Call
 
-OUTPUT = "x"  # the edge of a stage's output; skips go by their own names
+OUTPUT = "x"  # the edge of a stage's last map to the next stage; skips go by their own names, other maps by that of the layer which makes them
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that stage ``source`` hands to stage ``target``; ``gradient``: whether one returns."""
+    """A feature map that stage ``source`` hands to stage ``target``; ``gradient``: whether one returns."""
 
     name: str
     source: int
     target: int
     gradient: bool = True
+    map: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} of stage {self.source} for stage {self.target}"
@@ -46,16 +49,23 @@ def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
     return [range(stop - count, stop) for stop, count in zip(stops, balance)]
 
 
-def edges_between(ranges: Sequence[range], skips: Sequence[Skip], trained_from: int = 0) -> list[Edge]:
-    """What travels: outputs stage by stage, then the skips that cross a cut.
+def edges_between(ranges: Sequence[range], inputs: Sequence[Sequence[int]], names: Sequence[str] | None = None, trained: Container[int] | None = None) -> list[Edge]:
+    """What travels: outputs stage by stage, then whatever else crosses a cut.
 
     Args:
-        trained_from: the first layer with a parameter that is trained; what is computed before it wants no gradient.
+        inputs: the maps that each layer is called with.
+        names: of the maps; by default their numbers.
+        trained: the maps that want a gradient; by default all.
     """
-    stage_of = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
-    outputs = [Edge(OUTPUT, stage, stage + 1, layers.stop > trained_from) for stage, layers in enumerate(ranges[:-1])]
-    crossing = [s for s in skips if stage_of[s.stash] != stage_of[s.pop]]
-    return outputs + [Edge(s.name, stage_of[s.stash], stage_of[s.pop], s.stash > trained_from) for s in crossing]
+    found = []
+    ways = crossing(inputs, ranges)
+    onwards = {source: reader for source, stage, reader in ways if source == ranges[stage].stop and reader == stage + 1}
+    for source, stage, reader in ways:
+        # The next stage reads it in any case, and hands it on: its rank may be that of a later stage too.
+        sender = stage if onwards.get(source, reader) == reader else onwards[source]
+        name = OUTPUT if source in onwards and sender == stage else names[source] if names else f"map {source}"
+        found.append(Edge(name, sender, reader, trained is None or source in trained, source))
+    return sorted(found, key=lambda edge: edge.name != OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -72,24 +82,23 @@ class Partition:
         return cls((range(0),), (), (0,))
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module], balance: Sequence[int], placement: Sequence[int] | None = None) -> "Partition":
+    def of(cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None) -> "Partition":
         """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s.
 
         Raises:
             ValueError: the balance does not fit the model, or stages would share a weight.
         """
-        ranges = stage_ranges(balance, len(layers))
+        ranges = stage_ranges(balance, len(calls))
         owner: dict[nn.Parameter, tuple[int, int]] = {}  # stage and layer
         for stage, position in ((stage, position) for stage, positions in enumerate(ranges) for position in positions):
-            for parameter in layers[position].parameters():
+            for parameter in calls[position].layer.parameters():
                 first, layer = owner.setdefault(parameter, (stage, position))
                 if first != stage:
                     raise ValueError(
                         f"layers {layer} and {position} share a weight, but lie in the stages {first} and {stage}, each of which would train its own: "
                         "set pipeline.balance so that one stage has both, or give each a weight of its own"
                     )
-        trained = [position for position, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
-        edges = edges_between(ranges, skips_of(layers), trained[0] if trained else len(layers))
+        edges = edges_between(ranges, [call.inputs for call in calls], _names(calls), _trained(calls))
         return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
 
     @property
@@ -109,3 +118,21 @@ class Partition:
 
     def outgoing(self, stage: int) -> list[Edge]:
         return [edge for edge in self.edges if edge.source == stage]
+
+
+def _names(calls: Sequence[Call]) -> list[str]:
+    """Of all maps: that of the skip, or of the layer which makes it."""
+    found = [IMAGE, *(call.name for call in calls)]
+    for call in calls:
+        if isinstance(call.layer, Pop):
+            found[call.inputs[-1]] = call.layer.name
+    return found
+
+
+def _trained(calls: Sequence[Call]) -> set[int]:
+    """The maps that are made with a weight that is trained."""
+    found: set[int] = set()
+    for number, call in enumerate(calls):
+        if found.intersection(call.inputs) or any(p.requires_grad for p in call.layer.parameters()):
+            found.add(number + 1)
+    return found

@@ -48,8 +48,8 @@ class Work:
 
     Args:
         segments: all of the network; ``mine``: the numbers of those that this rank runs.
-        live: the maps of this rank's that lie before norms which take statistics.
-        points: those whose margin is fetched from the ranks that share the image.
+        live: the maps that this rank's norms take statistics of.
+        points: those that it reads whose margin is fetched from the ranks that share the image.
         makers: the rank that makes each map; ``readers``: the other ranks that read it.
         back: whether backward passes follow; else a map goes once it was read.
         number: of the micro-batch.
@@ -69,11 +69,6 @@ class Work:
     def blocks(self) -> int:
         return self.cut.blocks
 
-    @cached_property
-    def popped(self) -> set[int]:
-        """The layers that stash what another segment pops, which computes it again."""
-        return {skip.stash for segment in self.segments for skip in segment.skips.values()}
-
     def whole(self, position: int) -> bool:
         """Whether nothing is read of a map before all of it is made."""
         return position in self.live or position in self.points
@@ -88,20 +83,20 @@ class Work:
     @cached_property
     def made(self) -> dict[int, int]:
         """The segment that makes each map, of this rank's."""
-        return {self.segments[s].layers.stop: s for s in self.mine}
+        return {self.segments[s].result: s for s in self.mine}
 
     @cached_property
     def elsewhere(self) -> list[int]:
         """The maps that this rank reads and others make."""
         return sorted({p for s in self.mine for p in self.sources(s)} - set(self.made) - {0})
 
-    def sources(self, segment: int) -> list[int]:
+    def sources(self, segment: int) -> Sequence[int]:
         """The maps that a segment reads."""
         return self.segments[segment].sources
 
     def stop(self, segment: int) -> int:
         """The map that a segment makes."""
-        return self.segments[segment].layers.stop
+        return self.segments[segment].result
 
     def is_last(self, segment: int) -> bool:
         """Whether a segment's result is the network's."""
@@ -129,8 +124,8 @@ def expected_back(work: Work, stage: int) -> list[Operation]:
 def forward(work: Work, stage: int) -> Iterator[Operation]:
     """All segments of a stage but the network's last."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
-    for position in (work.segments[s].layers.start for s in work.of_stage(stage)):
-        if position not in work.made:  # nobody here made it
+    for position in dict.fromkeys(p for s in work.of_stage(stage) for p in work.sources(s)):
+        if position not in work.made and work.stages_reading(position)[0] == stage:  # nobody here made it
             yield from [Measure(work.number, position)] if position in work.live else ()
             yield from _met(work, position)
     for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):

@@ -11,7 +11,8 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor
 
-from distseg.comm.halo import Mail, copies_from, copies_to
+from distseg.comm.halo import copies_from, copies_to
+from distseg.comm.mail import Mail
 from distseg.geometry.layout import Layout
 from distseg.geometry.tile import Box
 from distseg.spatial.exchange import Cell, Exchange
@@ -21,7 +22,7 @@ _Strips = dict[int, list[tuple[Map, Box]]]  # by rank, in an order that both sid
 
 
 class Borders:
-    """Of the maps before layers, on an exchange's grid of ranks with a tile each."""
+    """Of feature maps, on an exchange's grid of ranks with a tile each."""
 
     def __init__(self, exchange: Exchange):
         self._exchange, self._mail = exchange, Mail(exchange.comm)
@@ -29,12 +30,12 @@ class Borders:
     def fetch(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]) -> None:
         """Fill the margins of an image's map each. Collective over the ranks that share the images."""
         going, coming = self._strips(position, layouts, cells, maps)
-        self._move(going, coming, Map.put, 2 * position, f"the borders at layer {self._name(position)}")
+        self._move(going, coming, Map.put, 2 * position, f"the borders of map {position}")
 
     def give_back(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], gradients: Sequence[Map]) -> None:
         """The adjoint: add the gradients of margins to those of the cells that they came from, and leave none where they were."""
         coming, going = self._strips(position, layouts, cells, gradients)
-        self._move(going, coming, _add, 2 * position + 1, f"the gradient of the borders at layer {self._name(position)}")
+        self._move(going, coming, _add, 2 * position + 1, f"the gradient of the borders of map {position}")
         for stored, box in (strip for strips in going.values() for strip in strips):
             stored.put(box, stored.room(box).zero_())  # a rank may have made cells that it was given all the same
 
@@ -43,9 +44,9 @@ class Borders:
         going: _Strips = {}
         coming: _Strips = {}
         for layout, cell, stored in zip(layouts, cells, maps):
-            if position not in layout.points:
+            if position not in layout.exchanged:
                 continue
-            cuts, wanted = layout.spans(position)
+            cuts, wanted = layout.margins(position)
             for copy in copies_from(cell, cuts, wanted):
                 going.setdefault(self._exchange.rank_of(copy.target), []).append((stored, copy.box))
             for copy in copies_to(cell, cuts, wanted):
@@ -53,19 +54,16 @@ class Borders:
         return going, coming
 
     def _move(self, going: _Strips, coming: _Strips, put: Callable[[Map, Box, Tensor], None], tag: int, what: str) -> None:
-        arriving = self._mail.post({rank: sum(stored.bytes_of(box) for stored, box in strips) for rank, strips in coming.items()}, tag)
-        self._mail.send({rank: torch.cat([_bytes(stored.take(box)) for stored, box in strips]) for rank, strips in going.items()}, tag)
-        for rank, under_way in arriving.items():
-            buffer = self._mail.arrived(under_way, f"{what} from rank {rank} of the image's tiles")
+        arriving = {rank: self._mail.receive_bytes(sum(stored.bytes_of(box) for stored, box in strips), rank, tag) for rank, strips in coming.items()}
+        self._mail.send_all({rank: torch.cat([_bytes(stored.take(box)) for stored, box in strips]) for rank, strips in going.items()}, tag)
+        for rank, receipt in arriving.items():
+            buffer = receipt.tensor(f"{what} from rank {rank} of the image's tiles", "halo")
             parts = buffer.split([stored.bytes_of(box) for stored, box in coming[rank]])
             for (stored, box), part in zip(coming[rank], parts):
                 values = stored.room(box)
                 _bytes(values).copy_(part)
                 put(stored, box, values)
             self._mail.done(buffer)
-
-    def _name(self, position: int) -> str:
-        return self._exchange.links[position].name
 
 
 def _bytes(values: Tensor) -> Tensor:

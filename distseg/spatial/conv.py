@@ -1,7 +1,7 @@
 """Convolutions whose backward pass is in two parts: the input's gradient at once, the weight's later.
 
 The two take as long as each other, and only the input's is awaited by other ranks. So it comes first, and where borders were exchanged
-before the convolution, theirs are sent. The weight's is put off (:mod:`distseg.comm.later`), and goes right into the parameter's ``grad``.
+before the convolution, theirs are sent. The weight's is put off (:mod:`distseg.comm.waits`), and goes right into the parameter's ``grad``.
 That is how a convolution is computed together with the exchange before it (:func:`exchanged_convolution`), and how any other is under a
 schedule that wants it so (:class:`WeightsApart`).
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Callable, Sequence
+from typing import Callable, ContextManager, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from distseg.comm.halo import HaloExchange
-from distseg.comm.later import later
+from distseg.comm.waits import Waits
 from distseg.geometry.layout import Part
 from distseg.geometry.tile import Box
 from distseg.memory_format import like_format
@@ -50,6 +50,9 @@ class _Call:
 
 class _NoExchange:
     """Of a convolution that has all it looks at."""
+
+    def __init__(self, waits: Waits):
+        self.waits = waits
 
     def forward(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         return xs
@@ -90,7 +93,7 @@ class _Convolution(torch.autograd.Function):
             return [sum(found[1:], found[0]) if w else None for found, w in zip(zip(*parts), wanted[3:5])]
 
         dweight = dbias = None
-        if (wanted[3] or wanted[4]) and not later(lambda: accumulate(parameters, of_parameters())):
+        if (wanted[3] or wanted[4]) and not exchange.waits.later(lambda: accumulate(parameters, of_parameters())):
             dweight, dbias = of_parameters()
         if of_inputs:
             dxs = exchange.finish_adjoint(dxs, arriving, in_place=True)
@@ -130,7 +133,9 @@ class WeightsApart(TorchFunctionMode):
     stay autograd's: what is put off goes into a parameter's ``grad`` behind autograd's back.
     """
 
-    _here = _NoExchange()
+    def __init__(self, waits: Waits):
+        super().__init__()
+        self._here = _NoExchange(waits)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         read = _READ.get(function)
@@ -142,11 +147,15 @@ class WeightsApart(TorchFunctionMode):
         return _Convolution.apply(tuple(parameters), self._here, [call], *lowered, x)[0]
 
 
-@contextmanager
-def weights_apart(skips: dict[str, Tensor]):
+def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], ContextManager]:
     """:func:`distseg.models.layers.skip_store` in which layers put gradients of weights off."""
-    with skip_store(skips), WeightsApart():
-        yield
+
+    @contextmanager
+    def around(skips: dict[str, Tensor]):
+        with skip_store(skips), WeightsApart(waits):
+            yield
+
+    return around
 
 
 def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):

@@ -7,18 +7,18 @@ any exchange (``all``) tiles are windows at first, and each layer computes no mo
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from typing import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
-from distseg.comm.halo import HaloExchange, Mail, Side, copies_from, copies_to, exchanged
+from distseg.comm.halo import Frame, HaloExchange, copies_from, copies_to, exchanged
+from distseg.comm.mail import Mail
 from distseg.extents import Extents
-from distseg.geometry.layout import Layout, Part, Region
-from distseg.geometry.needs import Link
+from distseg.geometry.graph import Graph
+from distseg.geometry.layout import Layout, Part
 from distseg.geometry.tile import Box, check_grid, split
-from distseg.models.layers import Pop
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
 from distseg.spatial.local import cropped, fill_of, framed, fuses, run
@@ -31,7 +31,7 @@ class Exchange:
     """The tiles of this rank among those of all ranks that share an image.
 
     Args:
-        links: of the whole model, also where this rank holds some of its layers only.
+        graph: of the whole model, also where this rank holds some of its layers only.
         stride: of the model; tile borders lie on its multiples.
         comm: the ranks that share an image, in row-major order of ``grid``.
         grid, per_rank: of ranks, and of the tiles that each owns.
@@ -42,10 +42,10 @@ class Exchange:
     """
 
     def __init__(
-        self, links: Sequence[Link], stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
+        self, graph: Graph, stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
         device=torch.device("cpu"), channels_last: bool = False, stored: Sequence[int] = (),
     ):  # fmt: skip
-        self.links, self.stride, self.comm, self.every, self.fuse_below = list(links), tuple(stride), comm, every, fuse_below
+        self.graph, self.stride, self.comm, self.every, self.fuse_below = graph, tuple(stride), comm, every, fuse_below
         self.grid, self.per_rank = Extents(grid), Extents(per_rank)
         self.channels_last, self.stored = channels_last, tuple(stored)
         self.mail = Mail(comm, device)
@@ -64,60 +64,66 @@ class Exchange:
             fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
             check_grid(image, fine, self.stride)
             borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
-            self._layouts[image] = Layout(self.links, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
+            self._layouts[image] = Layout(self.graph, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
         return self._layouts[image]
 
     def run(
-        self, layers: Sequence[nn.Module], first: int, xs: Sequence[Tensor], skips: list[dict[str, Tensor]], context: Context,
+        self, layers: Mapping[int, nn.Module], maps: list[dict[int, Tensor]], frees: Mapping[int, Sequence[int]], context: Context,
         after_layer: Callable[[], None] | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """Layers ``first``, ``first`` + 1, ... on all pieces of this rank at the context's places: collective over the ranks of the image.
+    ) -> None:  # fmt: skip
+        """Layers, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.
 
         Args:
-            xs: for each piece the feature map on what the layout gives its tile, (B, C, *size); pixels on its window.
-            skips: for each piece the skips that wait; changed in place.
+            maps: for each piece what it has of feature maps, (B, C, *size), as the layout says; pixels on its window. What layers make is added.
+            frees: by layer, the maps to let go of behind it.
         """
         places = context.places
         layouts = [self.layout(place.image) for place in places]
         cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
-        if first == 0:
-            assert all(place.window.contains(layout.part(0, cell).given) for place, layout, cell in zip(places, layouts, cells))
-            xs = [cropped(x, place.window, layout.part(0, cell).given) for x, place, layout, cell in zip(xs, places, layouts, cells)]
+        for had, place, layout, cell in zip(maps, places, layouts, cells):
+            if 0 in layers:
+                assert place.window.contains(layout.made(0, cell))
+                had[0] = cropped(had[0], place.window, layout.made(0, cell))
+        stores = [{} for _ in maps]
         try:
-            for position, layer in enumerate(layers, first):
-                parts = [layout.part(position, cell) for layout, cell in zip(layouts, cells)]
-                context.regions = [Region(part.size, part.owned, part.given) for part in parts]
+            for number, layer in layers.items():
+                parts = [layout.part(number, cell) for layout, cell in zip(layouts, cells)]
+                context.regions = parts
                 if isinstance(layer, DistributedNorm):
-                    xs = layer.joint(xs)
+                    made = layer.joint([had[self.graph[number].first] for had in maps])
                 else:
-                    xs = self._layer(position, layer, list(xs), parts, layouts, cells, context, skips)
+                    made = self._layer(number, layer, maps, parts, layouts, cells, context, stores)
+                for had, y in zip(maps, made):
+                    had[number + 1] = y
+                    for source in frees[number]:
+                        del had[source]
+                del made, y
                 if after_layer is not None:
                     after_layer()
         finally:
             context.regions = None
-        return list(xs)
 
-    def _layer(self, position: int, layer: nn.Module, xs: list[Tensor], parts: list[Part], layouts, cells, context: Context, skips) -> list[Tensor]:
+    def _layer(self, number: int, layer: nn.Module, maps: list[dict[int, Tensor]], parts: list[Part], layouts, cells, context: Context, stores) -> list[Tensor]:
         """One layer on all pieces: where it looks further than they have, after an exchange."""
-        haves = [part.given for part in parts]
-        concerned = [i for i, layout in enumerate(layouts) if position in layout.points]
+        node = self.graph[number]
+        xs, haves = [had[node.first] for had in maps], [part.held for part in parts]
+        concerned = [i for i, layout in enumerate(layouts) if number in layout.points]
         if concerned:
             frames = [framed(layer, parts[i]) for i in concerned]
             mine = [_autocast(layer, xs[i]) for i in concerned]
-            exchange = self._exchange(position, layer, concerned, frames, mine, parts, layouts, cells, context.places)
+            exchange = self._exchange(number, layer, concerned, frames, mine, parts, layouts, cells, context.places)
             if not exchange.idle:
                 if len(concerned) == len(xs) and fuses(layer):
                     return exchanged_convolution(layer, exchange, frames, parts, mine)
                 for i, y, frame in zip(concerned, exchanged(exchange, mine), frames):
                     xs[i], haves[i] = y, frame
-        return [self._one(layer, *piece, context, i, skips[i]) for i, piece in enumerate(zip(xs, haves, parts))]
-
-    def _one(self, layer: nn.Module, x: Tensor, have: Box, part: Part, context: Context, index: int, skips: dict[str, Tensor]) -> Tensor:
-        context.current = index
-        if isinstance(layer, Pop):
-            skips[layer.name] = cropped(skips[layer.name], part.skip, part.made)
-        with context.around(skips):
-            return run(layer, x, have, part)
+        made = []
+        for i, (x, have, part) in enumerate(zip(xs, haves, parts)):
+            context.current = i
+            others = [(maps[i][source], layouts[i].made(source, cells[i])) for source in node.inputs[1:]]
+            with context.around(stores[i]):
+                made.append(run(layer, x, have, part, others))
+        return made
 
     def _exchange(self, position, layer, concerned, frames, xs, parts, layouts, cells, places) -> HaloExchange:
         # Of the shapes that a layer sees this is all that can vary from step to step.
@@ -128,7 +134,7 @@ class Exchange:
 
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
         """Who sends what to whom. Both sides order the strips of a message by image, target and source."""
-        sides = [Side(parts[i].given, parts[i].owned, frame, parts[i].size) for i, frame in zip(concerned, frames)]
+        around = [Frame(parts[i].size, parts[i].owned, parts[i].held, frame) for i, frame in zip(concerned, frames)]
         group = _numbered([layouts[i] for i in concerned])
         number = {(group[k], cells[i]): k for k, i in enumerate(concerned)}
         sends, receives, here = [], [], []
@@ -144,8 +150,8 @@ class Exchange:
                     receives.append((group[k], c.target, c.source, k, c.box))
         by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
         return HaloExchange(
-            self.mail, sides, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
-            fill=fill_of(layer) or 0.0, tag=2 * position, name=self.links[position].name, last=self.channels_last,
+            self.mail, around, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
+            fill=fill_of(layer) or 0.0, tag=2 * position, name=self.graph[position].name, last=self.channels_last,
         )  # fmt: skip
 
     def rank_of(self, cell: Cell) -> int:

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.geometry.footprint import Span
+from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.layout import Layout, Part, Region
-from distseg.geometry.needs import Link
+from distseg.geometry.needs import box_of
 from distseg.geometry.segment import Chain, Segment, chain, rows_read, segments_of
 from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import GapTrimmer
-from distseg.models.layers import Pop, Stash, skip_store
+from distseg.models.layers import skip_store
 from distseg.program.operations import (
     BackwardTile, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, ForwardTile, GiveBack, Loss, Measure, OfTile, Operation, OutputTile, Send,
     SendGradient, Settle, Statistic,
@@ -81,11 +82,11 @@ class InTime:
     """The executor of a flat model on one rank, which runs all of it or some stages.
 
     Args:
-        links: of its layers (:func:`distseg.spatial.links.links_of`).
-        live: the positions of norms that take statistics.
+        graph: of its layers (:func:`distseg.spatial.graph.graph_of`).
+        live: the numbers of norms that take statistics.
         layout: of an image on the mesh's tiles.
         folder: for stored maps; None: the host's memory.
-        bytes_of: of a part of the map before a layer, of so many images.
+        bytes_of: of a part of a map, of so many images.
         autocast: makes the context in which the network runs.
         devices: where the network runs; of each stage, where a rank has several.
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
@@ -99,11 +100,11 @@ class InTime:
     """
 
     def __init__(
-        self, model: TiledModel, links: Sequence[Link], live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
+        self, model: TiledModel, graph: Graph, live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
         bytes_of: Callable[[int, Box, int], int], autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
         placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True, borders: Borders | None = None,
     ):  # fmt: skip
-        self.model, self.links, self.live, self.layout, self.tiling, self.folder = model, list(links), set(live), layout, tiling, folder
+        self.model, self.graph, self.live, self.layout, self.tiling, self.folder = model, graph, set(live), layout, tiling, folder
         self.bytes_of, self.autocast, self.devices = bytes_of, autocast, [torch.device(d) for d in devices]
         self.returns, self.trims, self.borders = returns, trims, borders
         self.stages, self.placement, self.comm, self.transfers = tuple(stages), tuple(placement), comm, Transfers(comm)
@@ -116,10 +117,11 @@ class InTime:
         return self.devices[segment.stage if len(self.devices) > 1 else 0]
 
     def name_of(self, segment: Segment) -> str:
-        return f"{self.links[segment.layers.start].name} to {self.links[segment.layers.stop - 1].name}"
+        begins = next(number for number in segment.nodes if segment.sources[-1] in self.graph[number].inputs)  # behind what is computed again of other segments
+        return f"{self.graph[begins].name} to {self.graph[segment.nodes[-1]].name}"
 
-    def map_before(self, position: int) -> str:
-        return f"the map before {self.links[position].name}"
+    def name_of_map(self, position: int) -> str:
+        return f"the map behind {self.graph[position - 1].name}"
 
     def label_tiles(self, block: Block) -> Iterator[Box]:
         """The tile of a block, in strips that are read at once."""
@@ -139,15 +141,18 @@ class InTime:
 
     def _work(self, places: Sequence[Place], number: int, boxes: Sequence[Sequence[Box]] | None) -> Work:
         layouts = [self.layout(place.image) for place in places]
-        points = {point for layout in layouts for point in layout.points} - {0}  # pixels are read, with their margin
-        segments = segments_of(self.links, self.live | points, self.stages)
+        points = {source for layout in layouts for source in layout.exchanged} - {0}  # pixels are read, with their margin
+        live = {self.graph[number].first for number in self.live}
+        segments = segments_of(self.graph, live | points, self.stages)
         rank_of = lambda segment: self.placement[segment.stage]
         mine = [n for n, segment in enumerate(segments) if rank_of(segment) == self.comm.rank]
-        makers = {s.layers.stop: rank_of(s) for s in segments}
+        makers = {s.result: rank_of(s) for s in segments}
         readers = {p: sorted({rank_of(s) for s in segments if p in s.sources} - {self.comm.rank}) for p in makers}
-        starts = {segments[n].layers.start for n in mine}
-        cut = Cut(self.links, segments, layouts, places, self.tiling, boxes)
-        return Work(segments, mine, self.live & starts, points & starts, makers, readers, cut, self.returns, number)
+        ours = {number for n in mine for number in segments[n].nodes}
+        live = {self.graph[number].first for number in self.live & ours}
+        read = {source for n in mine for source in segments[n].sources}
+        cut = Cut(self.graph, segments, layouts, places, self.tiling, boxes)
+        return Work(segments, mine, live, points & read, makers, readers, cut, self.returns, number)
 
     def stored(self, places: Sequence[Place]) -> int:
         """Bytes of the maps that a micro-batch will store, at most at once."""
@@ -206,7 +211,7 @@ class InTime:
                 walks[op.micro_batch].do(op)
             if isinstance(op, OfTile):
                 if self.trims:
-                    trimmers[kind].after_tile()
+                    trimmers[kind].after_tile(sum(walk.in_memory for walk in walks))
                 done += 1
                 self.watch(done / tiles)
         for walk in walks:
@@ -215,16 +220,14 @@ class InTime:
 
 def windows(operations: Sequence[Operation], work: Work) -> Iterator[Box]:
     """What the operations of a micro-batch read of pixels, in order; for those who read ahead."""
-    there = (op for op in operations if isinstance(op, OfTile) and work.segments[op.segment].layers.start == 0)
-    return (work.cut.chain(op).given for op in there)
+    there = (op for op in operations if isinstance(op, OfTile) and 0 in work.sources(op.segment))
+    return (work.cut.chain(op).read[0] for op in there)
 
 
 def computed(operations: Sequence[Operation], work: Work) -> Iterator[tuple[int, Box]]:
     """(layer, cells of its result) of all that the operations of a micro-batch compute, each tile once."""
     for op in (op for op in operations if isinstance(op, OfTile)):
-        segment, way = work.segments[op.segment], work.cut.chain(op)
-        yield from ((position, way.skips[pop]) for pop, skip in segment.skips.items() for position in skip.layers)
-        yield from ((position, part.made) for position, part in zip(segment.layers, way.parts))
+        yield from ((number, part.made) for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts))
 
 
 def _sizes(places: Sequence[Place]) -> tuple:
@@ -241,31 +244,34 @@ class Cut:
     """
 
     def __init__(
-        self, links: Sequence[Link], segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[Place], tiling: Tiling,
+        self, graph: Graph, segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[Place], tiling: Tiling,
         boxes: Sequence[Sequence[Box]] | None = None,
     ):  # fmt: skip
-        self.links, self.segments, self.layouts, self.tiling, self.boxes = links, segments, list(layouts), tiling, boxes
+        self.segments, self.layouts, self.tiling, self.boxes = segments, list(layouts), tiling, boxes
         self.images = [len(place.images) for place in places]
         self.cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
+        inputs = [node.inputs for node in graph]
+        self.frees = [last_readings(inputs, segment.nodes) for segment in segments]
+        """By segment and node, the maps that are read for the last time."""
 
     @property
     def blocks(self) -> int:
         return len(self.layouts)
 
     def made(self, block: int, position: int) -> Box:
-        """What of the map before a layer is computed."""
-        layout, cell = self.layouts[block], self.cells[block]
-        return layout.result_of(cell) if position == len(self.links) else layout.part(position, cell).given
+        """What is computed of a map."""
+        return self.layouts[block].made(position, self.cells[block])
 
     def held(self, block: int, position: int) -> Box:
         """What is stored: that, and the margin from neighbours."""
-        if position not in self.layouts[block].points:
-            return self.made(block, position)
-        part = self.layouts[block].part(position, self.cells[block])
-        return part.given.hull(part.taken)
+        layout, cell, made = self.layouts[block], self.cells[block], self.made(block, position)
+        if position not in layout.exchanged:
+            return made
+        _, wanted = layout.margins(position)
+        return made.hull(box_of([spans[c] for spans, c in zip(wanted, cell)]))
 
     def owned(self, block: int, position: int) -> Box:
-        return self.layouts[block].part(position, self.cells[block]).owned
+        return self.layouts[block].owned(position, self.cells[block])
 
     def size(self, block: int, position: int) -> tuple[int, ...]:
         return tuple(self.layouts[block].sizes[position])
@@ -274,7 +280,7 @@ class Cut:
         """Of what is computed of a segment's result."""
         if self.boxes is not None and segment == len(self.segments) - 1:
             return self.boxes[block]
-        result = self.made(block, self.segments[segment].layers.stop)
+        result = self.made(block, self.segments[segment].result)
         return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
@@ -293,7 +299,10 @@ class Walk:
         self.layers, self.transfers, self.context = executor.model.layers, executor.transfers, executor.model.context
         self.maps: dict[tuple[int, int], Map] = {}  # by block and position, as all below
         self.gradients: dict[tuple[int, int], Map] = {}
-        self.norms: dict[int, Pending] = {}
+        self.norms: dict[int, Pending] = {}  # by their number
+        self._norms_at: dict[int, list[int]] = {}
+        for number in sorted(executor.live & {number for segment in work.mine for number in work.segments[segment].nodes}):
+            self._norms_at.setdefault(executor.graph[number].first, []).append(number)
         self._moments: dict[int, list] = {}
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
@@ -319,6 +328,12 @@ class Walk:
             stored.close()
         self.maps.clear()
 
+    @property
+    def in_memory(self) -> int:
+        """Bytes of its maps that are in this process's memory."""
+        coming = (r.stored for those in self._returning.values() for r in those if r.stored is not None)
+        return sum(stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming))
+
     def _name(self, op: OfTile) -> str:
         return self.executor.name_of(self.segments[op.segment])
 
@@ -329,7 +344,7 @@ class Walk:
 
     @torch.no_grad()
     def forward(self, op: ForwardTile) -> None:
-        stop = self.segments[op.segment].layers.stop
+        stop = self.segments[op.segment].result
         with self.span("forward", self._name(op)):
             y, _ = self._run(op)
         with self.span("scratch", "write"):
@@ -338,12 +353,12 @@ class Walk:
 
     @torch.enable_grad()
     def backward(self, op: BackwardTile) -> None:
-        stop = self.segments[op.segment].layers.stop
+        stop = self.segments[op.segment].result
         g = self._gradient(op.block, stop, op.box)
         with self.span("recompute", self._name(op)):
             y, leaves = self._run(op)
         with self.span("backward", self._name(op)):
-            if stop in self.norms:
+            if stop in self.work.live:
                 g = self._corrected(stop, op.block, op.box, g, y.detach())
             if y.requires_grad:
                 torch.autograd.backward([y], [g])
@@ -356,7 +371,7 @@ class Walk:
             with self.span("scratch", "read gradient"):
                 parts.append(self.gradients[i, position].read(box))
         for returning in self._returning.get((i, position), ()):
-            self.transfers.wait_for(returning, box.stop[0], f"the gradient of {self.executor.map_before(position)}")
+            self.transfers.wait_for(returning, box.stop[0], f"the gradient of {self.executor.name_of_map(position)}")
             with self.span("scratch", "read gradient"):
                 parts.append(returning.stored.read(box))
         total = parts[0]
@@ -371,20 +386,19 @@ class Walk:
         self.context.places = [self.blocks[i].place]
         leaves, skips = [], {}
         beat(f"tile {op.box} of {self._name(op)}")
+        there: dict[int, tuple[Tensor, Box]] = {}
         try:
             with self.executor.autocast():
-                for pop, skip in segment.skips.items():
-                    window = way.skips[pop]
-                    x = self._source(skip.source, i, window, leaves, device)
-                    for position in skip.layers:
-                        x = self._layer(position, x, window, self._whole(i, position, window), {})
-                    skips[skip.name] = x
-                x, have = self._source(segment.layers.start, i, way.given, leaves, device), way.given
-                for position, part in zip(segment.layers, way.parts):
-                    x, have = self._layer(position, x, have, part, skips), part.made
+                for number, part in zip(segment.nodes, way.parts):
+                    for source in self.executor.graph[number].inputs:
+                        if source in way.read and source not in there:
+                            there[source] = self._source(source, i, way.read[source], leaves, device), way.read[source]
+                    there[number + 1] = self._layer(number, part, there), part.made
+                    for source in self.cut.frees[op.segment][number]:
+                        del there[source]
         finally:
             self.context.regions = None
-        return x, leaves
+        return there[segment.result][0], leaves
 
     def _read(self, position: int, i: int, window: Box) -> Tensor:
         if position == 0:
@@ -394,31 +408,24 @@ class Walk:
         stored = self.maps[i, position]
         with self.span("scratch", "read"):
             # A norm leaves what it is given as it is, and without a backward pass nobody keeps it.
-            return stored.view(window) if position in self.norms and not self.executor.returns else stored.read(window)
+            untouched = not self.executor.returns and len(self._norms_of(position)) == len(self.executor.graph.readers[position])
+            return stored.view(window) if untouched else stored.read(window)
 
     def _source(self, position: int, i: int, window: Box, leaves: list, device: torch.device) -> Tensor:
         x = self._read(position, i, window).to(device)
-        if torch.is_grad_enabled() and (position > 0 or 0 in self.norms):
+        if torch.is_grad_enabled() and (position > 0 or 0 in self.work.live):
             leaves.append((position, window, x.requires_grad_()))
         return x
 
-    def _layer(self, position: int, x: Tensor, have: Box, part: Part, skips: dict[str, Tensor]) -> Tensor:
+    def _layer(self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]]) -> Tensor:
         self.transfers.progress()
-        layer = self.layers[position]
-        self.context.regions, self.context.current = [Region(part.size, part.taken, part.taken)], 0
-        if position in self.norms:
+        layer, ((x, have), *others) = self.layers[number], [there[source] for source in self.executor.graph[number].inputs]
+        self.context.regions, self.context.current = [part], 0
+        if number in self.norms:
             x = cropped(x, have, part.taken)
-            return self.norms[position](x, 0, layer.masks([x])[0])
-        if isinstance(layer, Stash) and position in self.work.popped:
-            return cropped(x, have, part.taken)  # whoever pops it computes it again
-        if isinstance(layer, Pop):
-            skips[layer.name] = cropped(skips[layer.name], part.skip, part.made)
-        with skip_store(skips):
-            return run(layer, x, have, part)
-
-    def _whole(self, i: int, position: int, window: Box) -> Part:
-        """Of a layer that looks at single pixels."""
-        return Part(self.cut.size(i, position), *(window,) * 5)
+            return self.norms[number](x, 0, layer.masks([x])[0])
+        with skip_store({}):
+            return run(layer, x, have, part, others)
 
     def _take_in(self, i: int, leaves: list) -> None:
         """Add the gradients of what was read to the stored ones."""
@@ -438,18 +445,25 @@ class Walk:
             for box in strips(self.cut.made(i, op.position), _CELLS if op.position else _PIXELS):
                 self._take_moments(op.position, i, box, self._read(op.position, i, box))
 
+    def _norms_of(self, position: int) -> list[int]:
+        """Those of this rank that take statistics of a map."""
+        return self._norms_at.get(position, [])
+
     def _take_moments(self, position: int, i: int, box: Box, x: Tensor) -> None:
-        if position in self.work.live and self._at(position, i, box).pixels:
-            norm = self.layers[position]
-            self._moments.setdefault(position, []).extend(norm.moments(x, 0, norm.masks([x])[0]))
+        for number in self._norms_of(position):
+            if self._at(position, i, box).pixels:
+                norm = self.layers[number]
+                self._moments.setdefault(number, []).extend(norm.moments(x, 0, norm.masks([x])[0]))
 
     @torch.no_grad()
     def statistic(self, op: Statistic) -> None:
-        norm = self.layers[op.position]
-        self.norms[op.position] = Pending(norm, norm.statistics(self._moments.pop(op.position)))
+        for number in self._norms_of(op.position):
+            norm = self.layers[number]
+            self.norms[number] = Pending(norm, norm.statistics(self._moments.pop(number)))
 
     def settle(self, op: Settle) -> None:
-        self.norms[op.position].settle()
+        for number in self._norms_of(op.position):
+            self.norms[number].settle()
 
     @torch.no_grad()
     def correct(self, op: Correct) -> None:
@@ -461,7 +475,9 @@ class Walk:
 
     def _corrected(self, position: int, i: int, box: Box, g: Tensor, y: Tensor) -> Tensor:
         own = self._at(position, i, box)
-        return self.norms[position].corrected(g, y, own, 0, self.layers[position].masks([y])[0])
+        for number in self._norms_of(position):
+            g = self.norms[number].corrected(g, y, own, 0, self.layers[number].masks([y])[0])
+        return g
 
     def _at(self, position: int, i: int, box: Box) -> Box:
         """Make block ``i`` the one at hand; what it owns of ``box``, in cells of ``box``."""
@@ -515,11 +531,11 @@ class Walk:
     def _wait_for(self, i: int, position: int, row: int | None = None) -> None:
         """Until a map that comes from another rank is there, up to a row, by default all of it; no wait for others."""
         if (coming := self._coming.get((i, position))) is not None:
-            self.transfers.wait_for(coming, coming.box.stop[0] if row is None else row, self.executor.map_before(position))
+            self.transfers.wait_for(coming, coming.box.stop[0] if row is None else row, self.executor.name_of_map(position))
 
     def _wait_sent(self, i: int, position: int) -> None:
         for sending in self._sending.pop((i, position), ()):
-            self.transfers.wait_sent(sending, self.executor.map_before(position))
+            self.transfers.wait_sent(sending, self.executor.name_of_map(position))
 
     # stored maps
 

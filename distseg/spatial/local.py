@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
 from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
+from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
-from distseg.geometry.needs import Link
 from distseg.geometry.receptive import POINTWISE, probed_reach
 from distseg.geometry.tile import Box
-from distseg.models.layers import Pop, Stash
+from distseg.models.layers import Cat, Pop, Stash, Sum
+from distseg.models.network import Call
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
 
@@ -55,25 +56,26 @@ _FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
 _ALIKE = (*POINTWISE, nn.Identity, DistributedNorm, KeyedDropout)
 
 
-def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int]) -> Link:
-    """A layer as :class:`distseg.geometry.layout.Layout` wants it.
+def node_of(call: Call, dims: int, channels: Callable[[int], int]) -> Node:
+    """A layer call as :class:`distseg.geometry.layout.Layout` wants it.
 
     Args:
-        channels: tells those of the layer's input; asked for a layer of an unknown kind, which may prove pointwise.
+        channels: tells those of a map; asked for a layer of an unknown kind, which may prove pointwise.
 
     Raises:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
     """
-    if isinstance(layer, Stash):
-        return Link(name, stash=layer.name)
-    if isinstance(layer, Pop):
-        return Link(name, pop=layer.name)
+    name, layer = call.name, call.layer
+    if isinstance(layer, (Stash, Pop)) or type(layer) in (Cat, Sum):
+        return Node(name, call.inputs)
+    if len(call.inputs) > 1:
+        raise ValueError(f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map")
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
     for kinds, footprints in _FOOTPRINTS:
         if genuine(layer, kinds):
             try:
-                return Link(name, footprints(layer, dims))
+                return Node(name, call.inputs, footprints(layer, dims))
             except _Unsupported as e:
                 raise ValueError(f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}") from None
     hidden = next((part for part in layer.modules() if isinstance(part, (*NORMS, *DROPOUTS)) and getattr(part, "p", 1) > 0), None)
@@ -82,11 +84,11 @@ def link_of(name: str, layer: nn.Module, dims: int, channels: Callable[[], int])
             f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
         )
     if genuine(layer, _ALIKE):
-        return Link(name)
-    if _is_pointwise(layer, dims, channels()):
-        if _draws(layer, dims, channels()):
+        return Node(name, call.inputs)
+    if _is_pointwise(layer, dims, channels(call.inputs[0])):
+        if _draws(layer, dims, channels(call.inputs[0])):
             raise ValueError(f"layer {name} ({type(layer).__name__}) draws random numbers, other ones each time a tile is computed: use nn.Dropout, whose masks belong to pixels")
-        return Link(name)
+        return Node(name, call.inputs)
     which = f", which {altered(layer)}," if known(type(layer)) is not nn.Module and altered(layer) else ""
     raise ValueError(
         f"layer {name} ({type(layer).__name__}){which} looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
@@ -131,12 +133,15 @@ def _draws(layer: nn.Module, dims: int, channels: int) -> bool:
     return False
 
 
-def run(layer: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()) -> Tensor:
     """A layer's result on ``part.made``.
 
     Args:
         x: (B, C, *have.size), the input on ``have``: ``part.taken`` is in it, and what it has beyond the map is padding already.
+        others: what else it is called with, and where that lies.
     """
+    if others:
+        return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
     function = _function_of(type(layer))
     if function is None or altered(layer):  # one that looks at single pixels
         return layer(cropped(x, have, part.taken))

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from contextlib import suppress
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from distseg.altered import genuine
-from distseg.geometry.needs import Link
+from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import Pop, channels_of_maps, first_convolution, flat_layers, is_sequential, outline, skip_store
+from distseg.models.layers import Cat, Join, Pop, Stash, first_convolution, outline, skip_store
+from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
-from distseg.spatial.links import links_of
+from distseg.spatial.graph import graph_of
 from distseg.spatial.local import check_plain
 from distseg.spatial.norm import NORMS, DistributedNorm, commit
-from distseg.spatial.skip import DensePop
+from distseg.spatial.skip import DenseCat, DensePop
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -33,25 +35,29 @@ _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.Adaptive
 class TiledModel(nn.Module):
     """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
 
-    A flat ``nn.Sequential`` runs layer by layer over the windows, so that a norm sees them all; any other module runs
-    one window at a time, and only one where norms are live. Where it can be computed in parts there are ``links``, its layers as geometry sees
-    them, with the ``kinds`` of the plain model's layers and the ``channels`` of its maps. With an ``exchange`` layers compute what is needed of a window,
-    which may be no more than the tile, and borders are exchanged between them.
+    A flat network runs layer by layer over the windows, so that a norm sees them all; any other module runs one window at a time, and only one
+    where norms are live. Where it can be computed in parts there is a ``graph``, its layers as geometry sees them, with the ``kinds`` of the plain
+    model's layers and the ``channels`` of its maps. With an ``exchange`` layers compute what is needed of a window, which may be no more than the
+    tile, and borders are exchanged between them.
+
+    Args:
+        inputs: of a flat network, the maps that each layer is called with; None of any other.
     """
 
     def __init__(
-        self, model: nn.Module, context: Context, reach: Reach, exchange: Exchange | None = None, links: list[Link] | None = None,
-        kinds: Sequence[type] = (), channels: Sequence[int] = (),
+        self, model: nn.Module, context: Context, reach: Reach, inputs: Sequence[tuple[int, ...]] | None = None, exchange: Exchange | None = None,
+        graph: Graph | None = None, kinds: Sequence[type] = (), channels: Sequence[int] = (),
     ):  # fmt: skip
         super().__init__()
-        self.model, self.context, self.reach, self.exchange, self.links, self.kinds, self.channels = model, context, reach, exchange, links, kinds, channels
-        self.layers = _flattened(model)
-        self.flat = self.layers is not None
+        self.model, self.context, self.reach, self.inputs, self.exchange, self.graph, self.kinds, self.channels = model, context, reach, inputs, exchange, graph, kinds, channels
+        self.flat = inputs is not None
+        self.layers = [layer for _, layer in flat_layers(model)] if self.flat else None
         # Of the whole model, also where only some of its layers are kept:
         self.live_always = [p for p, layer in enumerate(self.layers or []) if isinstance(layer, DistributedNorm) and not layer.tracks]
         """Positions of the norms that take statistics in evaluation too."""
         self.always_live = any(not n.tracks for n in self.norms)
         self.live_in_training = bool(self.norms)
+        self._frees: dict[tuple, dict[int, list[int]]] = {}
 
     @property
     def norms(self) -> list[DistributedNorm]:
@@ -72,63 +78,74 @@ class TiledModel(nn.Module):
         assert self.flat
         for position, (name, layer) in enumerate(flat_layers(self.model)):
             if position not in positions:
-                parent, _, child = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), child, Elsewhere(layer))
-        self.layers = _flattened(self.model)
+                _put(self.model, name, Elsewhere(layer))
+        self.layers = [layer for _, layer in flat_layers(self.model)]
 
-    def begin_at(self, positions: Iterable[int]) -> None:
-        """Stages begin at these layers: what they are handed is another's, so nothing is done to it in place."""
-        for start in positions:
-            for layer in self.layers[start:]:
-                if getattr(layer, "inplace", False):
-                    layer.inplace = False
-                if not isinstance(layer, _HANDS_ON):
-                    break
+    def begin_at(self, ranges: Sequence[range]) -> None:
+        """Stages are these layers: what they are handed is another's, so nothing is done to it in place."""
+        for layers in ranges:
+            handed = {source for number in layers for source in self.inputs[number] if source <= layers.start}
+            for number in layers:
+                layer = self.layers[number]
+                if self.inputs[number][0] in handed:
+                    if getattr(layer, "inplace", False):
+                        layer.inplace = False
+                    if isinstance(layer, _HANDS_ON):
+                        handed.add(number + 1)
 
-    def forward(
-        self,
-        windows: list[Tensor],
-        places: list[Place],
-        part: range | None = None,
-        skips: list[dict[str, Tensor]] | None = None,
-        after_layer: Callable[[], None] | None = None,
-    ) -> list[Tensor]:
-        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles; with an exchange (B, C', *tile.size).
-
-        Args:
-            part: the layers of a flat model to run; ``windows`` then are the feature maps before them. All by default.
-            skips: for each window the skips that were stashed before; afterwards, those that wait for a later pop.
-            after_layer: called after each layer of a flat model.
-        """
-        self.context.places = places
-        if self.exchange is not None:
-            part = range(len(self.layers)) if part is None else part
-            return self.exchange.run(self.layers[part.start : part.stop], part.start, windows, skips or [{} for _ in windows], self.context, after_layer)
+    def forward(self, windows: list[Tensor], places: list[Place]) -> list[Tensor]:
+        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles; with an exchange (B, C', *tile.size)."""
         if self.flat:
-            layers = self.layers if part is None else self.layers[part.start : part.stop]
-            return self._layer_by_layer(layers, list(windows), skips or [{} for _ in windows], after_layer)
-        assert part is None
+            maps = [{0: x} for x in windows]
+            self.run(maps, places, range(len(self.layers)))
+            return [had[len(self.layers)] for had in maps]
+        self.context.places = places
         if len(windows) > 1 and self.live_norms:
             raise ValueError(
                 f"a rank holds {len(windows)} windows of one micro-batch, but with live norms only a flat nn.Sequential computes several "
                 "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten the model"
             )
-        return [self._one(self.model, x, i, {}) for i, x in enumerate(windows)]
+        return [self._one(self.model, x, index=i, store={}) for i, x in enumerate(windows)]
 
-    def _layer_by_layer(self, layers: list[nn.Module], xs: list[Tensor], skips: list[dict], after_layer) -> list[Tensor]:
-        for layer in layers:
+    def run(
+        self, maps: list[dict[int, Tensor]], places: list[Place], part: range, leaving: Iterable[int] = (), after_layer: Callable[[], None] | None = None
+    ) -> None:
+        """Some layers of a flat network on all windows.
+
+        Args:
+            maps: for each window the feature maps that the layers are called with, by number; in the end the last one's result and those that are ``leaving``.
+            after_layer: called after each layer.
+        """
+        self.context.places = places
+        frees = self._frees_of(part, frozenset(leaving))
+        layers = {number: self.layers[number] for number in part}
+        if self.exchange is not None:
+            return self.exchange.run(layers, maps, frees, self.context, after_layer)
+        stores = [{} for _ in maps]
+        for number, layer in layers.items():
+            inputs = self.inputs[number]
             if isinstance(layer, DistributedNorm):
-                xs = layer.joint(xs)
+                made = layer.joint([had[inputs[0]] for had in maps])
             else:
-                xs = [self._one(layer, x, i, skips[i]) for i, x in enumerate(xs)]
+                made = [self._one(layer, *(had[source] for source in inputs), index=i, store=stores[i]) for i, had in enumerate(maps)]
+            for had, y in zip(maps, made):
+                had[number + 1] = y
+                for source in frees[number]:
+                    del had[source]
+            del made, y
             if after_layer is not None:
                 after_layer()
-        return xs
 
-    def _one(self, layer: nn.Module, x: Tensor, index: int, skips: dict) -> Tensor:
+    def _frees_of(self, part: range, leaving: frozenset[int]) -> dict[int, list[int]]:
+        """By layer, the maps that nothing behind it reads."""
+        if (part, leaving) not in self._frees:
+            self._frees[part, leaving] = last_readings(self.inputs, part, leaving)
+        return self._frees[part, leaving]
+
+    def _one(self, layer: nn.Module, *inputs, index: int, store: dict) -> Tensor:
         self.context.current = index
-        with self.context.around(skips):
-            return layer(x)
+        with self.context.around(store):
+            return layer(*inputs)
 
     def freeze_norms(self) -> None:
         """Let batch norms use and keep their running statistics in training."""
@@ -158,19 +175,6 @@ class Elsewhere(_Instead):
     """In the place of a layer that another rank holds."""
 
 
-def _flattened(model: nn.Module) -> list[nn.Module] | None:
-    """The layers of a Sequential, and of Sequentials inside it, in order; None where a norm hides in another kind of module."""
-    if not is_sequential(model):
-        return None
-    layers: list[nn.Module] = []
-    for layer in model:
-        inner = _flattened(layer)
-        if inner is None and not isinstance(layer, DistributedNorm) and any(isinstance(m, DistributedNorm) for m in layer.modules()):
-            return None
-        layers += [layer] if inner is None else inner
-    return layers
-
-
 def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, exchange: Exchange | None = None) -> TiledModel:
     """Swap the layers of ``model`` that look beyond a window for their distributed twins.
 
@@ -178,7 +182,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         model: (N, C, *size) -> (N, C', *size), any module; changed in place.
         reach: its halo and stride, from :func:`distseg.receptive_field`.
         context: who shares statistics; by default one rank.
-        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.links.links_of`).
+        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.graph.graph_of`).
 
     Raises:
         ValueError: a layer that can not be computed from windows, by name.
@@ -191,62 +195,103 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
             )
     _check_own_layers(model)
     _check_state(model, reach)
-    links = exchange.links if exchange else _links(model)
-    kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if links else ((), ())
+    graph = exchange.graph if exchange else _graph(model)
+    kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if graph else ((), ())
     context = context or Context()
     strides = cumulative_strides(model, reach)
     for name, stride in strides.items():
-        parent, _, child = name.rpartition(".")
-        layer = model.get_submodule(name)
-        twin = KeyedDropout if isinstance(layer, DROPOUTS) else DistributedNorm
-        setattr(model.get_submodule(parent), child, twin(layer, context, stride, name))
-    for sequential in filter(is_sequential, model.modules()):
-        _fold(sequential)
-        _act_in_place(sequential)
-        for name, layer in sequential._modules.items():
-            if type(layer) is Pop:
-                sequential._modules[name] = DensePop(layer.name)
-    return TiledModel(model, context, reach, exchange, links, kinds, channels)
+        twin = KeyedDropout if isinstance(model.get_submodule(name), DROPOUTS) else DistributedNorm
+        _put(model, name, twin(model.get_submodule(name), context, stride, name))
+    inputs = _inputs(model)
+    for part in _flat_parts(model):
+        _fold(part)
+        _act_in_place(part)
+        for name, layer in flat_layers(part):
+            if type(layer) in (Pop, Cat):
+                _put(part, name, DensePop(layer.name) if type(layer) is Pop else DenseCat())
+            if isinstance(layer, Stash) and inputs is not None:
+                _put(part, name, Folded(layer))
+    return TiledModel(model, context, reach, inputs, exchange, graph, kinds, channels)
 
 
-def _links(model: nn.Module) -> list[Link] | None:
+def _graph(model: nn.Module) -> Graph | None:
     try:
-        return links_of(model)
+        return graph_of(model)
     except ValueError:
         return None
 
 
+def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
+    """What each layer of a flat model reads; None where it is not flat, or a norm hides in another kind of module."""
+    try:
+        calls = calls_of(model)
+    except ValueError:
+        return None
+    hides = lambda layer: not isinstance(layer, DistributedNorm) and any(isinstance(m, DistributedNorm) for m in layer.modules())
+    return None if any(hides(call.layer) for call in calls) else [call.inputs for call in calls]
+
+
+def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The flat networks inside a model, itself perhaps."""
+    if is_flat(model):
+        yield model
+    else:
+        for child in model.children():
+            yield from _flat_parts(child)
+
+
+def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """In the place of that name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
 class Folded(_Instead):
-    """In the place of a layer that the norm beside it computes too."""
+    """In the place of a layer with nothing left to do: the norm beside it computes it too, or executors know what it puts aside."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-def _fold(sequential: nn.Sequential) -> None:
+def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
+    """Of a flat network, or of a Sequential whose skips begin or end elsewhere; and how many read each map."""
+    try:
+        calls = calls_of(part)
+    except ValueError:
+        calls = [Call(name, layer, (number,)) for number, (name, layer) in enumerate(flat_layers(part))]
+    return calls, Counter(source for call in calls for source in call.inputs * (1 + isinstance(call.layer, Stash)))
+
+
+def _fold(part: nn.Module) -> None:
     """Have norms compute the dropout of channels before them and the activation behind."""
-    names = list(sequential._modules)
-    for before, name, behind in zip([None, *names], names, [*names[1:], None]):
-        norm = sequential._modules[name]
+    calls, readers = _calls(part)
+    reading = {call.inputs[0]: call for call in calls}
+    for number, call in enumerate(calls):
+        norm = call.layer
         if not isinstance(norm, DistributedNorm):
             continue
-        dropout, activation = (sequential._modules.get(neighbour) for neighbour in (before, behind))
-        if isinstance(dropout, KeyedDropout) and dropout.by_channel:
-            norm.dropout = [dropout] if dropout.p > 0 else []
-            sequential._modules[before] = Folded(dropout)
-        if activation is not None and genuine(activation, (nn.ReLU, nn.LeakyReLU)):
-            norm.slope = getattr(activation, "negative_slope", 0.0)
-            sequential._modules[behind] = Folded(activation)
+        before = calls[call.inputs[0] - 1] if call.inputs[0] and readers[call.inputs[0]] == 1 else None
+        behind = reading[number + 1] if readers[number + 1] == 1 and number + 1 in reading else None
+        if before and isinstance(before.layer, KeyedDropout) and before.layer.by_channel:
+            norm.dropout = [before.layer] if before.layer.p > 0 else []
+            _put(part, before.name, Folded(before.layer))
+        if behind and genuine(behind.layer, (nn.ReLU, nn.LeakyReLU)):
+            norm.slope = getattr(behind.layer, "negative_slope", 0.0)
+            _put(part, behind.name, Folded(behind.layer))
 
 
-def _act_in_place(sequential: nn.Sequential) -> None:
-    """Have activations overwrite what they are given, where that is a layer's fresh result which its backward pass does not look at."""
-    fresh = False
-    for name, layer in list(sequential._modules.items()):
-        if fresh and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
-            sequential._modules[name] = layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
+def _act_in_place(part: nn.Module) -> None:
+    """Have activations overwrite what they are given, where that is a layer's fresh result which its backward pass does not look at, and nobody else reads."""
+    calls, readers = _calls(part)
+    fresh: set[int] = set()
+    for number, call in enumerate(calls):
+        layer, alone = call.layer, call.inputs[0] in fresh and readers[call.inputs[0]] == 1
+        if alone and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
+            layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
             layer.inplace = True
-        fresh = genuine(layer, nn.modules.conv._ConvNd) or isinstance(layer, Pop) or fresh and isinstance(layer, _HANDS_ON)
+            _put(part, call.name, layer)
+        if genuine(layer, nn.modules.conv._ConvNd) or len(call.inputs) > 1 and isinstance(layer, (Pop, Join)) or alone and isinstance(layer, _HANDS_ON):
+            fresh.add(number + 1)
 
 
 _HANDS_ON = (nn.Identity, KeyedDropout, Folded)  # layers whose result may be their input

@@ -40,7 +40,7 @@ class Map:
         self.bytes = self.bytes_of(box)
         self._file = self._values = None
         if folder is None:
-            self._values = (torch.zeros if zero else torch.empty)(self._shape(box), dtype=self.dtype)
+            self._values = torch.empty(self._shape(box), dtype=self.dtype).zero_()  # its pages are the process's at once, whether or not it must be 0
         else:
             self._file = _reserved(self.bytes, folder)
 
@@ -59,7 +59,10 @@ class Map:
 
     def add(self, box: Box, x: Tensor) -> None:
         """Add to what is there."""
-        self.put(box, self.take(box).add_(self._inward(x)))
+        if self._values is not None:
+            self._part(box).add_(self._inward(x))
+        else:
+            self.put(box, self.take(box).add_(self._inward(x)))
 
     def room(self, box: Box) -> Tensor:
         """A tensor for a part of the map as it lies there, in the host's memory; pinned, where a GPU reads it next."""
@@ -78,6 +81,11 @@ class Map:
     def bytes_of(self, box: Box) -> int:
         """Of a part of the map."""
         return math.prod(self.outer) * box.pixels * self.row
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes that it takes of the process's memory."""
+        return 0 if self._values is None else self.bytes
 
     def close(self) -> None:
         """Let go of its memory or its disk space."""

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from distseg.memory_format import like_format
-from distseg.models.layers import Pop
+from distseg.models.layers import Cat, Pop
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, skip: Tensor, x: Tensor) -> Tensor:
-        ctx.channels = skip.shape[1]
-        return torch.cat((skip, x), 1)
+    def forward(ctx, *maps: Tensor) -> Tensor:
+        ctx.channels = [x.shape[1] for x in maps]
+        return torch.cat(maps, 1)
 
     @staticmethod
     def backward(ctx, g: Tensor):
-        return g[:, : ctx.channels], like_format(g[:, ctx.channels :], g)
+        first, *others = g.split(ctx.channels, 1)
+        return first, *(like_format(part, g) for part in others)
 
 
 class DensePop(Pop):
@@ -30,3 +31,11 @@ class DensePop(Pop):
     @staticmethod
     def joined(skip: Tensor, x: Tensor) -> Tensor:
         return _Join.apply(skip, x)
+
+
+class DenseCat(Cat):
+    """The twin of a concatenation."""
+
+    @staticmethod
+    def joined(*maps: Tensor) -> Tensor:
+        return _Join.apply(*maps)

@@ -19,8 +19,8 @@ from typing import Callable, Iterator, TypeVar
 import torch
 from torch import Tensor
 
-from distseg.comm.collective import When, meanwhile, wait
-from distseg.comm.transport import message
+from distseg.comm.mail import message
+from distseg.comm.waits import When, waits_of
 from distseg.geometry.tile import Box, strips
 from distseg.memory_format import channels_last
 from distseg.spatial.scratch import Map
@@ -116,7 +116,7 @@ class Transfers:
     """
 
     def __init__(self, comm):
-        self.comm = comm
+        self.comm, self._waits = comm, waits_of(comm)
         self._queues: dict[tuple, deque[Sending | Receiving]] = {}
 
     def begin(self, transfer: _T, peer: int, tag: int) -> _T:
@@ -146,7 +146,7 @@ class Transfers:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Inside, all waits move maps on."""
-        with meanwhile(self.progress):
+        with self._waits.moving(self.progress):
             yield
 
     def flush(self) -> None:
@@ -154,7 +154,7 @@ class Transfers:
         self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
 
     def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
-        wait(When(lambda: self.progress() or condition()), what, kind)
+        self._waits.wait(When(lambda: self.progress() or condition()), what, kind)
 
 
 def _strips(stored: Map, box: Box) -> Iterator[Box]:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from distseg.check import check_settings
-from distseg.comm.collective import add, set_timeout
-from distseg.comm.later import putting_off
+from distseg.comm.collective import add
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
@@ -21,7 +20,8 @@ from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
-from distseg.models.layers import channels_of, channels_of_maps, flat_layers, skip_store
+from distseg.models.layers import channels_of, skip_store
+from distseg.models.network import channels_of_maps, flat_layers
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
@@ -35,7 +35,7 @@ from distseg.spatial.context import Context
 from distseg.spatial.conv import weights_apart
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
-from distseg.spatial.links import links_of, receptive_field
+from distseg.spatial.graph import graph_of, receptive_field
 from distseg.spatial.norm import NORMS
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
@@ -63,7 +63,7 @@ class Engine:
         self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
     ):
         self.config, self.mesh, self.precision, self.channels_last = config, mesh, precision, channels_last
-        set_timeout(config.run.timeout)
+        mesh.waits.timeout = config.run.timeout
         with together(mesh.world):
             check_there(config.pipeline)
             check_settings(config, model)
@@ -148,7 +148,7 @@ class Engine:
         """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
         self.gradients.zero()
         prepared = self.to_blocks if isinstance(self.gradient_step, InTimeStep) else self.to_device
-        with putting_off():
+        with self.mesh.waits.putting_off():
             loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
         beat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
@@ -203,7 +203,7 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
         batch_comm=mesh.replicas if scope == "step" else mesh.tiles,
         groups_comm=mesh.replicas if scope == "window" else mesh.groups,
         per_window=scope == "window",
-        around=weights_apart if splits else skip_store,
+        around=weights_apart(mesh.waits) if splits else skip_store,
         seed=config.train.seed,
     )
 
@@ -221,20 +221,20 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
         if one_window or approximate or config.pipeline.placement == "devices":
             return None
     try:
-        links = links_of(model)
+        graph = graph_of(model)
     except ValueError:
         if spatial.exchanges or tiles_in_time(config):
             raise
         return None
     stored = live_norms(config, model) if tiles_in_time(config) else ()
-    return Exchange(links, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
+    return Exchange(graph, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
 
 
 def activations_of(model: nn.Module, exchange: Exchange, precision: str, channels_last: bool) -> Activations:
     """What tiles of a plain model, perhaps only outlined, take."""
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
     kinds = [type(layer) for _, layer in flat_layers(model)]
-    return Activations(exchange.links, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
+    return Activations(exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
 
 
 def make_in_time(
@@ -253,8 +253,8 @@ def make_in_time(
     folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
     return InTime(
-        model, exchange.links, exchange.stored, exchange.layout, tiling, folder, activations.bytes_of, cast, devices, stages, placement, comm,
-        borders=Borders(exchange),
+        model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations.bytes_of, cast, devices, stages, placement, comm,
+        trims=budget is not None, borders=Borders(exchange),
     )  # fmt: skip
 
 

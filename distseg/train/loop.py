@@ -37,7 +37,7 @@ def train(config: Config, world) -> dict | None:
         if run.first:
             print(f"{config.train.output} has its {run.position.epoch} epochs already, and train.epochs is {config.train.epochs}: raise it to go on", flush=True)
         return result
-    with Orders(world, config.train) as orders, open_log(
+    with Orders(run.mesh.world, config.train) as orders, open_log(
         config.train.output, config.train.tensorboard, run.first, run.resumed.get("step"), revalidates=run.position.samples > 0
     ) as log:
         for line in run.lines if run.first else []:

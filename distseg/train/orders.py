@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distseg.comm.collective import wait
+from distseg.comm.waits import waits_of
 from distseg.config import TrainConfig
 from distseg.launch import BORN
 from distseg.signals import listening
@@ -77,7 +77,7 @@ class Orders:
     def met(self) -> Wish:
         """What all were told, at the step's end; the same on every rank."""
         if self._request is not None:
-            wait(self._request, "the other ranks' end of the step")
+            waits_of(self.world).wait(self._request, "the other ranks' end of the step")
             self._request = None
         self._longest = max(self._longest, time.monotonic() - self._began)
         save, stop = map(int, self._found)

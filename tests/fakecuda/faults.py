@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from distseg.comm import halo, reducer, transport
+from distseg.comm import mail, reducer
 from distseg.comm.staging import Buffers
 from distseg.kernels import plain
 from distseg.train.engine import Engine
@@ -25,9 +25,9 @@ def _in_doubt(self: Engine, rate: float, update=Engine.update) -> float:
     return update(self, rate)
 
 
-def _the_first(self: Buffers, size: int) -> Tensor:
+def _the_last(self: Buffers, size: int) -> Tensor:
     free = self._free[1 << max(0, size - 1).bit_length()]
-    return free.pop(0)[0][:size] if free else self._made(1 << max(0, size - 1).bit_length())[:size]
+    return free.pop()[0][:size] if free else self._made(1 << max(0, size - 1).bit_length())[:size]
 
 
 def _of_the_cpu(g: Tensor, x: Tensor, affine) -> tuple[Tensor, Tensor]:
@@ -39,8 +39,8 @@ _FAULTS = {
     "a tensor of the host in the loss": [(Loss, "rows", _on_the_host)],
     "one more number read": [(Engine, "update", _in_doubt)],
     "what the CPU's kernel alone takes": [(plain, "sums", _of_the_cpu)],
-    "sent before it is computed": [(module, "settled", lambda device: None) for module in (halo, transport, reducer)],
-    "received where it is still read": [(Buffers, "take", _the_first)],
+    "sent before it is computed": [(module, "settled", lambda device: None) for module in (mail, reducer)],
+    "received where it is still read": [(Buffers, "take", _the_last)],
     "received into fresh memory": [(Buffers, "_made", lambda self, size: torch.empty(size, dtype=torch.uint8, device=self.device))],
     "looked at before it is copied": [(reducer, "settled", lambda device: None)],
 }

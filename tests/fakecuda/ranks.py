@@ -8,6 +8,7 @@ import numpy as np
 
 from torch import Tensor
 
+from distseg.comm.waits import Ranks, Waits
 from distseg.extents import Extents
 from distseg.mesh import MeshShape
 
@@ -92,8 +93,9 @@ def mesh_at(samples: int, tiles, stages: int, tile, stage: int, order: Order, to
     number = 0
     for n, t in zip(shape.tiles, tile):
         number = number * n + t
-    comm = lambda size, rank: Comm(size, rank, order, told)
+    waits = Waits()
+    comm = lambda size, rank: Ranks(Comm(size, rank, order, told), waits)
     return FakeMesh(
-        shape=shape, sample=0, tile=tuple(tile), stage=stage, world=comm(shape.size, number * stages + stage), pipeline=comm(stages, stage),
+        shape=shape, waits=waits, sample=0, tile=tuple(tile), stage=stage, world=comm(shape.size, number * stages + stage), pipeline=comm(stages, stage),
         tiles=comm(shape.tiles.volume, number), groups=comm(samples, 0), replicas=comm(samples * shape.tiles.volume, number),
     )  # fmt: skip

@@ -12,14 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distseg.comm import halo, transport
+from distseg.comm import mail
 from distseg.geometry.tile import Reach
 from distseg.spatial import parallelize
 from distseg.train import engine
 
 from .waits import Event, Stream, Waits
 
-_PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (parallelize, "links_of"), (engine, "links_of"))
+_PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (parallelize, "graph_of"))
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.uint8: np.uint8, torch.int64: np.int64}
 
 
@@ -71,9 +71,8 @@ def stand_in(waits: Waits, direct: bool = False, reach: Reach | None = None):
         patch("torch.cuda.memory_allocated", lambda device=None: 0),
         patch("torch.cuda.device_count", lambda: 1),
         patch("torch.cuda.set_device", lambda device: None),
-        *(patch.object(module, "cuda_aware", lambda: direct) for module in (halo, transport)),
-        patch.object(halo, "message", lambda x: x),  # to ranks that look where it lies, not what it is
-        patch.object(transport, "message", lambda x: x),
+        patch.object(mail, "cuda_aware", lambda: direct),
+        patch.object(mail, "message", lambda x: x),  # to ranks that look where it lies, not what it is
         patch.object(engine, "broadcast", lambda model, comm: None),
         *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
     ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from distseg.geometry.graph import Graph
 from distseg.geometry.layout import reach_of
-from distseg.geometry.needs import Link
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
-from distseg.models.layers import channels_of_maps, first_convolution, flat_layers, skips_of
-from distseg.spatial.local import link_of
+from distseg.models.layers import first_convolution
+from distseg.models.network import calls_of, channels_of_maps, is_flat
+from distseg.spatial.local import node_of
 
 
 def receptive_field(model: nn.Module) -> Reach:
@@ -24,25 +25,23 @@ def receptive_field(model: nn.Module) -> Reach:
         ValueError: the model has no convolution, changes the spatial size, or a pixel's reach has no bound.
     """
     try:
-        links = links_of(model)
+        graph = graph_of(model)
     except ValueError:
         return probed_reach(model)
-    return reach_of(links, first_convolution(model).weight.dim() - 2)
+    return reach_of(graph, first_convolution(model).weight.dim() - 2)
 
 
-def links_of(model: nn.Module) -> list[Link]:
-    """The layers of a flat model, perhaps only outlined, as geometry sees them.
+def graph_of(model: nn.Module) -> Graph:
+    """The layers of a flat network, perhaps only outlined, as geometry sees them.
 
     Raises:
         ValueError: a model that is not flat, or a layer that can't be computed in tiles that exchange borders, by name.
     """
-    try:
-        layers = flat_layers(model)
-    except ValueError:
+    if not is_flat(model):
         raise ValueError(
             f"only a flat nn.Sequential can be computed in tiles that exchange borders, but this model is a {type(model).__name__}: "
-            "flatten it, or set spatial.exchange_every to all"
-        ) from None
-    skips_of([layer for _, layer in layers])
+            "flatten it, write it as a distseg.Network, or set spatial.exchange_every to all"
+        )
     dims = first_convolution(model).weight.dim() - 2
-    return [link_of(name, layer, dims, lambda position=position: channels_of_maps(model, position)[-1]) for position, (name, layer) in enumerate(layers)]
+    channels = lambda source: channels_of_maps(model, source)[-1]
+    return Graph(node_of(call, dims, channels) for call in calls_of(model))

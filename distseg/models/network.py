@@ -1,0 +1,170 @@
+"""A network as a list of layer calls, in an order in which they can run, each with the maps that it reads.
+
+Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read what the one before makes, and skips by ``Stash`` and
+``Pop``; and a :class:`Network`, whose layers may read anything made before. Maps are numbered: 0 is the image, call n makes map n + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.altered import hooked
+from distseg.models.layers import Pop, Stash, first_convolution, outline, skip_store
+
+IMAGE = "image"
+
+
+class Network(nn.Module):
+    """Layers that read any maps made before: (N, C, *size) -> (N, C', *size), the result of the last.
+
+    Args:
+        layers: by name, in an order in which they can run; names without dots.
+        reads: of layers that read something else than what the one before makes: the names of what they are called with, ``image`` for the input.
+
+    Raises:
+        ValueError: a layer that reads what is not made before it, or several maps where it takes one.
+
+    ::
+
+        Network({"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "sum": Sum()}, reads={"sum": ("a", "b")})
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], reads: Mapping[str, Sequence[str]] = {}):
+        super().__init__()
+        self.reads: list[tuple[str, ...]] = []
+        before = IMAGE
+        for name, layer in layers.items():
+            self.reads.append(tuple(reads.get(name, (before,))))
+            missing = [source for source in self.reads[-1] if source != IMAGE and source not in self._modules]
+            if missing or not self.reads[-1]:
+                raise ValueError(f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads what those before it make, or {IMAGE!r}")
+            if is_flat(layer) and len(self.reads[-1]) > 1:
+                raise ValueError(f"layer {name} is a {type(layer).__name__}, which takes one map, but reads {', '.join(self.reads[-1])}: join them before it")
+            self.add_module(name, layer)
+            before = name
+        if unknown := [name for name in reads if name not in layers]:
+            raise ValueError(f"reads names {unknown[0]!r}, which is none of the layers")
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = {IMAGE: x}
+        for (name, layer), reads in zip(self._modules.items(), self.reads):
+            x = maps[name] = layer(*(maps[source] for source in reads))
+        return x
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer and the maps that it is called with."""
+
+    name: str
+    layer: nn.Module
+    inputs: tuple[int, ...]
+
+
+def is_sequential(model: nn.Module) -> bool:
+    """Whether its forward pass is that of nn.Sequential: one child after the other, and nothing else."""
+    return type(model).forward is nn.Sequential.forward and not hooked(model)
+
+
+def is_flat(model: nn.Module) -> bool:
+    """Whether a network is a list of layer calls."""
+    return is_sequential(model) or type(model) is Network and not hooked(model)
+
+
+def calls_of(model: nn.Module) -> list[Call]:
+    """Of a flat network, and of flat ones inside it, in order of execution.
+
+    Raises:
+        ValueError: the model is not flat, so it can't be cut; or a skip that is popped before it is stashed, twice, or never, or overwritten
+            in place while it waits.
+    """
+    layers = flat_layers(model)
+    found: list[Call] = []
+    stashed: dict[str, int] = {}
+    _collect(model, 0, iter(layers), found, stashed)
+    if stashed:
+        raise ValueError(f"stash({next(iter(stashed))!r}) is never popped: remove it from the model")
+    _check_in_place(found)
+    return found
+
+
+def _collect(model: nn.Module, at: int, layers: Iterator[tuple[str, nn.Module]], found: list[Call], stashed: dict[str, int]) -> int:
+    """Add the calls of the next ``layers``, which are those of a flat network that is called with map ``at``; returns the map that it makes."""
+    maps = {IMAGE: at}
+    reads = model.reads if isinstance(model, Network) else [()] * len(model._modules)
+    for (child, inner), sources in zip(model._modules.items(), reads):
+        inputs = tuple(maps[source] for source in sources) or (at,)
+        if is_flat(inner):
+            at = _collect(inner, inputs[0], layers, found, stashed)
+        else:
+            name, layer = next(layers)
+            found.append(Call(name, layer, inputs + _skipped(layer, len(found), inputs[0], stashed)))
+            at = len(found)
+        maps[child] = at
+    return at
+
+
+def _skipped(layer: nn.Module, position: int, source: int, stashed: dict[str, int]) -> tuple[int, ...]:
+    """What a layer reads that was put aside; ``source``: the map at hand."""
+    if isinstance(layer, Stash):
+        if layer.name in stashed:
+            raise ValueError(f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {stashed[layer.name]}: give it a name of its own")
+        stashed[layer.name] = source
+    elif isinstance(layer, Pop):
+        if layer.name not in stashed:
+            raise ValueError(f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model")
+        return (stashed.pop(layer.name),)
+    return ()
+
+
+def _check_in_place(calls: Sequence[Call]) -> None:
+    """Refuse layers that overwrite a map which others read too: what these see would depend on what runs first."""
+    same = list(range(len(calls) + 1))  # the map whose memory each map is
+    readers: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        if isinstance(call.layer, (nn.Identity, Stash, nn.modules.dropout._DropoutNd)):
+            same[number + 1] = same[call.inputs[0]]
+        else:
+            for source in call.inputs:
+                readers[same[source]] = readers.get(same[source], 0) + 1
+    for number, call in enumerate(calls):
+        if getattr(call.layer, "inplace", False) and readers.get(same[call.inputs[0]], 0) > 1:
+            raise ValueError(
+                f"layer {number} ({type(call.layer).__name__}) overwrites in place what {_name_of(calls, same[call.inputs[0]])} has put aside, so the skip depends on what runs in "
+                "between: put the stash behind it, which gives PyTorch's result, or set inplace=False"
+            )
+
+
+def _name_of(calls: Sequence[Call], source: int) -> str:
+    stash = next((call.layer for call in calls if isinstance(call.layer, Stash) and call.inputs == (source,)), None)
+    return f"stash({stash.name!r})" if stash else f"layer {calls[source - 1].name}" if source else "the image"
+
+
+def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and layer of a flat network's calls in order, whatever they read.
+
+    Raises:
+        ValueError: the model is not flat.
+    """
+    if not is_flat(model):
+        what = f"a {type(model).__name__}{' with hooks' * hooked(model)}"
+        raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is {what}: flatten it, write it as a distseg.Network, or set mesh.stages to 1")
+    found: list[tuple[str, nn.Module]] = []
+    for name, layer in model._modules.items():  # named_children would leave out a layer's second place
+        found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)] if is_flat(layer) else [(name, layer)]
+    return found
+
+
+@torch.no_grad()
+def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:
+    """The channels of the maps of a flat network, up to map ``until``, by default all."""
+    first = first_convolution(model)
+    maps = [torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)]
+    with skip_store({}):
+        for call in calls_of(outline(model))[:until]:
+            maps.append(call.layer(*(maps[source] for source in call.inputs)))
+    return [x.shape[1] for x in maps]

@@ -1,0 +1,17 @@
+"""Graphs for tests that need no layers."""
+
+from distseg.geometry.footprint import Gather
+from distseg.geometry.graph import Graph, Node
+
+CONV = Gather(3, before=1, after=1)
+
+
+def line(*steps: tuple, dims: int = 1) -> Graph:
+    """Layers one behind the other: (name,) looks at single cells, (name, footprint) alike along each dim, (name, "pop") at the map before "stash" too."""
+    nodes, put_aside = [], 0
+    for number, (name, *looks) in enumerate(steps):
+        if name == "stash":
+            put_aside = number
+        popped = (put_aside,) if looks == ["pop"] else ()
+        nodes.append(Node(name, (number, *popped), () if popped or not looks else tuple(looks) * dims))
+    return Graph(nodes)

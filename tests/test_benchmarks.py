@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -44,7 +45,8 @@ def quick(name: str, folder: Path) -> dict:
 def runs(request, tmp_path_factory):
     """Of all benchmarks that are asked for, two at a time: most of them wait for a job on one core."""
     asked = [item.callspec.params["name"] for item in request.session.items if item.module is request.module and "runs" in item.fixturenames]
-    with get_context("fork").Pool(2) as pool:
+    default = signal.SIGTERM, signal.SIG_DFL  # by which a pool ends its processes; pytest's own handler, which they are born with, raises an exception
+    with get_context("fork").Pool(2, signal.signal, default) as pool:
         yield {name: pool.apply_async(quick, (name, tmp_path_factory.mktemp(name))) for name in asked}
 
 

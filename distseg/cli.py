@@ -256,11 +256,12 @@ def _program(arguments: list[str]) -> int:
     parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of this job.")
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of the images, such as 512x512; by default the store's first step.")
     parsed = _parse(parser, arguments)
+    from distseg.models.capture import as_network
     from distseg.programs import programs
     from distseg.verify import prepare
 
     config, model, images = prepare(_config(parsed), parsed.image)
-    for rank, (legend, operations) in enumerate(programs(config, model, images.size)):
+    for rank, (legend, operations) in enumerate(programs(config, as_network(model), images.size)):
         print(f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the pipeline\n{legend}\n\n{operations}")
     return 0
 

@@ -19,6 +19,7 @@ from distseg.config import Config
 from distseg.extents import Extents
 from distseg.launch import set_up, together
 from distseg.mesh import Mesh, MeshShape
+from distseg.models.capture import as_network
 from distseg.program.trace import Span, Trace, TracedComm
 from distseg.report.tables import table
 from distseg.report.timeline import plot_timeline, write_trace
@@ -113,7 +114,8 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
             raise ValueError(f"--steps is at least 1, got {steps}")
         if config.pipeline.placement == "devices":
             raise ValueError("pipeline.placement is devices: torchgpipe's threads can't be watched; profile line or v, where ranks hold the stages")
-        config, model, images = prepare(config, image)
+        config, plain, images = prepare(config, image)
+        model = as_network(plain)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)

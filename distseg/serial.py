@@ -1,26 +1,34 @@
 """The serial program: what every layout is compared with.
 
-One process, the whole images of one optimizer step, the plain PyTorch layers of the model as a user writes it, norms
-and losses by their textbook formulas on whole images. It shares no code with the distributed step but the mask of a
+One process, the whole images of one optimizer step, the module as its author wrote it, run by PyTorch, but that norms
+and losses are their textbook formulas on whole images. It shares no code with the distributed step but the mask of a
 dropout, which is a definition (:mod:`distseg.spatial.dropout`), and the optimizer, which is PyTorch's.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from distseg import rng
 from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
-from distseg.spatial.norm import NORMS
-from distseg.spatial.dropout import CHANNEL_DROPOUTS, DROPOUTS, channel_mask, element_mask
+from distseg.models.network import Dropped
+from distseg.spatial.dropout import channel_mask, element_mask
 from distseg.loss import parse
 from distseg.train.optim import make_optimizer
+
+
+Dropouts = Mapping[int, Dropped] | None
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,19 @@ class Outcome:
     unused: tuple[str, ...] = ()
 
 
-def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: int = 0) -> Outcome:
-    """One optimizer step over ``images`` with a copy of ``model``, in the model's own precision."""
+def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None) -> Outcome:
+    """One optimizer step over ``images`` with a copy of ``model``, in the model's own precision.
+
+    Args:
+        dropouts: of the calls of dropout functions in a forward pass, by number, the layer that each is (:class:`distseg.models.network.Network`); by default
+            the module that calls it.
+    """
     model = copy.deepcopy(model).train()
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    loss, norms = _forward(model, images, config, epoch)
+    loss, whole = _forward(model, images, config, epoch, dropouts)
     if loss.requires_grad:
         loss.backward()
-    for norm in norms:
-        norm.commit()
+    whole.commit()
     unused = tuple(name for name, p in parameters.items() if p.requires_grad and p.grad is None)
     gradients = _gradients(parameters)
     return Outcome(loss.item(), gradients, _stepped(parameters, config), {n: b for n, b in buffers.items() if b.is_floating_point()}, unused)
@@ -70,29 +82,26 @@ def updated_weights(model: nn.Module, gradients: dict[str, Tensor], config: Conf
     return _stepped(parameters, config)
 
 
-def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config, wanted: dict[str, Tensor], epoch: int = 0) -> dict[str, float]:
+def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config, wanted: dict[str, Tensor], epoch: int = 0, dropouts: Dropouts = None) -> dict[str, float]:
     """How far rounding moves each gradient: the norm of ``wanted`` less a third of the gradient of thrice the loss.
 
     The same sums over the same images, but no product in them rounds as before.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
-    (3 * _forward(model, images, config, epoch)[0]).backward()
+    (3 * _forward(model, images, config, epoch, dropouts)[0]).backward()
     again = _gradients(parameters)
     return {name: (again[name] / 3 - w).norm().item() for name, w in wanted.items()}
 
 
-def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int) -> tuple[Tensor, list[_SerialNorm]]:
-    """The loss, with its graph, and the norms that took statistics. The model's dropouts and norms are swapped for serial ones."""
-    dropouts = _swap(model, DROPOUTS, lambda name, layer: _SerialDropout(layer, name, config.train.seed, epoch))
-    norms = _swap(model, NORMS, lambda _, layer: _SerialNorm(layer, config.spatial.frozen_norm))
-    logits: dict[int, Tensor] = {}
+def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts) -> tuple[Tensor, "_Whole"]:
+    """The loss, with its graph, and what norms have seen."""
+    whole, logits = _Whole(model, config, epoch, dropouts), {}
     for batch in _batches(model, images, config.spatial.norm_scope):
-        for d in dropouts:
-            d.numbers = [image.number for image in batch]
-        for image, output in zip(batch, model(torch.stack([image.pixels for image in batch]))):
-            logits[image.number] = output
-    return serial_loss(config.loss, [logits[i.number] for i in images], [i.labels for i in images]), norms
+        with whole.of(batch):
+            outputs = model(torch.stack([image.pixels for image in batch]))
+        logits.update(zip((image.number for image in batch), outputs))
+    return serial_loss(config.loss, [logits[i.number] for i in images], [i.labels for i in images]), whole
 
 
 def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -113,7 +122,7 @@ def _stepped(parameters: dict[str, nn.Parameter], config: Config) -> dict[str, T
 
 def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:
     """The images that go through the network together: one by one, but for batch norm those it sees together."""
-    if not any(isinstance(m, _SerialNorm) and isinstance(m.norm, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
         return [[image] for image in images]
     batches: dict = {}
     for image in images:
@@ -126,79 +135,112 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
     return list(batches.values())
 
 
-class _SerialDropout(nn.Module):
-    """Dropout on whole images with the keyed masks."""
+class _Whole(TorchFunctionMode):
+    """Inside, functions of norms compute by their formulas, and those of dropout with the keyed masks, on whole images, whichever code calls them.
 
-    def __init__(self, dropout: nn.Module, name: str, seed: int, epoch: int):
-        super().__init__()
-        self.p, self.name, self.seed, self.epoch = dropout.p, name, seed, epoch
-        self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
-        self.numbers: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.masks(x.shape[1], tuple(x.shape[2:])).to(x) if self.p else x
-
-    def masks(self, channels: int, size: tuple[int, ...]) -> Tensor:
-        keys = [rng.key(self.seed, self.epoch, number, self.name, "dropout") for number in self.numbers]
-        if self.by_channel:
-            return torch.stack([channel_mask(self.p, k, channels).view(-1, *(1 for _ in size)) for k in keys])
-        return torch.stack([element_mask(self.p, k, channels, size, Box.whole(size), None) for k in keys])
-
-
-class _SerialNorm(nn.Module):
-    """Instance, group or batch norm of whole images by its formula.
-
-    PyTorch's own CPU kernels add tens of thousands of numbers one after another, which costs even float64 enough digits
+    PyTorch's own CPU kernels of norms add tens of thousands of numbers one after another, which costs even float64 enough digits
     (about 3e-12 of a gradient at 97x131) that the order of two images in a batch shows. torch.mean adds in pairs.
     """
 
-    def __init__(self, norm: nn.Module, frozen: bool):
+    def __init__(self, model: nn.Module, config: Config, epoch: int, dropouts: Dropouts):
         super().__init__()
-        self.norm, self.frozen = norm, frozen
-        self.running = isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.track_running_stats
-        self.seen: list[Tensor] = []
+        self.seed, self.epoch, self.frozen, self.dropouts = config.train.seed, epoch, config.spatial.frozen_norm, dropouts
+        self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.running: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self.seen: dict[int, list[Tensor]] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        channel = (1, -1, *(1 for _ in x.shape[2:]))
-        if self.frozen and self.running:
-            y = (x - self.norm.running_mean.view(channel)) / (self.norm.running_var.view(channel) + self.norm.eps).sqrt()
+    @contextmanager
+    def of(self, batch: list[Image]):
+        """Of a forward pass with these images."""
+        self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
+        entered = register_module_forward_pre_hook(lambda module, _: self.inside.append(self.names.get(id(module), "")))
+        left = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            entered.remove()
+            left.remove()
+
+    def _leave(self) -> None:
+        self.inside.pop()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        rule = _OF_WHOLE.get(function)
+        return (function if rule is None else partial(rule, self))(*args, **kwargs or {})
+
+    # dropout
+
+    def elements(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        def masks(x: Tensor, keys: list[int]) -> Tensor:
+            size = tuple(x.shape[2:])
+            return torch.stack([element_mask(p, k, x.shape[1], size, Box.whole(size), None) for k in keys])
+
+        return self._dropped(input, p, training, masks)
+
+    def channels(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        masks = lambda x, keys: torch.stack([channel_mask(p, k, x.shape[1]).view(-1, *(1 for _ in x.shape[2:])) for k in keys])
+        return self._dropped(input, p, training, masks)
+
+    def _dropped(self, input: Tensor, p: float, training: bool, masks: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+        number, self.calls = self.calls, self.calls + 1
+        known = None if self.dropouts is None else self.dropouts.get(number)
+        if not (training and p):
+            return input
+        name = known.layer if known else self.inside[-1]
+        keys = [rng.key(self.seed, self.epoch, image, name, "dropout") for image in self.numbers]
+        if known and known.last:
+            return input * masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1)
+        return input * masks(input, keys).to(input)
+
+    # norms
+
+    def batch(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5) -> Tensor:
+        channel = _by_channel(input)
+        if running_mean is not None and (self.frozen or not training):
+            y = (input - running_mean.view(channel)) / (running_var.view(channel) + eps).sqrt()
         else:
-            y = self._normalised(x)
-        if self.norm.weight is not None:
-            y = y * self.norm.weight.view(channel) + self.norm.bias.view(channel)
-        return y
+            values = input.transpose(0, 1)
+            if running_mean is not None:
+                self.running[id(running_mean)] = running_mean, running_var, momentum
+                self.seen.setdefault(id(running_mean), []).append(values.detach().flatten(1))
+            y = _normalised(values, eps).transpose(0, 1)
+        return _scaled(y, weight, bias)
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        if isinstance(self.norm, nn.modules.batchnorm._BatchNorm):
-            values = x.transpose(0, 1)
-            self.seen.append(x.detach().transpose(0, 1).flatten(1))
-        elif isinstance(self.norm, nn.GroupNorm):
-            values = x.reshape(-1, x.shape[1] // self.norm.num_groups, *x.shape[2:])
-        else:
-            values = x.reshape(-1, 1, *x.shape[2:])
-        dims = tuple(range(1, values.dim()))
-        deviation = values - values.mean(dims, keepdim=True)
-        y = deviation / ((deviation**2).mean(dims, keepdim=True) + self.norm.eps).sqrt()
-        return y.transpose(0, 1) if isinstance(self.norm, nn.modules.batchnorm._BatchNorm) else y.reshape(x.shape)
+    def instance(self, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5) -> Tensor:
+        return _scaled(_normalised(input.reshape(-1, 1, *input.shape[2:]), eps).reshape(input.shape), weight, bias)
 
+    def group(self, input, num_groups, weight=None, bias=None, eps=1e-5) -> Tensor:
+        return _scaled(_normalised(input.reshape(-1, input.shape[1] // num_groups, *input.shape[2:]), eps).reshape(input.shape), weight, bias)
+
+    @torch.no_grad()
     def commit(self) -> None:
         """Running statistics by the definition of deferred batch norm: mean and biased variance of all images of the step."""
-        if not (self.running and self.seen):
-            return
-        values = torch.cat(self.seen, 1)  # (C, all pixels of all images of the step)
-        for running, found in ((self.norm.running_mean, values.mean(1)), (self.norm.running_var, values.var(1, correction=0))):
-            running.copy_((1 - self.norm.momentum) * running + self.norm.momentum * found)
+        for key, (mean, var, momentum) in self.running.items():
+            values = torch.cat(self.seen[key], 1)  # (C, all pixels of all images of the step)
+            for running, found in ((mean, values.mean(1)), (var, values.var(1, correction=0))):
+                running.copy_((1 - momentum) * running + momentum * found)
 
 
-def _swap(model: nn.Module, kinds, make) -> list[nn.Module]:
-    """Replace every layer of these kinds by ``make(name, layer)``; returns the replacements."""
-    found = []
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, kinds):
-            found.append(make(name, layer))
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, found[-1])
-    return found
+_OF_WHOLE = {
+    F.batch_norm: _Whole.batch, F.instance_norm: _Whole.instance, F.group_norm: _Whole.group, F.dropout: _Whole.elements, torch.dropout: _Whole.elements,
+    F.dropout1d: _Whole.channels, F.dropout2d: _Whole.channels, F.dropout3d: _Whole.channels, torch.feature_dropout: _Whole.channels,
+}  # fmt: skip
+
+
+def _by_channel(x: Tensor) -> tuple[int, ...]:
+    return (1, -1, *(1 for _ in x.shape[2:]))
+
+
+def _normalised(values: Tensor, eps: float) -> Tensor:
+    """All but the first dim together."""
+    dims = tuple(range(1, values.dim()))
+    deviation = values - values.mean(dims, keepdim=True)
+    return deviation / ((deviation**2).mean(dims, keepdim=True) + eps).sqrt()
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return y if weight is None else y * weight.view(_by_channel(y)) + bias.view(_by_channel(y))
 
 
 def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:

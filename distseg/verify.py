@@ -5,9 +5,9 @@
 loss, of every parameter's gradient, of the updated weights and of the norms' running statistics.
 
 Adam divides a gradient by its own size. Where that is nothing but rounding, as of a bias whose norm takes it out again, it makes
-of rounding a step, another one in each program that adds in another order. Which gradients are such is measured on the serial
-program alone; their weights are held against the optimizer's step on the gradients that were found, all others against the
-serial step's.
+of rounding a step, another one in each program that adds in another order. So under such an optimizer weights are held against the serial
+step's, or against the optimizer's step on the gradients that were found, which are compared themselves. Which gradients are
+nothing but rounding is measured on the serial program alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ from distseg.geometry.tile import Place, Reach, owned_tiles
 from distseg.launch import together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.layers import channels_of
+from distseg.models.network import check_size
 from distseg.models.weights import materialise
-from distseg.models.zoo import outline_model
-from distseg.serial import Image, Outcome, rounding_of_gradients, serial_step, updated_weights
+from distseg.models.capture import as_network
+from distseg.models.zoo import plain_model
+from distseg.serial import Dropouts, Image, Outcome, rounding_of_gradients, serial_step, updated_weights
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.loss import parse
 
@@ -97,9 +99,11 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         device: of this rank's part of the distributed step.
     """
     with together(world):
-        config, model, images = prepare(config, image)
+        config, plain, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
-        initial, told = copy.deepcopy(model) if world.rank == 0 else None, notes(config, model)
+        initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
+        check_size(model, images.size)
+        told, names, dropouts = notes(config, model), getattr(model, "names", {}), getattr(model, "dropouts", None)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with together(world):
         if initial is not None:
@@ -112,11 +116,12 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
     gradients = {name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}
     engine.update(config.optim.lr)
     buffers = {name: _copy(b) for name, b in model.named_buffers() if b.is_floating_point()}
-    outcome = _of_all_stages(mesh, Outcome(loss, gradients, {n: _copy(p) for n, p in model.named_parameters()}, buffers))
+    own = Outcome(loss, gradients, {n: _copy(p) for n, p in model.named_parameters()}, buffers)
+    outcome = _of_all_stages(mesh, own, names)
     report = None
     with together(world):
         if world.rank == 0:
-            report = _compare_with_serial(config, engine, initial, images, outcome, dump) | {"notes": told}
+            report = _compare_with_serial(config, engine, initial, dropouts, images, outcome, dump) | {"notes": told}
     return report
 
 
@@ -125,17 +130,17 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _of_all_stages(mesh: Mesh, own: Outcome) -> Outcome | None:
-    """The stages' parts put together, on the first rank of each pipeline."""
+def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcome | None:
+    """The stages' parts put together, by the user's ``names``, on the first rank of each pipeline."""
     parts = mesh.pipeline.gather(own)
     if parts is None:
         return None
-    merged = {field: {k: v for part in parts for k, v in getattr(part, field).items()} for field in ("gradients", "weights", "buffers")}
+    merged = {field: {names.get(k, k): v for part in parts for k, v in getattr(part, field).items()} for field in ("gradients", "weights", "buffers")}
     return Outcome(own.loss, **merged)
 
 
 def prepare(config: Config, image: Extents | None):
-    """The config with what the data settles, the outlined model and the source of images: random ones of size ``image``, or the store's.
+    """The config with what the data settles, the plain model and the source of images: random ones of size ``image``, or the store's.
 
     Raises:
         ValueError: neither a size nor a store.
@@ -144,12 +149,12 @@ def prepare(config: Config, image: Extents | None):
         store = Store(config.data.store)
         config = with_store(config, store.ignore)
         classes = None if config.model.out_channels == 1 else len(store.classes)
-        model = outline_model(config.model, store.bands, classes)
+        model = plain_model(config.model, store.bands, classes)
         return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
     if image is None:
         raise ValueError("there are no images: give --image 97x131 for random ones, or --data.store PATH")
     many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal") for _, name in parse(config.loss.name)) else 3
-    model = outline_model(config.model, out_channels=many)
+    model = plain_model(config.model, out_channels=many)
     _check_fits(image, channels_of(model)[0], config.mesh.samples * config.train.accumulate * config.data.images)
     return config, model, RandomImages(image, *channels_of(model), config)
 
@@ -179,7 +184,7 @@ def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
     return list(range(first, first + config.data.images))
 
 
-def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, images, outcome: Outcome, dump: str | None) -> dict:
+def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts, images, outcome: Outcome, dump: str | None) -> dict:
     wholes = [
         Image(*images.whole(n), number=n, group=d, micro_batch=m)
         for d in range(config.mesh.samples)
@@ -188,12 +193,14 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
     ]
     if dump:
         write_dump(dump, initial, wholes, outcome.gradients)
-    serial = serial_step(initial, wholes, config)
-    zero = zero_gradients(config, initial, wholes, serial, outcome)
-    weights = serial.weights | {name: w for name, w in updated_weights(initial, outcome.gradients, config).items() if name in zero}
-    wanted = {"gradients": serial.gradients, "weights": weights, "buffers": serial.buffers}
+    serial = serial_step(initial, wholes, config, dropouts=dropouts)
+    zero = zero_gradients(config, initial, dropouts, wholes, serial, outcome)
+    wanted = {"gradients": serial.gradients, "weights": serial.weights, "buffers": serial.buffers}
     terms = {"gradients": {name: z["rounding"] / _EPSILON for name, z in zero.items()}}
     errors = {part: relative_errors(getattr(outcome, part), tensors, terms.get(part, {})) for part, tensors in wanted.items()}
+    if config.optim.name != "sgd":
+        own = relative_errors(outcome.weights, updated_weights(initial, outcome.gradients, config))
+        errors["weights"] = {name: min(error, own[name], key=_badness) for name, error in errors["weights"].items()}
     loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
     return {
         "device": engine.device.type,
@@ -215,7 +222,7 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, ima
     }
 
 
-def zero_gradients(config: Config, initial: nn.Module, wholes: list[Image], serial: Outcome, found: Outcome) -> dict[str, dict[str, float]]:
+def zero_gradients(config: Config, initial: nn.Module, dropouts: Dropouts, wholes: list[Image], serial: Outcome, found: Outcome) -> dict[str, dict[str, float]]:
     """Gradients that are zero but for rounding, by name: the serial one's norm, and how far rounding moves it.
 
     Only for an optimizer that makes steps of them. To know how a gradient rounds takes the serial program once more, so only those are
@@ -227,7 +234,7 @@ def zero_gradients(config: Config, initial: nn.Module, wholes: list[Image], seri
     tiny = [n for n, norm in norms.items() if norm <= _TINY * max(norms.values()) and n not in serial.unused and (norm or found.gradients[n].any())]
     if not tiny:
         return {}
-    rounding = rounding_of_gradients(initial, wholes, config, serial.gradients)
+    rounding = rounding_of_gradients(initial, wholes, config, serial.gradients, dropouts=dropouts)
     return {name: {"norm": norms[name], "rounding": rounding[name]} for name in tiny if norms[name] <= _SMALL * rounding[name]}
 
 

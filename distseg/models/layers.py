@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Sequence
+from typing import Callable, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -116,14 +116,107 @@ class Sum(Join):
         return sum(maps[1:], maps[0])
 
 
+class Formula(nn.Module):
+    """A function of PyTorch's that looks at single cells, of one or several maps of one size: (N, C, *size), ... -> (N, C', *size).
+
+    Args:
+        function: is called with ``args`` and ``kwargs``, in which ``Map(i)`` stands for the i-th map and ``Own(name)`` for one of ``tensors``.
+        tensors: parameters and buffers by name.
+        part: which of several results is meant.
+        last: whether it is called with maps whose channels come last, and makes such.
+    """
+
+    def __init__(self, function: Callable, args: tuple, kwargs: dict, tensors: Mapping[str, Tensor] = {}, part: int | None = None, last: bool = False):
+        super().__init__()
+        self.function, self.args, self.kwargs, self.part, self.last = function, args, kwargs, part, last
+        for name, tensor in tensors.items():
+            self.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else self.register_buffer(name, tensor)
+
+    def forward(self, *maps: Tensor) -> Tensor:
+        maps = tuple(x.movedim(1, -1) for x in maps) if self.last else maps
+        y = self.function(*_filled(self, self.args, maps), **_filled(self, self.kwargs, maps))
+        y = y if self.part is None else y[self.part]
+        return y.movedim(-1, 1) if self.last else y
+
+    def extra_repr(self) -> str:
+        return getattr(self.function, "__name__", str(self.function))
+
+
+class Derived(nn.Module):
+    """A layer whose weights are computed from others, as by weight normalisation and standardisation.
+
+    Args:
+        inner: the layer, whose own weights are of no use.
+        weights: of its parameters, how each is made: :class:`Formula` of ``tensors``, in an order in which they can be, the last of which it is.
+        tensors: parameters and buffers by name.
+    """
+
+    def __init__(self, inner: nn.Module, weights: Mapping[str, Sequence[tuple[Callable, tuple, dict]]], tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.weights = {name: tuple(steps) for name, steps in weights.items()}
+        for name, tensor in tensors.items():
+            self.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else self.register_buffer(name, tensor)
+        inner._parameters = {name: None for name in inner._parameters}
+        self.__dict__["inner"] = inner  # which holds nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.filled()(x)
+
+    def filled(self) -> nn.Module:
+        """The layer with its weights."""
+        layer = copy.copy(self.inner)
+        layer.__dict__["_parameters"] = {name: self._made(self.weights[name]) if name in self.weights else None for name in self.inner._parameters}
+        return layer
+
+    def _made(self, steps) -> Tensor:
+        made: list[Tensor] = []
+        for function, args, kwargs in steps:
+            made.append(function(*_filled(self, args, made), **_filled(self, kwargs, made)))
+        return made[-1]
+
+    def extra_repr(self) -> str:
+        return repr(self.inner)
+
+
+class Map(NamedTuple):
+    """In the arguments of a :class:`Formula`: a map that the layer is called with."""
+
+    number: int
+
+
+class Own(NamedTuple):
+    """A parameter or buffer of the layer."""
+
+    name: str
+
+
+def _filled(layer: nn.Module, tree, maps: Sequence[Tensor]):
+    """The arguments of a function, with the tensors in their places."""
+    match tree:
+        case Map():
+            return maps[tree.number]
+        case Own():
+            return getattr(layer, tree.name)
+        case tuple():
+            return tuple(_filled(layer, x, maps) for x in tree)
+        case dict():
+            return {key: _filled(layer, x, maps) for key, x in tree.items()}
+    return tree
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, without weights."""
+    parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
+    return _copied(model, parameters | {id(b): _weightless(b) for b in model.buffers()})
+
+
 def outline(model: nn.Module) -> nn.Module:
     """A copy on the meta device, without weights, which works out the sizes of maps and nothing else.
 
     Norms and activations keep them, and skips and resized maps are worked out by arithmetic: PyTorch's own kernels of these for that device are
     Python, and import torch._dynamo, 300 modules, a second or two of each process.
     """
-    parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
-    copied = _copied(model, parameters | {id(b): _weightless(b) for b in model.buffers()}).eval()
+    copied = hollow(model).eval()
     for layer in copied.modules():
         if isinstance(layer, (Pop, Join)):
             layer.joined = partial(_joined, layer.joined)

@@ -22,8 +22,13 @@ class Network(nn.Module):
     """Layers that read any maps made before: (N, C, *size) -> (N, C', *size), the result of the last.
 
     Args:
-        layers: by name, in an order in which they can run; names without dots.
+        layers: by name, in an order in which they can run. A name with dots is a path, so that ``state_dict`` has it like that of nested modules.
         reads: of layers that read something else than what the one before makes: the names of what they are called with, ``image`` for the input.
+
+    Attributes:
+        multiple: of so many pixels are the sizes of its images.
+        names: where it was captured (:mod:`distseg.models.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
+        dropouts: of its layers that are dropouts, by the number of the call of such a function in the user's forward pass.
 
     Raises:
         ValueError: a layer that reads what is not made before it, or several maps where it takes one.
@@ -35,25 +40,51 @@ class Network(nn.Module):
 
     def __init__(self, layers: Mapping[str, nn.Module], reads: Mapping[str, Sequence[str]] = {}):
         super().__init__()
-        self.reads: list[tuple[str, ...]] = []
+        self.reads: dict[str, tuple[str, ...]] = {}
+        self.multiple = 1
+        self.names: dict[str, str] = {}
+        self.dropouts: dict[int, Dropped] = {}
         before = IMAGE
         for name, layer in layers.items():
-            self.reads.append(tuple(reads.get(name, (before,))))
-            missing = [source for source in self.reads[-1] if source != IMAGE and source not in self._modules]
-            if missing or not self.reads[-1]:
+            sources = tuple(reads.get(name, (before,)))
+            missing = [source for source in sources if source != IMAGE and source not in self.reads]
+            if missing or not sources:
                 raise ValueError(f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads what those before it make, or {IMAGE!r}")
-            if is_flat(layer) and len(self.reads[-1]) > 1:
-                raise ValueError(f"layer {name} is a {type(layer).__name__}, which takes one map, but reads {', '.join(self.reads[-1])}: join them before it")
-            self.add_module(name, layer)
+            if is_flat(layer) and len(sources) > 1:
+                raise ValueError(f"layer {name} is a {type(layer).__name__}, which takes one map, but reads {', '.join(sources)}: join them before it")
+            self._put(name, layer)
+            self.reads[name] = sources
             before = name
         if unknown := [name for name in reads if name not in layers]:
             raise ValueError(f"reads names {unknown[0]!r}, which is none of the layers")
 
+    def _put(self, name: str, layer: nn.Module) -> None:
+        """At its path; what lies between are modules that only hold others."""
+        *path, last = name.split(".")
+        holder = self
+        for depth, part in enumerate(path):
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder._modules[part]
+            if ".".join(path[: depth + 1]) in self.reads:
+                raise ValueError(f"layer {name} lies inside layer {'.'.join(path[: depth + 1])}: give it another name")
+        if last in holder._modules:
+            raise ValueError(f"layer {name} has the name of a group of others: give it another name")
+        holder.add_module(last, layer)
+
     def forward(self, x: Tensor) -> Tensor:
         maps = {IMAGE: x}
-        for (name, layer), reads in zip(self._modules.items(), self.reads):
-            x = maps[name] = layer(*(maps[source] for source in reads))
+        for name, reads in self.reads.items():
+            x = maps[name] = self.get_submodule(name)(*(maps[source] for source in reads))
         return x
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The layer that a call of a dropout function is; ``last``: where it is called the channels come last."""
+
+    layer: str
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -73,6 +104,13 @@ def is_sequential(model: nn.Module) -> bool:
 def is_flat(model: nn.Module) -> bool:
     """Whether a network is a list of layer calls."""
     return is_sequential(model) or type(model) is Network and not hooked(model)
+
+
+def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and layer of what a flat network calls, in order."""
+    if isinstance(model, Network):
+        return [(name, model.get_submodule(name)) for name in model.reads]
+    return list(model._modules.items())  # named_children would leave out a layer's second place
 
 
 def calls_of(model: nn.Module) -> list[Call]:
@@ -95,8 +133,8 @@ def calls_of(model: nn.Module) -> list[Call]:
 def _collect(model: nn.Module, at: int, layers: Iterator[tuple[str, nn.Module]], found: list[Call], stashed: dict[str, int]) -> int:
     """Add the calls of the next ``layers``, which are those of a flat network that is called with map ``at``; returns the map that it makes."""
     maps = {IMAGE: at}
-    reads = model.reads if isinstance(model, Network) else [()] * len(model._modules)
-    for (child, inner), sources in zip(model._modules.items(), reads):
+    for child, inner in children_of(model):
+        sources = model.reads[child] if isinstance(model, Network) else ()
         inputs = tuple(maps[source] for source in sources) or (at,)
         if is_flat(inner):
             at = _collect(inner, inputs[0], layers, found, stashed)
@@ -144,6 +182,20 @@ def _name_of(calls: Sequence[Call], source: int) -> str:
     return f"stash({stash.name!r})" if stash else f"layer {calls[source - 1].name}" if source else "the image"
 
 
+def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") -> None:
+    """Refuse images of a size that a captured network does not take.
+
+    Raises:
+        ValueError: naming both.
+    """
+    multiple = getattr(model, "multiple", 1)
+    if any(n % multiple for n in size):
+        raise ValueError(
+            f"this network takes images whose sizes are multiples of {multiple} pixels, and {what} has {'x'.join(map(str, size))}: set data.crop to such a size, "
+            "cut or pad the images, or let the network's forward pad them itself"
+        )
+
+
 def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and layer of a flat network's calls in order, whatever they read.
 
@@ -154,7 +206,7 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         what = f"a {type(model).__name__}{' with hooks' * hooked(model)}"
         raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is {what}: flatten it, write it as a distseg.Network, or set mesh.stages to 1")
     found: list[tuple[str, nn.Module]] = []
-    for name, layer in model._modules.items():  # named_children would leave out a layer's second place
+    for name, layer in children_of(model):
         found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)] if is_flat(layer) else [(name, layer)]
     return found
 

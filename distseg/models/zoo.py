@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distseg.config import ModelConfig
+from distseg.models.capture import as_network
 from distseg.models.gigapixel import gigapixel
 from distseg.models.own import built, own_builder
 from distseg.models.unet import unet
@@ -50,14 +51,19 @@ ZOO: dict[str, Entry] = {
 
 
 def build_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
-    """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU); arguments as of :func:`outline_model`."""
-    model = outline_model(config, in_channels, out_channels)
+    """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU); arguments as of :func:`plain_model`."""
+    model = plain_model(config, in_channels, out_channels)
     materialise(model, config.seed)
     return model
 
 
 def outline_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
-    """The model that a config names, without memory (on the meta device): :func:`materialise` makes the weights of the layers that a rank
+    """The network that a config names, in layers that can be cut: what :func:`plain_model` makes, captured where it is a module of the user's."""
+    return as_network(plain_model(config, in_channels, out_channels))
+
+
+def plain_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
+    """The module that a config names, without memory (on the meta device): :func:`materialise` makes the weights of the layers that a rank
     holds. A user's own function makes its model whole, with weights drawn from ``model.seed``.
 
     Args:

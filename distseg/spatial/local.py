@@ -24,7 +24,7 @@ from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE, probed_reach
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, Pop, Stash, Sum
+from distseg.models.layers import Cat, Derived, Formula, Pop, Stash, Sum
 from distseg.models.network import Call
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
@@ -66,8 +66,9 @@ def node_of(call: Call, dims: int, channels: Callable[[int], int]) -> Node:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
     """
     name, layer = call.name, call.layer
-    if isinstance(layer, (Stash, Pop)) or type(layer) in (Cat, Sum):
+    if isinstance(layer, (Stash, Pop)) or type(layer) in (Cat, Sum, Formula):
         return Node(name, call.inputs)
+    layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
         raise ValueError(f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map")
     if isinstance(layer, (*NORMS, *DROPOUTS)):
@@ -140,6 +141,8 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
         x: (B, C, *have.size), the input on ``have``: ``part.taken`` is in it, and what it has beyond the map is padding already.
         others: what else it is called with, and where that lies.
     """
+    if isinstance(layer, Derived):
+        layer = layer.filled()
     if others:
         return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
     function = _function_of(type(layer))

@@ -1,0 +1,239 @@
+"""What a network computes: the calls of PyTorch's functions that its forward pass makes, as the user's code makes them.
+
+The network runs on tensors without memory while PyTorch tells of each function that is called: F.conv2d with its settings, not the
+kernels behind it. So hooks, parametrizations, functions and subclasses are seen by what they do, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from distseg.blame import blame
+from distseg.models.layers import skip_store
+
+
+class CanNotCapture(ValueError):
+    """What keeps a network from being captured."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """Result ``part`` of call ``call``."""
+
+    call: int
+    part: int = 0
+
+
+IMAGE = Made(-1)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A parameter or buffer of the network, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function and what it was called with, :class:`Made` and :class:`Kept` in the place of tensors.
+
+    Attributes:
+        name: of the function, without the underscore of one in place.
+        shapes: of the tensors that came of it.
+        module: the name of the module that called it; ``line``: the place in the code.
+    """
+
+    name: str
+    function: Callable
+    args: tuple
+    kwargs: dict
+    shapes: tuple[tuple[int, ...], ...]
+    module: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.module or 'the model'} ({self.line})"
+
+
+@dataclass
+class Trace:
+    """All calls of a forward pass, and the one whose result is the network's."""
+
+    calls: list[Called]
+    result: Made
+
+
+@torch.no_grad()
+def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) -> Trace:
+    """The calls of a forward pass in training.
+
+    Args:
+        model: without memory (:func:`distseg.models.layers.hollow`).
+
+    Raises:
+        CanNotCapture: the model fails at this size, or does what can't be followed.
+    """
+    model.train()
+    image = torch.empty(batch, channels, *size, device="meta", dtype=next((p.dtype for p in model.parameters()), torch.float32))
+    recorder = _Recorder(model, image)
+    try:
+        with recorder.following(), recorder, torch.random.fork_rng(devices=[]), skip_store({}):
+            result = model(image)
+    except CanNotCapture:
+        raise
+    except Exception as e:
+        raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
+    if not isinstance(result, Tensor):
+        kind = f"a dict of {', '.join(map(repr, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
+        raise CanNotCapture(f"it returns {kind}, but a network returns one tensor: write a module around it whose forward returns that")
+    value = recorder.value_of(result, "the network's result")
+    if not isinstance(value, Made):
+        raise CanNotCapture("its result does not depend on the image")
+    return Trace(recorder.calls, value)
+
+
+@dataclass
+class _Known:
+    """A tensor that the forward pass has had; it is kept, so that no other takes its identity."""
+
+    tensor: Tensor
+    value: Made | Kept | None  # None: it was changed through another name, and what is there now is not known
+    version: int = field(init=False)
+
+    def __post_init__(self):
+        self.version = self.tensor._version
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, image: Tensor):
+        super().__init__()
+        self.calls: list[Called] = []
+        self._known: dict[int, _Known] = {}
+        self._names = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), name)
+        self._inside: list[str] = []
+        self._know(image, IMAGE)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self._know(tensor, Kept(name))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, it is known which module calls."""
+        entered = register_module_forward_pre_hook(lambda module, _: self._inside.append(self._names.get(id(module), type(module).__name__)))
+        left = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            entered.remove()
+            left.remove()
+
+    def _leave(self) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
+        given = {id(x): x for x in _tensors((args, kwargs))}
+        versions = {key: x._version for key, x in given.items()}
+        result = function(*args, **kwargs)
+        made = _tensors(result)
+        changed = {key for key, x in given.items() if x._version != versions[key]}
+        if not made and not changed:
+            return result  # a size, a type
+        if name.endswith("__get__") or not given and not made:
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
+        called = Called(
+            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self._inside[-1] if self._inside else "", _line()
+        )
+        number = len(self.calls)
+        self.calls.append(called)
+        for part, x in enumerate(made):
+            self._note(x, Made(number, part), changed, called)
+        if changed:
+            self._look_for_changes(called, {id(x) for x in made})
+        return result
+
+    def _note(self, x: Tensor, value: Made, changed: set[int], called: Called) -> None:
+        known = self._known.get(id(x))
+        if known is None or id(x) in changed:
+            if known is not None and isinstance(known.value, Kept):
+                return  # looked at in _look_for_changes
+            self._know(x, value)
+
+    def _look_for_changes(self, called: Called, made: set[int]) -> None:
+        """Tensors that share memory with one that was overwritten hold something else now."""
+        for key, known in self._known.items():
+            if known.tensor._version == known.version:
+                continue
+            known.version = known.tensor._version
+            if isinstance(known.value, Kept):
+                if not _of_a_norm(called, known.value.name):
+                    raise CanNotCapture(
+                        f"{called} changes {known.value.name} with each forward pass, as spectral norm does, and windows and tiles are passes of their own: leave that out, or use weight_norm"
+                    )
+            elif key not in made:
+                known.value = None
+
+    def _know(self, x: Tensor, value: Made | Kept) -> None:
+        self._known[id(x)] = _Known(x, value)
+
+    def value_of(self, x: Tensor, what: str) -> Made | Kept:
+        known = self._known.get(id(x))
+        if known is None:
+            raise CanNotCapture(
+                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept as a plain attribute?)"
+            )
+        if known.value is None:
+            raise CanNotCapture(f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation")
+        return known.value
+
+    def _written(self, tree: Any, name: str) -> Any:
+        """With the values of tensors in their place."""
+        if isinstance(tree, Tensor):
+            return self.value_of(tree, f"{_plain(name)} in {self._inside[-1] if self._inside else 'the model'} ({_line()})")
+        if isinstance(tree, (tuple, list)):
+            return tuple(self._written(x, name) for x in tree)
+        if isinstance(tree, dict):
+            return {key: self._written(x, name) for key, x in tree.items()}
+        return tree
+
+
+def _plain(name: str) -> str:
+    """conv2d of nn.functional.conv2d; add of Tensor.add_."""
+    name = name.rpartition(".")[2]
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def _of_a_norm(called: Called, name: str) -> bool:
+    """Whether a buffer is one that a batch norm is to change."""
+    return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [x for part in tree for x in _tensors(part)]
+    return [x for part in tree.values() for x in _tensors(part)] if isinstance(tree, dict) else []
+
+
+def _line() -> str:
+    """The line of the innermost code that is neither PyTorch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if "/torch/" not in path and "/distseg/" not in path and not path.startswith("<"):
+            return f"{path.rpartition('/')[2]}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

@@ -161,6 +161,13 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         if value != of(_DEFAULTS, rule.setting) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
+    together = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
+    vectors = [name for name, m in facts.norms if getattr(m, "alike", False)]
+    if vectors and together < 2 and not config.spatial.frozen_norm:
+        raise ValueError(
+            f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes statistics of one vector an image, so it needs at least 2 images in a batch: "
+            "set data.images to 2 or more, or spatial.norm_scope to step with several sample groups, or use another norm there"
+        )
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")

@@ -12,7 +12,8 @@ def channels_last(dims: int) -> torch.memory_format:
 
 def lies_last(x: torch.Tensor) -> bool:
     """Whether a tensor has its channels last in memory; a single channel counts as first."""
-    return x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5)
+    spread = x.shape[-1] > 1 and x.stride(-1) == 0  # one place seen as many
+    return x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5) and not spread
 
 
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def _settings(model) -> tuple:
     """All that a plan can depend on: the layers, what is set in them, and the shapes of their weights."""
     plain = (bool, int, float, str, tuple)
     return tuple(
-        (name, type(layer), *((k, v) for k, v in vars(layer).items() if isinstance(v, plain)), *((k, w.shape, w.dtype) for k, w in layer.named_parameters(recurse=False)))
+        (name, type(layer), str(getattr(layer, "reads", "")), *((k, str(v)) for k, v in vars(layer).items() if isinstance(v, plain)), *((k, w.shape, w.dtype) for k, w in layer.named_parameters(recurse=False)))
         for name, layer in model.named_modules(remove_duplicate=False)
     )
 

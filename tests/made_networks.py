@@ -121,6 +121,107 @@ class Gate(nn.Module):
         return a * torch.sigmoid(b)
 
 
+class Squeezed(nn.Module):
+    """Squeeze and excitation of a residual block, as most write it."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.pool, self.fc1, self.fc2 = nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, 2, 1), nn.Conv2d(2, channels, 1)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.conv(x)))
+        return x + y * torch.sigmoid(self.fc2(F.relu(self.fc1(self.pool(y)))))
+
+
+class Excited(nn.Module):
+    """The same by vectors, and a gate of each place by the mean and the maximum of its channels."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(channels, channels, 3, padding=1), nn.Linear(channels, channels)
+        self.places = nn.Conv2d(2, 1, 7, padding=3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        y = y * torch.sigmoid(self.fc(y.mean((2, 3))))[:, :, None, None]
+        y = y * torch.sigmoid(self.places(torch.cat((y.mean(1, keepdim=True), y.max(1, keepdim=True)[0]), 1)))
+        return y + x
+
+
+class Pooling(nn.Module):
+    """A branch that is the mean of the image, normalised, beside a dilated one, as in DeepLab."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.near = nn.Sequential(nn.Conv2d(channels, 4, 3, padding=2, dilation=2, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        norm = nn.BatchNorm2d(4, eps=0.01)  # as means of noise hardly differ, a smaller one makes digits of rounding
+        self.far = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, 4, 1, bias=False), norm, nn.ReLU())
+        self.mix = nn.Conv2d(8, channels, 1)
+
+    def forward(self, x):
+        far = F.interpolate(self.far(x), size=x.shape[2:], mode="bilinear", align_corners=False)
+        return self.mix(torch.cat((self.near(x), far), 1))
+
+
+class ConvNext(nn.Module):
+    """Its norm over channels and its linear layers see maps whose channels come last."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(channels, channels, 7, padding=3, groups=channels), nn.LayerNorm(channels)
+        self.fc1, self.fc2, self.gamma = nn.Linear(channels, 2 * channels), nn.Linear(2 * channels, channels), nn.Parameter(torch.full((channels,), 0.5))
+
+    def forward(self, x):
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = F.dropout(self.fc2(F.gelu(self.fc1(y))), 0.2, self.training)
+        return x + (self.gamma * y).permute(0, 3, 1, 2)
+
+
+def _around(block, in_channels, out_channels):
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.MaxPool2d(2), block, nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def squeezed(in_channels, out_channels):
+    return _around(Squeezed(4), in_channels, out_channels)
+
+
+def excited(in_channels, out_channels):
+    return _around(Excited(4), in_channels, out_channels)
+
+
+def pooling(in_channels, out_channels):
+    return _around(Pooling(4), in_channels, out_channels)
+
+
+def convnext(in_channels, out_channels):
+    return _around(ConvNext(4), in_channels, out_channels)
+
+
+class Written(nn.Module):
+    """A U-Net as one writes it, with functions, layers that stand at two places, a part that nothing uses, and a resize to the skip's size."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.down, self.deep, self.up = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.head, self.norm, self.act, self.spare = nn.Conv2d(4, out_channels, 1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv2d(2, 2, 3)
+
+    def forward(self, x):
+        skip = self.act(self.down(x))
+        y = F.dropout2d(F.avg_pool2d(skip, 2), 0.3, self.training)
+        y = self.act(self.norm(self.deep(y)))
+        a, b = F.silu(y).chunk(2, dim=1)
+        y = torch.cat((a * 2, b - 1), dim=1)
+        y = F.interpolate(y, size=skip.shape[-2:], mode="nearest")
+        y = self.up(torch.cat((skip, y), dim=1))
+        y += 0.5
+        return self.head(F.leaky_relu_(y, 0.2))
+
+
+def written(in_channels, out_channels):
+    return Written(in_channels, out_channels)
+
+
 def one_sided(in_channels, out_channels):
     """Padding before, an even kernel behind it: as many pixels, but another middle."""
     return nn.Sequential(nn.ZeroPad2d((1, 0, 1, 0)), nn.Conv2d(in_channels, 4, 2), nn.ReLU(), nn.ZeroPad2d((0, 3, 0, 3)), nn.Conv2d(4, 4, 4), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 3, padding=1))

@@ -27,7 +27,7 @@ WAYS = {  # name: (ranks, settings)
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
-EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu"]
+EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "convnext", "written"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "active_norm": "layer 1 \\(ActiveNorm\\) is a BatchNorm2d that has a forward of its own.*of its own behind or before a plain BatchNorm2d",
     "noisy_dropout": "layer 1 \\(NoisyDropout\\) is a Dropout that has a forward of its own",
@@ -42,6 +42,7 @@ NAMED = {  # what is said where a network can't be computed so; ways that comput
     "spectral_normed": "which has a parametrization of its weight|layer 1 \\(ParametrizedConv2d\\) changes its _u with each forward pass",
     "spectral_normed_by_hook": "which has hooks|layer 1 \\(Conv2d\\) changes its weight_u with each forward pass|weight of its layer 1",
     "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place what stash\\('a'\\) has put aside",
+    "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector an image",
     "joined_unknown": "layer gate \\(Gate\\) is called with 2 maps, and what it makes of them is not known",
     "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place what layer a has put aside",
     "never_popped": "stash\\('a'\\) is never popped",
@@ -59,6 +60,14 @@ def test_exact_or_refused_by_name(comm, name):
             assert error_of(name, comm, settings) <= TOLERANCE, way
         except ValueError as e:
             assert name in NAMED and re.search(NAMED[name], str(e)), f"{way}: {e}"
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_batch_norm_of_vectors(comm):
+    """Of two images at least."""
+    for way, (ranks, settings) in WAYS.items():
+        if ranks == comm.size:
+            assert error_of("pooling", comm, {**settings, "images": 2}) <= TOLERANCE, way
 
 
 def error_of(name: str, comm, settings: dict) -> float:

@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -116,30 +116,53 @@ class Sum(Join):
         return sum(maps[1:], maps[0])
 
 
+class Mean(nn.Module):
+    """The mean of each channel over an image, at each of its places: (N, C, *size) -> (N, C, *size)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(tuple(range(2, x.dim())), keepdim=True).expand_as(x)
+
+
+class Step(NamedTuple):
+    """A function and its arguments, in which ``Map(i)`` stands for the i-th tensor at hand and ``Own(name)`` for one of a layer's own."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+
+
 class Formula(nn.Module):
-    """A function of PyTorch's that looks at single cells, of one or several maps of one size: (N, C, *size), ... -> (N, C', *size).
+    """Functions of PyTorch's that look at single cells, of one or several maps of one size: (N, C, *size), ... -> (N, C', *size).
 
     Args:
-        function: is called with ``args`` and ``kwargs``, in which ``Map(i)`` stands for the i-th map and ``Own(name)`` for one of ``tensors``.
+        steps: are done one after another; at hand are the ``maps`` maps, and behind them what each step makes. The last one's is the result.
         tensors: parameters and buffers by name.
         part: which of several results is meant.
-        last: whether it is called with maps whose channels come last, and makes such.
+        form: what the functions are called with, and make: ``maps``; maps whose channels come ``last``; of maps that are alike at all places one place,
+            as an image of a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
     """
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict, tensors: Mapping[str, Tensor] = {}, part: int | None = None, last: bool = False):
+    def __init__(self, steps: Sequence[Step], maps: int, tensors: Mapping[str, Tensor] = {}, part: int | None = None, form: str = "maps"):
         super().__init__()
-        self.function, self.args, self.kwargs, self.part, self.last = function, args, kwargs, part, last
-        for name, tensor in tensors.items():
-            self.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else self.register_buffer(name, tensor)
+        self.steps, self.maps, self.part, self.form = tuple(steps), maps, part, form
+        register(self, tensors)
 
     def forward(self, *maps: Tensor) -> Tensor:
-        maps = tuple(x.movedim(1, -1) for x in maps) if self.last else maps
-        y = self.function(*_filled(self, self.args, maps), **_filled(self, self.kwargs, maps))
+        y = _computed(self, self.steps, map(self._given, maps))
         y = y if self.part is None else y[self.part]
-        return y.movedim(-1, 1) if self.last else y
+        if self.form == "last":
+            return y.movedim(-1, 1)
+        return y if self.form == "maps" else y.view(*y.shape[:2], *(1 for _ in maps[0].shape[2:])).expand(-1, -1, *maps[0].shape[2:])
+
+    def _given(self, x: Tensor) -> Tensor:
+        if self.form == "last":
+            return x.movedim(1, -1)
+        if self.form == "maps":
+            return x
+        return x[(..., *(slice(1) for _ in x.shape[2:]))] if self.form == "place" else x[(..., *(0 for _ in x.shape[2:]))]
 
     def extra_repr(self) -> str:
-        return getattr(self.function, "__name__", str(self.function))
+        return ", ".join(getattr(step.function, "__name__", str(step.function)) for step in self.steps)
 
 
 class Derived(nn.Module):
@@ -147,17 +170,16 @@ class Derived(nn.Module):
 
     Args:
         inner: the layer, whose own weights are of no use.
-        weights: of its parameters, how each is made: :class:`Formula` of ``tensors``, in an order in which they can be, the last of which it is.
+        weights: of its parameters, how each is made.
         tensors: parameters and buffers by name.
     """
 
-    def __init__(self, inner: nn.Module, weights: Mapping[str, Sequence[tuple[Callable, tuple, dict]]], tensors: Mapping[str, Tensor]):
+    def __init__(self, inner: nn.Module, weights: Mapping[str, Sequence[Step]], tensors: Mapping[str, Tensor]):
         super().__init__()
-        self.weights = {name: tuple(steps) for name, steps in weights.items()}
-        for name, tensor in tensors.items():
-            self.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else self.register_buffer(name, tensor)
-        inner._parameters = {name: None for name in inner._parameters}
-        self.__dict__["inner"] = inner  # which holds nothing
+        self.weights = dict(weights)
+        register(self, tensors)
+        inner._parameters = dict.fromkeys(inner._parameters)
+        self.__dict__["inner"] = inner  # no child: it holds nothing
 
     def forward(self, x: Tensor) -> Tensor:
         return self.filled()(x)
@@ -165,21 +187,29 @@ class Derived(nn.Module):
     def filled(self) -> nn.Module:
         """The layer with its weights."""
         layer = copy.copy(self.inner)
-        layer.__dict__["_parameters"] = {name: self._made(self.weights[name]) if name in self.weights else None for name in self.inner._parameters}
+        layer.__dict__["_parameters"] = dict.fromkeys(self.inner._parameters) | {name: _computed(self, steps) for name, steps in self.weights.items()}
         return layer
-
-    def _made(self, steps) -> Tensor:
-        made: list[Tensor] = []
-        for function, args, kwargs in steps:
-            made.append(function(*_filled(self, args, made), **_filled(self, kwargs, made)))
-        return made[-1]
 
     def extra_repr(self) -> str:
         return repr(self.inner)
 
 
+def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Parameters and buffers by name."""
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else layer.register_buffer(name, tensor)
+
+
+def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = ()) -> Tensor:
+    """What the last step makes."""
+    at_hand = list(maps)
+    for step in steps:
+        at_hand.append(step.function(*_filled(layer, step.args, at_hand), **_filled(layer, step.kwargs, at_hand)))
+    return at_hand[-1]
+
+
 class Map(NamedTuple):
-    """In the arguments of a :class:`Formula`: a map that the layer is called with."""
+    """In the arguments of a :class:`Step`: a tensor that is at hand."""
 
     number: int
 

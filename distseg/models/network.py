@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.altered import hooked
-from distseg.models.layers import Pop, Stash, first_convolution, outline, skip_store
+from distseg.models.layers import Pop, Stash, first_convolution, outline, register, skip_store
 
 IMAGE = "image"
 
@@ -71,6 +71,12 @@ class Network(nn.Module):
         if last in holder._modules:
             raise ValueError(f"layer {name} has the name of a group of others: give it another name")
         holder.add_module(last, layer)
+
+    def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parameters and buffers that no layer has: an optimizer may let them decay."""
+        if tensors:
+            self.unused = nn.Module()
+            register(self.unused, tensors)
 
     def forward(self, x: Tensor) -> Tensor:
         maps = {IMAGE: x}

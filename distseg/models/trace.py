@@ -66,10 +66,11 @@ class Called:
 
 @dataclass
 class Trace:
-    """All calls of a forward pass, and the one whose result is the network's."""
+    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images."""
 
     calls: list[Called]
     result: Made
+    batch: int
 
 
 @torch.no_grad()
@@ -98,7 +99,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")
-    return Trace(recorder.calls, value)
+    return Trace(recorder.calls, value, batch)
 
 
 @dataclass

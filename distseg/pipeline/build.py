@@ -57,6 +57,7 @@ def place_stages(model: TiledModel, partition: Partition | None, devices: Sequen
     """The same with each stage of a rank's on its device, where there are several."""
     if len(devices) == 1:
         return place_model(model, devices[0], precision, channels_last)
+    place_model(model, devices[0], precision, channels_last)  # what no layer has too
     for layers, device in zip(partition.ranges, devices):
         for layer in layers:
             place_model(model.layers[layer], device, precision, channels_last)

@@ -24,7 +24,7 @@ from distseg.plan.in_time import GridTiling, computed_again, tiles_in_time
 from distseg.plan.memory import Policy, ranges_of, stage_seconds
 from distseg.plan.roofline import V100, Device
 from distseg.spatial.graph import graph_of
-from distseg.spatial.norm import NORMS
+from distseg.spatial.norm import live_layers
 
 
 # One core in float32, roughly (docs/performance.md): constants, so that all ranks of any machines find the same stages.
@@ -89,7 +89,7 @@ def _balance_in_time(config: Config, model: nn.Module, image: Sequence[int], rea
     graph, calls = graph_of(model), calls_of(model)
     part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
     layout = Layout(graph, part.size, [(0, n) for n in part.size], "all")
-    live = [] if config.spatial.frozen_norm else [call.inputs[0] for call in calls if isinstance(call.layer, NORMS)]
+    live = [calls[number].inputs[0] for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)]
     tiling = GridTiling(config.spatial.tiles_per_rank)
     costs = modelled(model, tuple(-(-n // g) for n, g in zip(part.size, config.spatial.tiles_per_rank)), config.data.images, CORE if device == "cpu" else V100)
     split, tried = _split(config, model, costs), {}
@@ -116,7 +116,7 @@ def _slowest(config: Config, model: nn.Module, costs: Costs, split: Sequence[int
 def _policy(config: Config, model: nn.Module) -> Policy:
     if not tiles_in_time(config):
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
-    live = any(isinstance(layer, NORMS) for layer in model.modules()) and not config.spatial.frozen_norm
+    live = live_layers(model.modules(), config.spatial.frozen_norm)
     return Policy(_MANY, "1f1b", "always" if live else "except_last")  # the last stage's tiles go forward once where no norm cuts it, but for Dice
 
 

@@ -17,7 +17,7 @@ own, which on today's machines are what a norm costs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Iterable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
+from distseg.models.layers import Mean
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
@@ -35,6 +36,8 @@ from distseg.spatial.moments import Moments, by_group, combine, of_channels, sta
 
 _ALONE = Alone()
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
+STATISTICAL = (*NORMS, Mean)
+"""Layers that look at all of a map by its statistics."""
 
 
 class DistributedNorm(nn.Module):
@@ -48,7 +51,7 @@ class DistributedNorm(nn.Module):
         super().__init__()
         self.kind = _kind(norm, name)
         self.context, self.stride, self.name = context, stride, name
-        self.eps = norm.eps
+        self.eps = getattr(norm, "eps", 0.0)
         self.groups = norm.num_groups if self.kind == "group" else None
         self.momentum = getattr(norm, "momentum", None)
         for field in ("weight", "bias"):
@@ -56,6 +59,7 @@ class DistributedNorm(nn.Module):
         self.tracks = tracks(norm)
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
+        self.alike = getattr(norm, "alike", False)  # at all places of an image: of vectors, in the user's code
         self.frozen = False
         self.slope = 1.0
         self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
@@ -84,7 +88,7 @@ class DistributedNorm(nn.Module):
         GPU, where autocast has it answer in float32.
         """
         x = xs[0]
-        if compiled.available(x) or not self.live or (self.training and self.dropout):
+        if compiled.available(x) or not self.live or self.alike or (self.training and self.dropout):
             return False
         alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
         if not alone or x.dtype == torch.float64:
@@ -93,7 +97,7 @@ class DistributedNorm(nn.Module):
 
     def is_whole(self, x: Tensor) -> bool:
         """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
-        return compiled.available(x) and self.live and self.comm.size == 1 and (self.context.per_window or self.context.owns_all(x.shape[2:]))
+        return compiled.available(x) and self.live and not self.alike and self.comm.size == 1 and (self.context.per_window or self.context.owns_all(x.shape[2:]))
 
     def local(self, x: Tensor) -> Tensor:
         """The norm of whole images (B, C, *size) by PyTorch."""
@@ -152,11 +156,16 @@ class DistributedNorm(nn.Module):
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         """Moments of the channels of window ``index``, image by image."""
         owned = self.owned(x, index)
-        parts = [of_channels(owned[b : b + 1]) for b in range(len(x))]
+        parts = [self._of_place(owned[b]) if self.alike else of_channels(owned[b : b + 1]) for b in range(len(x))]
         if mask is not None:
             parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
         pixels = owned.shape[2:].numel()
         return [Contribution(row, part, pixels) for row, part in zip(self.rows(index), parts)]
+
+    def _of_place(self, image: Tensor) -> Moments:
+        """Of an image (C, *size) that is alike at all places: no digit of what two images differ by is lost."""
+        mean = image[(..., *(0 for _ in image.shape[1:]))].double()
+        return Moments(torch.tensor(float(image.shape[1:].numel()), dtype=torch.float64, device=image.device), mean, torch.zeros_like(mean))
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
@@ -209,6 +218,38 @@ class DistributedNorm(nn.Module):
     def per_channel(self, values: Tensor, channels: int) -> Tensor:
         """(I, K) -> (I, C)."""
         return values.repeat_interleave(channels // values.shape[-1], -1)
+
+
+    def tilt_and_shift(self, c: "Coefficients", s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
+        """Of -r / N * (s1 + xhat * s2), by which the gradient of owned pixels differs; ``s1`` and ``s2`` divided by N."""
+        return -c.hat * c.hat * s2, -c.hat * (s1 + c.offset * s2)
+
+
+class DistributedMean(DistributedNorm):
+    """The twin of :class:`distseg.models.layers.Mean`: of the statistics it gives the mean, whose gradient all owned pixels share."""
+
+    def is_local(self, xs: list[Tensor]) -> bool:
+        return self.comm.size == 1 and len(xs) == 1 and self.owned(xs[0], 0).shape == xs[0].shape
+
+    def _local(self, x: Tensor) -> Tensor:
+        return Mean.forward(self, x)
+
+    def is_whole(self, x: Tensor) -> bool:
+        return False
+
+    def _check_count(self, count) -> None:
+        pass  # of one value too
+
+    def coefficients(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None) -> list["Coefficients"]:
+        means = [statistics.mean[i] for i in self.rows(index)]
+        return [Coefficients(Affine(m, torch.zeros_like(m), m, 1.0), torch.zeros_like(m), 0.0) for m in means]
+
+    def tilt_and_shift(self, c: "Coefficients", s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(s1), s1
+
+
+def twin_of(layer: nn.Module) -> type[DistributedNorm]:
+    return DistributedMean if isinstance(layer, Mean) else DistributedNorm
 
 
 class Contribution(NamedTuple):
@@ -286,7 +327,7 @@ class _JointNorm(torch.autograd.Function):
         dxs = [torch.empty_like(x) for x in xs]
         for j, b, i in images:
             c = ctx.coefficients[j][b]
-            tilt, shift = _tilt_and_shift(c, s1[i], s2[i]) if ctx.live else (torch.zeros_like(c.hat),) * 2
+            tilt, shift = ctx.norm.tilt_and_shift(c, s1[i], s2[i]) if ctx.live else (torch.zeros_like(c.hat),) * 2
             own = ctx.own[j] if ctx.live else _nowhere(xs[j])
             _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
@@ -322,7 +363,7 @@ class Pending:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
         dx = torch.empty_like(x)
         for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
-            tilt, shift = _tilt_and_shift(c, self.s1[i], self.s2[i])
+            tilt, shift = self.norm.tilt_and_shift(c, self.s1[i], self.s2[i])
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
         return dx
@@ -354,11 +395,6 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
     dweight += c.hat * weighted + c.offset * total
 
 
-def _tilt_and_shift(c: Coefficients, s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
-    """Of -r / N * (s1 + xhat * s2), by which the gradient of owned pixels differs; ``s1`` and ``s2`` divided by N."""
-    return -c.hat * c.hat * s2, -c.hat * (s1 + c.offset * s2)
-
-
 def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """s1 / N and s2 / N of each channel, (I, C)."""
     channels = dweight.shape[-1]
@@ -386,8 +422,15 @@ def _kernels(x: Tensor):
     return compiled if compiled.available(x) else plain
 
 
+def live_layers(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
+    """The positions of those that take statistics in training; ``frozen``: batch norms take none."""
+    return [position for position, layer in enumerate(layers) if isinstance(layer, Mean) or (isinstance(layer, NORMS) and not frozen)]
+
+
 def kind_of(norm: nn.Module) -> str:
-    """Of a plain norm layer: batch, group or instance."""
+    """Of a plain layer: batch, group, instance or mean."""
+    if isinstance(norm, Mean):
+        return "mean"
     return "group" if isinstance(norm, nn.GroupNorm) else "instance" if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else "batch"
 
 

@@ -26,7 +26,7 @@ from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.graph import graph_of
 from distseg.spatial.local import check_plain
-from distseg.spatial.norm import NORMS, DistributedNorm, commit
+from distseg.spatial.norm import NORMS, STATISTICAL, DistributedMean, DistributedNorm, commit, twin_of
 from distseg.spatial.skip import DenseCat, DensePop
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -149,11 +149,12 @@ class TiledModel(nn.Module):
 
     def freeze_norms(self) -> None:
         """Let batch norms use and keep their running statistics in training."""
-        for n in self.norms:
+        norms = [n for n in self.norms if not isinstance(n, DistributedMean)]
+        for n in norms:
             if not n.tracks:
                 raise ValueError(f"{n.name} ({n.kind} norm) has no running statistics to freeze: spatial.frozen_norm needs batch norm")
             n.frozen = True
-        self.live_in_training = False
+        self.live_in_training = len(norms) < len(self.norms)
 
     def commit_statistics(self) -> None:
         """Update the running statistics of batch norms, once an optimizer step; collective over the sample groups."""
@@ -200,8 +201,9 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
     context = context or Context()
     strides = cumulative_strides(model, reach)
     for name, stride in strides.items():
-        twin = KeyedDropout if isinstance(model.get_submodule(name), DROPOUTS) else DistributedNorm
-        _put(model, name, twin(model.get_submodule(name), context, stride, name))
+        layer = model.get_submodule(name)
+        twin = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
+        _put(model, name, twin(layer, context, stride, name))
     inputs = _inputs(model)
     for part in _flat_parts(model):
         _fold(part)
@@ -268,7 +270,7 @@ def _fold(part: nn.Module) -> None:
     reading = {call.inputs[0]: call for call in calls}
     for number, call in enumerate(calls):
         norm = call.layer
-        if not isinstance(norm, DistributedNorm):
+        if not isinstance(norm, DistributedNorm) or isinstance(norm, DistributedMean):
             continue
         before = calls[call.inputs[0] - 1] if call.inputs[0] and readers[call.inputs[0]] == 1 else None
         behind = reading[number + 1] if readers[number + 1] == 1 and number + 1 in reading else None
@@ -335,7 +337,7 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 
 def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:
     """Name of each norm and dropout layer -> pixels per cell of its feature map, per dim. Computed on the meta device."""
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, (*NORMS, *DROPOUTS))]
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS))]
     if not layers:
         return {}
     shadow = outline(model)

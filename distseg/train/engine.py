@@ -36,7 +36,7 @@ from distseg.spatial.conv import weights_apart
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.graph import graph_of, receptive_field
-from distseg.spatial.norm import NORMS
+from distseg.spatial.norm import live_layers
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
@@ -226,7 +226,7 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
         if spatial.exchanges or tiles_in_time(config):
             raise
         return None
-    stored = live_norms(config, model) if tiles_in_time(config) else ()
+    stored = live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm) if tiles_in_time(config) else ()
     return Exchange(graph, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
 
 
@@ -261,13 +261,6 @@ def make_in_time(
 def order_in_time(config: Config) -> str:
     """Of the micro-batches of tiles in time: what waits lies on a disk, so all go forward first unless the config says otherwise."""
     return "1f1b" if config.pipeline.schedule == "1f1b" else "gpipe"
-
-
-def live_norms(config: Config, model: nn.Module) -> list[int]:
-    """The positions of the norms of a flat model, perhaps only outlined, that take statistics in training."""
-    if config.spatial.frozen_norm:
-        return []
-    return [position for position, (_, layer) in enumerate(flat_layers(model)) if isinstance(layer, NORMS)]
 
 
 def read_around(reach: Reach, exchange: Exchange | None) -> Reach:

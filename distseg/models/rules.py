@@ -1,0 +1,668 @@
+"""Which layer a call of PyTorch's is: a rule for each function that looks beyond single cells, a list of those that do not.
+
+A rule has the function's name and arguments; maps of the image come as :class:`Value`, and it gives that of its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg.models.layers import Cat, Derived, Formula, Map, Mean, Own, Step, Sum
+from distseg.models.network import IMAGE, Dropped, Network
+from distseg.models.trace import IMAGE as PIXELS
+from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """In the place of a number that follows the size of the image, or of the batch."""
+
+    each: tuple
+
+
+class Differ(Exception):
+    """Two traces are not of the same calls."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A map: what the layer ``name`` makes.
+
+    Attributes:
+        shapes: (N, C, *size) in each trace.
+        form: in which the user's code has it at this point (:class:`distseg.models.layers.Formula`).
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    form: str = "maps"
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(shape[2:] for shape in self.shapes)
+
+    @property
+    def channels(self) -> int:
+        return self.shapes[0][1]
+
+
+class Reader:
+    """The layers of some traces of one network.
+
+    Args:
+        shapes: of its parameters and buffers, by name.
+        sizes: of the image of each trace.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[tuple[int, ...]], traces: Sequence[Trace]):
+        self.shapes, self.dims, self.traces = shapes, len(sizes[0]), traces
+        self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
+        self.names: dict[str, str] = {}
+        self.dropouts: dict[int, Dropped] = {}
+        calls = traces[0].calls
+        if len({(len(t.calls), t.result) for t in traces}) > 1:
+            raise CanNotCapture(_DIFFERENT)
+        numbers = _of_image(traces[0])
+        self._alone = _calls_within(calls, numbers)
+        self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
+        self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)))}
+        for self.number in numbers:
+            self.current = [t.calls[self.number] for t in traces]
+            try:
+                self._read()
+            except Differ:
+                raise CanNotCapture(_DIFFERENT) from None
+        result = self.values.get(traces[0].result)
+        if result is None or result.form != "maps" or result.sizes != tuple(map(tuple, sizes)):
+            made = "x".join(map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part]))
+            raise CanNotCapture(f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the size")
+        if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
+            self._add("result", lambda tensor: nn.Identity(), [result])
+
+    def network(self, model: nn.Module) -> Network:
+        """With the model's own parameters and buffers."""
+        tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+        layers = {name: make(tensors.__getitem__) for name, (make, _) in self.layers.items()}
+        network = Network(layers, {name: reads for name, (_, reads) in self.layers.items()})
+        used = set(self.names.values())
+        unused = {name: tensor for name, tensor in tensors.items() if name not in used and tensor.is_floating_point()}
+        network.hold_unused({name.replace(".", "_"): tensor for name, tensor in unused.items()})
+        self.names.update({f"unused.{name.replace('.', '_')}": name for name in unused})
+        network.names = {own: user for own, user in self.names.items() if own != user}
+        network.dropouts = self.dropouts
+        return network
+
+    # the call that is read
+
+    @property
+    def call(self) -> Called:
+        return self.current[0]
+
+    def _read(self) -> None:
+        if len({c.name for c in self.current}) > 1:
+            raise Differ
+        args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
+        rule = vars(Rules).get(self.call.name)
+        if rule is None and self.call.name not in POINTWISE:
+            raise self.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
+        try:
+            made = rule(self, *args, **kwargs) if rule else self.formula(args, kwargs)
+        except TypeError as e:
+            if "argument" not in str(e):
+                raise
+            raise self.refusal(f"is called in a way that is not known ({e})") from None
+        for part, value in enumerate(made if isinstance(made, tuple) else (made,)):
+            self.values[Made(self.number, part)] = value
+
+    def _merged(self, each: Sequence[Any]) -> Any:
+        """What all traces have alike, maps as values; numbers that differ as sizes."""
+        first = each[0]
+        if isinstance(first, tuple):
+            if len({len(x) for x in each}) > 1:
+                raise Differ
+            return tuple(map(self._merged, zip(*each)))
+        if isinstance(first, dict):
+            return {key: self._merged([x[key] for x in each]) for key in first}
+        if isinstance(first, Made):
+            if any(x != first for x in each):
+                raise Differ
+            return self.values.get(first, first)
+        alike = all(type(x) is type(first) and bool(x == first) for x in each)
+        return first if alike else Sizes(tuple(each))
+
+    def refusal(self, why: str) -> CanNotCapture:
+        return CanNotCapture(f"{self.call} {why}")
+
+    def map(self, x: Any, *forms: str) -> Value:
+        """An argument that is to be a map, in one of these forms."""
+        if not isinstance(x, Value):
+            what = "what is computed of parameters alone, or of random numbers," if isinstance(x, (Made, Kept)) else repr(x)
+            raise self.refusal(f"takes {what} where a map of the image is expected")
+        if x.form not in (forms or ("maps",)):
+            raise self.refusal(f"takes {_FORMS[x.form]}, of which it is not known")
+        return x
+
+    def any_form(self, x: Any) -> Value:
+        return self.map(x, *_FORMS)
+
+    def fixed(self, x: Any, what: str) -> Any:
+        """A setting, which must not follow the image's size."""
+        if _has_sizes(x):
+            raise self.refusal(f"has a {what} that depends on the image's size")
+        return x
+
+    def fixed_all(self, settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.fixed(x, name) for name, x in settings.items()}
+
+    def axis(self, dim: int, x: Value) -> int:
+        """Of (N, C, *size), whichever form the user's code has it in."""
+        order = [0, *range(2, self.dims + 2), 1] if x.form == "last" else range(self.dims + 2)
+        return order[dim]
+
+    def shape_of(self, x: Any) -> tuple[int, ...]:
+        """An argument that is to be a parameter, or computed from such."""
+        if isinstance(x, Value):
+            raise self.refusal("has a weight that is computed from the image")
+        return self.shapes[x.name] if isinstance(x, Kept) else self.traces[0].calls[x.call].shapes[x.part]
+
+    def made(self, form: str, like: Value, part: int = 0) -> tuple[tuple[int, ...], ...]:
+        """(N, C, *size) of what the call makes in a form, in each trace; of one place, at all places of the map that it is ``like``."""
+        found = []
+        for call, trace, shape in zip(self.current, self.traces, like.shapes):
+            raw = call.shapes[part]
+            rank, places = {"maps": (self.dims + 2, raw[2:]), "last": (self.dims + 2, raw[1:-1])}.get(form, (self.dims + 2 if form == "place" else 2, shape[2:]))
+            ones = form == "place" and any(n != 1 for n in raw[2:])
+            if len(raw) != rank or raw[0] != trace.batch or ones:
+                raise self.refusal(f"makes {raw} of {_FORMS[form]} of {shape}, which is none")
+            found.append((raw[0], raw[-1] if form == "last" else raw[1], *places))
+        return tuple(found)
+
+    # what layers are made of
+
+    def emit(self, make: Callable[[dict[str, Tensor]], nn.Module], reads: Sequence[Value], tensors: Mapping[str, Kept] = {}, part: int = 0, form: str | None = None) -> Value:
+        """A layer: ``make`` is given its tensors by their names in the layer; ``part``: which of the call's results it makes."""
+        form = form or reads[0].form
+        shapes = self.made(form, reads[0], part)
+        name, used = self._name(), {name: kept.name for name, kept in tensors.items()}
+        self._add(name, lambda tensor: make({own: tensor(user) for own, user in used.items()}), reads)
+        self.names.update({f"{name}.{own}": user for own, user in used.items()})
+        return Value(name, shapes, form)
+
+    def _add(self, name: str, make, reads: Sequence[Value]) -> None:
+        self.layers[name] = make, tuple(x.name for x in reads)
+
+    def _name(self) -> str:
+        """The module's, where that does nothing else; else its name and the function's."""
+        module, function = self.call.module, self.call.name.strip("_")
+        name = module if module and self._alone[module] == 1 and module not in self.layers else f"{module}.{function}".lstrip(".")
+        unique, count = name, 1
+        while unique in self.layers or unique in self._alone and unique != module:
+            count += 1
+            unique = f"{name}_{count}"
+        return unique
+
+    def layer(self, kind: type, x: Value, *args, tensors: Mapping[str, Any] = {}, alike: bool = False, **kwargs) -> Value:
+        """One of PyTorch's own, with the user's tensors, or with weights that are computed from them; ``alike``: a norm of what is the same at all places."""
+        tensors = {name: value for name, value in tensors.items() if value is not None}
+        if any(isinstance(value, Value) for value in tensors.values()):
+            raise self.refusal("has a weight that is computed from the image")
+        plain = lambda: kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
+        if not any(isinstance(value, Made) for value in tensors.values()):
+            return self.emit(lambda found: _with_tensors(plain(), found, alike), [x], tensors)
+        if not issubclass(kind, nn.modules.conv._ConvNd):
+            raise self.refusal("has a weight that is computed from parameters: of convolutions that is known")
+        own: dict[str, Kept] = {}
+        weights = {name: self._computed(value, own) for name, value in tensors.items()}
+        return self.emit(lambda found: Derived(plain(), weights, found), [x], own)
+
+    def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
+        """Of a function that looks at single cells."""
+        maps = list(dict.fromkeys(_values_in((args, kwargs))))
+        forms = {x.form for x in maps}
+        form = forms.pop() if len(forms) == 1 else "maps" if forms == {"maps", "place"} else None
+        if form is None or len({x.sizes for x in maps}) > 1:
+            raise self.refusal(f"joins {' and '.join(f'{_FORMS[x.form]} of {x.shapes[0]}' for x in maps) or 'no map'}")
+        own: dict[str, Kept] = {}
+        steps: list[Step] = []
+        if self.call.name not in _WEIGHTS_BY_CHANNEL:
+            for x in _tensors_in((args, kwargs)):
+                shape = self.shape_of(x)
+                if any(n != 1 for n in (shape[:-1] if form == "last" else shape[-self.dims :] if form != "vector" else shape[:-1])):
+                    raise self.refusal(f"takes a tensor of {shape} with a value for each place of the image: positions are not known here")
+        written = lambda tree: self._written(tree, maps, own, steps)
+        given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
+        last = written(args), written(given)  # what it is computed from comes before
+        steps.append(Step(_out_of_place(self.call.function), *last))
+        make = lambda found: Formula(tuple(steps), len(maps), found, part, form)
+        return self.emit(make, maps, own, part or 0, form)
+
+    def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
+        """How a weight comes of parameters, which join ``own``."""
+        steps: list[Step] = []
+        written = self._written(value, (), own, steps)
+        return (*steps, Step(_itself, (written,), {})) if isinstance(value, Kept) else tuple(steps)
+
+    def _written(self, tree: Any, maps: Sequence[Value], own: dict[str, Kept], steps: list[Step], places: dict[Made, int] | None = None) -> Any:
+        """Arguments as a layer keeps them; what is computed of parameters alone joins ``steps``."""
+        again = lambda x: self._written(x, maps, own, steps)
+        match tree:
+            case Value():
+                return Map(list(maps).index(tree))
+            case Kept():
+                name = tree.name.rpartition(".")[2]
+                if own.setdefault(name, tree) != tree:
+                    own[name := tree.name.replace(".", "_")] = tree
+                return Own(name)
+            case Made():
+                call = self.traces[0].calls[tree.call]
+                if tree.part or call.name in _RANDOM or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
+                    raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: random numbers and positions are not known here")
+                made = [Step(_out_of_place(call.function), again(call.args), again(call.kwargs))]
+                steps += made
+                return Map(len(maps) + len(steps) - 1)
+            case tuple():
+                return tuple(map(again, tree))
+            case dict():
+                return {key: again(x) for key, x in tree.items()}
+            case Sizes():
+                raise self.refusal("has a number that depends on the image's size")
+        return tree
+
+    # kinds of call
+
+    def drop(self, kind: type, x: Any, p: float, training: bool) -> Any:
+        """A dropout."""
+        x = self.any_form(x)
+        if not training or x.form in ("place", "vector") and p == 0:
+            return x
+        if x.form in ("place", "vector"):
+            raise self.refusal("drops what belongs to the whole image: that is not known here; leave it out")
+        made = self.layer(kind, x, p)
+        self.dropouts[self._draws[self.number]] = Dropped(made.name, x.form == "last")
+        return made
+
+    def turned(self, x: Any, order: Sequence[int]) -> Value:
+        """Its channels elsewhere."""
+        x, order = self.any_form(x), [d % (self.dims + 2) for d in order]
+        if x.form in ("maps", "last"):
+            now, first = [self.axis(d, x) for d in order], list(range(self.dims + 2))
+            if now == first:
+                return replace(x, form="maps")
+            if now == [0, *first[2:], 1]:
+                return replace(x, form="last")
+        raise self.refusal("turns a map: of its dims, channels alone may come last")
+
+    def reshaped(self, x: Any) -> Value:
+        """The same numbers in another form."""
+        x = self.any_form(x)
+        forms = ("place", "vector") if x.form in ("place", "vector") else (x.form,)
+        for form in forms:
+            try:
+                if self.made(form, x) == x.shapes:
+                    return replace(x, form=form)
+            except CanNotCapture:
+                continue
+        raise self.refusal(f"gives {_FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
+
+    def spread(self, x: Value) -> Value | None:
+        """What is alike at all places, as a map of these; None where it is of others."""
+        shapes = tuple(c.shapes[0] for c in self.current)
+        return replace(x, form="maps") if x.form == "place" and shapes == x.shapes else None
+
+    def parts(self, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
+        if self.axis(dim, self.any_form(x)) != 1:
+            raise self.refusal("cuts the image into parts: along its channels it is known")
+        return tuple(self.formula(args, {}, part) for part in range(len(self.call.shapes)))
+
+    def mean_of(self, x: Value, form: str) -> Value:
+        """Over all places."""
+        made = self.emit(lambda _: Mean(), [x], form=form)
+        if made.shapes != x.shapes:
+            raise self.refusal(f"makes {self.call.shapes[0]}, which is no mean of {x.shapes[0]}")
+        return made
+
+    def check_affine(self, weight: Any, bias: Any) -> None:
+        if (weight is None) != (bias is None):
+            raise self.refusal("has a weight without a bias, or a bias without a weight: give it both or neither")
+
+    def each(self, n: Any) -> Any:
+        """A setting for each dim."""
+        return n if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1 else (n[0] if isinstance(n, tuple) else n,) * self.dims
+
+
+_DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
+_FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "vector": "a vector of the image"}
+_WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "linear", "conv1d", "conv2d", "conv3d", "group_norm")
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "new_empty", "empty", "empty_like"}
+POINTWISE = {
+    *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink prelu").split(),
+    *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
+    *("sub subtract rsub mul multiply div divide true_divide pow maximum minimum lerp addcmul addcdiv hypot logaddexp nan_to_num detach").split(),
+    *("__rsub__ __rtruediv__ __rdiv__ __pow__ __rpow__").split(),
+}
+
+
+class Rules:
+    """By the name of a function, the layer that it is; arguments are those of the function."""
+
+    def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        x, kernel = self.map(input, "maps", "place"), self.shape_of(weight)
+        if x.form == "place":
+            return self.formula((input, weight, bias, stride, padding, dilation, groups), {})
+        settings = dict(stride=self.each(stride), padding=self.each(padding), dilation=self.each(dilation), groups=groups)
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[self.dims - 1]
+        return self.layer(kind, x, kernel[1] * groups, kernel[0], kernel[2:], bias=bias is not None, tensors=dict(weight=weight, bias=bias), **self.fixed_all(settings))
+
+    conv1d = conv3d = conv2d
+
+    def conv_transpose2d(self: Reader, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
+        x, kernel = self.map(input), self.shape_of(weight)
+        settings = dict(stride=self.each(stride), padding=self.each(padding), output_padding=self.each(output_padding), dilation=self.each(dilation), groups=groups)
+        kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[self.dims - 1]
+        return self.layer(kind, x, kernel[0], kernel[1] * groups, kernel[2:], bias=bias is not None, tensors=dict(weight=weight, bias=bias), **self.fixed_all(settings))
+
+    conv_transpose1d = conv_transpose3d = conv_transpose2d
+
+    def batch_norm(self: Reader, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        x = self.map(input, "maps", "place", "vector")  # of what is alike at all places the statistics over all images and places are those over the images
+        if not training and running_mean is not None:
+            raise self.refusal("takes its running statistics in training: set spatial.frozen_norm, which has all batch norms do so")
+        self.check_affine(weight, bias)
+        tensors = dict(weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+        kind = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1]
+        return self.layer(kind, x, x.channels, eps, momentum, weight is not None, running_mean is not None, tensors=tensors, alike=x.form != "maps")
+
+    def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
+        x = self.map(input)
+        if running_mean is not None or not use_input_stats:
+            raise self.refusal("has running statistics, which instance norms have none of here: set track_running_stats=False")
+        self.check_affine(weight, bias)
+        kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1]
+        return self.layer(kind, x, x.channels, eps, momentum, weight is not None, tensors=dict(weight=weight, bias=bias))
+
+    def group_norm(self: Reader, input, num_groups, weight=None, bias=None, eps=1e-5):
+        x = self.map(input, "maps", "place", "vector")
+        if x.form != "maps":
+            return self.formula((x, num_groups, weight, bias, eps), {})
+        self.check_affine(weight, bias)
+        return self.layer(nn.GroupNorm, x, num_groups, x.channels, eps, weight is not None, tensors=dict(weight=weight, bias=bias))
+
+    def layer_norm(self: Reader, input, normalized_shape, weight=None, bias=None, eps=1e-5):
+        x = self.map(input, "last", "vector")
+        if tuple(normalized_shape) != (x.channels,):
+            raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
+        return self.formula((x, normalized_shape, weight, bias, eps), {})
+
+    def linear(self: Reader, input, weight, bias=None):
+        return self.formula((self.map(input, "last", "vector"), weight, bias), {})
+
+    def relu(self: Reader, input, inplace=False):
+        x = self.any_form(input)
+        return self.layer(nn.ReLU, x) if x.form == "maps" else self.formula((x,), {})
+
+    def leaky_relu(self: Reader, input, negative_slope=0.01, inplace=False):
+        x = self.any_form(input)
+        return self.layer(nn.LeakyReLU, x, negative_slope) if x.form == "maps" else self.formula((x, negative_slope), {})
+
+    def dropout(self: Reader, input, p=0.5, training=True, inplace=False):
+        return self.drop(nn.Dropout, input, p, training)
+
+    def dropout2d(self: Reader, input, p=0.5, training=True, inplace=False):
+        return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], self.map(input, "maps", "place"), p, training)
+
+    dropout1d = dropout3d = feature_dropout = dropout2d
+
+    def max_pool2d(self: Reader, input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+        if return_indices:
+            raise self.refusal("returns the places of the maxima, which are those of a tile, not of the image")
+        settings = dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding, dilation=dilation)
+        kind = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
+        return self.layer(kind, self.map(input), ceil_mode=ceil_mode, **self.fixed_all(settings))
+
+    max_pool1d = max_pool3d = max_pool2d
+
+    def avg_pool2d(self: Reader, input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+        x, settings = self.map(input), dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding)
+        if _has_sizes(kernel_size) and tuple(c.args[1:2] for c in self.current) == tuple((size,) for size in x.sizes) and padding in (0, (0,) * self.dims):
+            return self.mean_of(x, "place")
+        kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
+        more = {} if self.dims == 1 else dict(divisor_override=divisor_override)
+        return self.layer(kind, x, ceil_mode=ceil_mode, count_include_pad=count_include_pad, **more, **self.fixed_all(settings))
+
+    avg_pool1d = avg_pool3d = avg_pool2d
+
+    def adaptive_avg_pool2d(self: Reader, input, output_size):
+        x = self.map(input)
+        sizes = {c.shapes[0][2:] for c in self.current}
+        if sizes == {(1,) * self.dims}:
+            return self.mean_of(x, "place")
+        if all(c.shapes[0] == shape for c, shape in zip(self.current, x.shapes)):
+            return x
+        raise self.refusal(f"pools to a grid of {output_size}, whose cells depend on the image's size: of 1 cell it is known")
+
+    adaptive_avg_pool1d = adaptive_avg_pool3d = adaptive_avg_pool2d
+
+    def mean(self: Reader, input, dim=None, keepdim=False, dtype=None):
+        x = self.map(input, "maps", "last")
+        over = {self.axis(d, x) for d in (dim if isinstance(dim, tuple) else (dim,)) if d is not None}
+        if over == set(range(2, self.dims + 2)) and not (keepdim and x.form == "last"):
+            return self.mean_of(replace(x, form="maps"), "place" if keepdim else "vector")
+        if over == {1} and keepdim:
+            return self.formula((x, dim, keepdim), {})
+        raise self.refusal(f"takes a mean over {dim}: over all places, or over channels with keepdim=True, it is known")
+
+    def amax(self: Reader, input, dim=None, keepdim=False):
+        if not isinstance(dim, int) or self.axis(dim, self.map(input, "maps", "last")) != 1 or not keepdim:
+            raise self.refusal("takes a maximum: over channels with keepdim=True it is known")
+        return self.formula((input, dim, keepdim), {})
+
+    def max(self: Reader, input, dim=None, keepdim=False):
+        if isinstance(dim, Value):
+            return self.formula((input, dim), {})
+        if not isinstance(dim, int) or self.axis(dim, self.map(input, "maps", "last")) != 1 or not keepdim:
+            raise self.refusal("takes a maximum: over channels with keepdim=True it is known")
+        return self.formula((input, dim, keepdim), {}, part=0)
+
+    def interpolate(self: Reader, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None, antialias=False):
+        x = self.map(input, "maps", "place")
+        if x.form == "place":
+            if (found := self.spread(x)) is None:
+                raise self.refusal("spreads what is alike at all places over a map of another size: that is not known here")
+            return found
+        if align_corners and mode not in ("nearest", "nearest-exact"):
+            raise self.refusal("has align_corners=True, by which each pixel depends on the image's size: set it to False")
+        factors = {tuple(m / n for m, n in zip(c.shapes[0][2:], had)) for c, had in zip(self.current, x.sizes)}
+        if len(factors) > 1 or antialias:
+            raise self.refusal("resizes by a factor that depends on the image's size, or with antialias: by a whole factor it is known")
+        (factors,) = factors
+        if all(f == 1 for f in factors):
+            return x
+        if any(f != int(f) for f in factors):
+            raise self.refusal(f"resizes by {factors[0]:g}: by a whole factor it is known")
+        return self.layer(nn.Upsample, x, scale_factor=tuple(float(f) for f in factors), mode=mode)
+
+    upsample = interpolate
+
+    def pixel_shuffle(self: Reader, input, upscale_factor):
+        return self.layer(nn.PixelShuffle, self.map(input), upscale_factor)
+
+    def pad(self: Reader, input, pad, mode="constant", value=None):
+        x, pad = self.map(input), self.fixed(tuple(pad), "padding")
+        if not any(pad):
+            return x
+        if any(pad[2 * self.dims :]):
+            if any(pad[: 2 * self.dims]):
+                raise self.refusal("pads channels and places at once: do one after the other")
+            return self.formula((x, pad, mode, value), {})
+        sides = (*pad[: 2 * self.dims], *(0,) * (2 * self.dims - len(pad)))
+        kind = {"constant": "Constant", "reflect": "Reflection", "replicate": "Replication", "circular": "Circular"}[mode]
+        return self.layer(getattr(nn, f"{kind}Pad{self.dims}d"), x, sides, *((value or 0.0,) if mode == "constant" else ()))
+
+    def cat(self: Reader, tensors, dim=0):
+        maps = [self.any_form(x) for x in tensors]
+        if len(maps) == 1:
+            return maps[0]
+        if {x.form for x in maps} == {"maps", "place"} or self.axis(dim, maps[0]) != 1 or len({(x.form, x.sizes) for x in maps}) > 1:
+            raise self.refusal("joins maps of several sizes, or along another dim than that of channels")
+        return self.emit(lambda _: Cat(), maps)
+
+    concat = concatenate = cat
+
+    def add(self: Reader, input, other, alpha=1):
+        both = [input, other]
+        if alpha == 1 and all(isinstance(x, Value) and x.form in ("maps", "last") for x in both) and (input.shapes, input.form) == (other.shapes, other.form):
+            return self.emit(lambda _: Sum(), both)
+        return self.formula((input, other), {} if alpha == 1 else {"alpha": alpha})
+
+    def contiguous(self: Reader, input, memory_format=None):
+        return input
+
+    clone = contiguous
+
+    def permute(self: Reader, input, *dims):
+        return self.turned(input, dims[0] if isinstance(dims[0], tuple) else dims)
+
+    def transpose(self: Reader, input, dim0, dim1):
+        dims = list(range(self.dims + 2))
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+        return self.turned(input, dims)
+
+    swapaxes = transpose
+
+    def movedim(self: Reader, input, source, destination):
+        rank = self.dims + 2
+        dims = [d for d in range(rank) if d != source % rank]
+        dims.insert(destination % rank, source % rank)
+        return self.turned(input, dims)
+
+    moveaxis = movedim
+
+    def view(self: Reader, input, *shape):
+        return self.reshaped(input)
+
+    def flatten(self: Reader, input, start_dim=0, end_dim=-1):
+        return self.reshaped(input)
+
+    reshape = squeeze = unsqueeze = view
+
+    def expand(self: Reader, input, *sizes):
+        x = self.map(input, "place")
+        if (found := self.spread(x)) is None:
+            raise self.refusal("spreads what is alike at all places over a map of another size: that is not known here")
+        return found
+
+    expand_as = expand
+
+    def softmax(self: Reader, input, dim=None, **more):
+        x = self.any_form(input)
+        if dim is None or (self.axis(dim, x) if x.form != "vector" else dim % 2) != 1:
+            raise self.refusal("runs over places of the image, as attention does: over channels it is known")
+        return self.formula((x,), dict(dim=dim))
+
+    log_softmax = softmax
+
+    def chunk(self: Reader, input, chunks, dim=0):
+        return self.parts(input, (input, chunks, dim), dim)
+
+    def split(self: Reader, tensor, split_size, dim=0):
+        return self.parts(tensor, (tensor, split_size, dim), dim)
+
+    def __getitem__(self: Reader, input, index):
+        index, x = index if isinstance(index, tuple) else (index,), self.any_form(input)
+        if x.form in ("place", "vector"):
+            return self.reshaped(x)
+        whole = lambda i: i is Ellipsis or i == slice(None)
+        axis = self.dims + 1 if x.form == "last" else 1
+        channels = len(index) <= self.dims + 2 and Ellipsis not in index[: axis + 1] and all(whole(i) for d, i in enumerate(index) if d != axis)
+        if not channels or not all(isinstance(i, slice) or i is Ellipsis for i in index) or _has_sizes(index):
+            raise self.refusal("takes a part of the image, or of the batch: of the channels, as x[:, 2:5], it is known")
+        return self.formula((x, index), {})
+
+
+def _with_tensors(layer: nn.Module, found: dict[str, Tensor], alike: bool) -> nn.Module:
+    if alike:
+        layer.alike = True
+    for name, tensor in found.items():
+        if name in layer._buffers:
+            layer._buffers[name] = tensor
+        else:
+            setattr(layer, name, tensor)
+    if getattr(layer, "num_batches_tracked", None) is not None:
+        layer.num_batches_tracked = torch.zeros((), dtype=torch.long)
+    return layer
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _out_of_place(function: Callable) -> Callable:
+    name = getattr(function, "__name__", "")
+    if name.startswith("__i") and name.endswith("__"):
+        return getattr(Tensor, f"__{name[3:]}")
+    if name.endswith("_") and not name.startswith("__"):
+        for home in (Tensor, torch, F):
+            if getattr(home, name, None) is function:
+                return getattr(home, name[:-1])
+    return function
+
+
+def _has_sizes(tree) -> bool:
+    if isinstance(tree, slice):
+        return any(map(_has_sizes, (tree.start, tree.stop, tree.step)))
+    return isinstance(tree, Sizes) or isinstance(tree, tuple) and any(map(_has_sizes, tree))
+
+
+def _leaves(tree) -> Iterable[Any]:
+    if isinstance(tree, (tuple, list)):
+        return (x for part in tree for x in _leaves(part))
+    return (x for part in tree.values() for x in _leaves(part)) if isinstance(tree, dict) else (tree,)
+
+
+def _values_in(tree) -> list[Value]:
+    return [x for x in _leaves(tree) if isinstance(x, Value)]
+
+
+def _kept_in(tree) -> list[Kept]:
+    return [x for x in _leaves(tree) if isinstance(x, Kept)]
+
+
+def _made_in(tree) -> list[Made]:
+    return [x for x in _leaves(tree) if isinstance(x, Made)]
+
+
+def _tensors_in(tree) -> list[Made | Kept]:
+    return [x for x in _leaves(tree) if isinstance(x, (Made, Kept))]
+
+
+def _of_image(found: Trace) -> list[int]:
+    """The calls that depend on the image and that the result depends on, in order."""
+    used = lambda call: _made_in((call.args, call.kwargs))
+    needed, left = set(), [found.result.call]
+    while left:
+        number = left.pop()
+        if number >= 0 and number not in needed:
+            needed.add(number)
+            left += [made.call for made in used(found.calls[number])]
+    of_image = {PIXELS.call}
+    for number in sorted(needed):
+        if any(made.call in of_image for made in used(found.calls[number])):
+            of_image.add(number)
+    return sorted(of_image - {PIXELS.call})
+
+
+def _calls_within(calls: Sequence[Called], numbers: Sequence[int]) -> dict[str, int]:
+    """How many calls each module makes, those of the modules inside it included."""
+    counts: dict[str, int] = {}
+    for number in numbers:
+        path = calls[number].module.split(".")
+        for depth in range(len(path)):
+            name = ".".join(path[: depth + 1])
+            counts[name] = counts.get(name, 0) + 1
+    return counts

@@ -43,6 +43,6 @@ def plans_are_remembered():
     from distseg.train import engine
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((engine, "receptive_field"), (stages, "modelled"), (parallelize, "cumulative_strides")):
+        for module, name in ((engine, "reach_for"), (stages, "modelled"), (parallelize, "cumulative_strides")):
             patch.setattr(module, name, remembered(getattr(module, name)))
         yield

@@ -218,6 +218,26 @@ class Written(nn.Module):
         return self.head(F.leaky_relu_(y, 0.2))
 
 
+class Merged(nn.Module):
+    """Maps of several levels, up-sampled with aligned corners and added up as a stack, as in a feature pyramid."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.up2, self.up4 = nn.UpsamplingBilinear2d(scale_factor=2), nn.Upsample(scale_factor=4, mode="bilinear", align_corners=True)
+        self.norm, self.head = nn.BatchNorm2d(4), nn.Conv2d(4, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(F.relu(a))
+        merged = torch.stack([a, self.up2(b), self.up4(self.c(F.relu(b)))]).sum(dim=0)
+        return self.head(F.interpolate(F.max_pool2d(F.relu(self.norm(merged)), 2), size=x.shape[2:], mode="bilinear", align_corners=True))
+
+
+def merged(in_channels, out_channels):
+    return Merged(in_channels, out_channels)
+
+
 def written(in_channels, out_channels):
     return Written(in_channels, out_channels)
 

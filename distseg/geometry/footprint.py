@@ -1,11 +1,12 @@
 """Which cells of its input a layer looks at, along one dim: the arithmetic of convolutions, poolings and up-samplings.
 
-Three kinds cover what a U-Net uses. ``a, b`` stand for the cells a <= c < b of a feature map; what is looked at may lie
+Four kinds cover what a U-Net uses. ``a, b`` stand for the cells a <= c < b of a feature map; what is looked at may lie
 beyond the map, in the padding.
 
 * gather: output j looks at inputs j s - p, j s - p + d, ..., as convolutions, poolings and padding do;
 * scatter: input i spreads to outputs i s - p, i s - p + d, ..., as transposed convolutions and nearest up-sampling do;
-* interpolate: output j looks at the inputs around (j + 1/2) / f - 1/2, as linear and cubic up-sampling do.
+* interpolate: output j looks at the inputs around (j + 1/2) / f - 1/2, as linear and cubic up-sampling do;
+* align: output j of m looks at the inputs around j (n - 1) / (m - 1), as linear up-sampling with aligned corners does.
 """
 
 from __future__ import annotations
@@ -100,7 +101,31 @@ class Interpolate:
         return first - self.further, last + 1 + self.further
 
 
-Footprint = Gather | Scatter | Interpolate
+@dataclass(frozen=True)
+class Align:
+    """Linear, ``factor`` outputs an input, the outermost cells of both on each other: output j of m looks at the inputs around j (n - 1) / (m - 1).
+
+    That is at most (f - 1) / f of a cell before j / f, whatever n is; both neighbours of any such place are taken.
+    """
+
+    factor: int
+    mirrored = False
+
+    @property
+    def stride(self) -> int:
+        return self.factor
+
+    def size(self, n: int) -> int:
+        return n * self.factor
+
+    def cut(self, c: int) -> int:
+        return c * self.factor
+
+    def needs(self, a: int, b: int) -> Span:
+        return a // self.factor - 1, (b - 1) // self.factor + 2
+
+
+Footprint = Gather | Scatter | Interpolate | Align
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:

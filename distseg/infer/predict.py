@@ -26,7 +26,7 @@ from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.scene import Scene
 from distseg.spatial.context import Context
-from distseg.spatial.graph import receptive_field
+from distseg.spatial.graph import reach_for
 from distseg.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.infer.metrics import most_likely
 from distseg.precision import choose
@@ -56,7 +56,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
         model = outline_model(config.model, *manifest["channels"])
-        reach = used_reach(receptive_field(model), config.spatial)
+        reach = used_reach(reach_for(model, cut=config.spatial.halo is not None), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     mesh.waits.timeout = config.run.timeout

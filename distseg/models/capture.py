@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from distseg.altered import altered, known
-from distseg.models.layers import Derived, first_convolution, hollow
-from distseg.models.network import Network, flat_layers, is_flat
+from distseg.models.layers import first_convolution, hollow
+from distseg.models.network import Network, flat_layers, is_flat, refusals
 from distseg.models.rules import Reader
 from distseg.models.trace import CanNotCapture, trace
 
@@ -24,23 +23,15 @@ _MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of pixels, that a network may want imag
 _COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units of 64 pixels
 _ODD = ((0, 1, 0), (1, 0, 1), (1, 1, 0))  # and what is added to them, in units of the multiple
 
-_refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-
-
 def as_network(model: nn.Module) -> nn.Module:
-    """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is (:func:`refusal_of`)."""
+    """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
     if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))):
         return model
     try:
         return capture(model)
     except CanNotCapture as e:
-        _refusals[model] = str(e)
+        refusals[model] = str(e)
         return model
-
-
-def refusal_of(model: nn.Module) -> str | None:
-    """Why a model was not captured."""
-    return _refusals.get(model)
 
 
 def _is_known(layer: nn.Module) -> bool:

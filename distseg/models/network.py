@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,17 @@ def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model._modules.items())  # named_children would leave out a layer's second place
 
 
+refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""Why modules were not captured (:func:`distseg.models.capture.as_network`)."""
+
+
+def not_flat(model: nn.Module) -> str:
+    """Why a model is no list of layer calls, and what to do."""
+    if reason := refusals.get(model):
+        return f"what it computes can't be followed: {reason}"
+    return f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is no list of layers: write it as a flat nn.Sequential or a distseg.Network"
+
+
 def calls_of(model: nn.Module) -> list[Call]:
     """Of a flat network, and of flat ones inside it, in order of execution.
 
@@ -209,8 +221,7 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         ValueError: the model is not flat.
     """
     if not is_flat(model):
-        what = f"a {type(model).__name__}{' with hooks' * hooked(model)}"
-        raise ValueError(f"only a flat nn.Sequential can be cut into pipeline stages, but this model is {what}: flatten it, write it as a distseg.Network, or set mesh.stages to 1")
+        raise ValueError(f"this model can't be cut into pipeline stages, as {not_flat(model)}; or set mesh.stages to 1")
     found: list[tuple[str, nn.Module]] = []
     for name, layer in children_of(model):
         found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)] if is_flat(layer) else [(name, layer)]

@@ -51,6 +51,13 @@ class Value:
         return self.shapes[0][1]
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Maps side by side in a new first dim."""
+
+    maps: tuple[Value, ...]
+
+
 class Reader:
     """The layers of some traces of one network.
 
@@ -107,6 +114,8 @@ class Reader:
         if len({c.name for c in self.current}) > 1:
             raise Differ
         args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
+        if self.call.name in _RANDOM:
+            raise self.refusal(_DRAWS)
         rule = vars(Rules).get(self.call.name)
         if rule is None and self.call.name not in POINTWISE:
             raise self.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
@@ -141,7 +150,7 @@ class Reader:
     def map(self, x: Any, *forms: str) -> Value:
         """An argument that is to be a map, in one of these forms."""
         if not isinstance(x, Value):
-            what = "what is computed of parameters alone, or of random numbers," if isinstance(x, (Made, Kept)) else repr(x)
+            what = "what is computed of parameters alone" if isinstance(x, (Made, Kept)) else "stacked maps" if isinstance(x, Stack) else repr(x)
             raise self.refusal(f"takes {what} where a map of the image is expected")
         if x.form not in (forms or ("maps",)):
             raise self.refusal(f"takes {_FORMS[x.form]}, of which it is not known")
@@ -260,8 +269,10 @@ class Reader:
                 return Own(name)
             case Made():
                 call = self.traces[0].calls[tree.call]
-                if tree.part or call.name in _RANDOM or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
-                    raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: random numbers and positions are not known here")
+                if call.name in _RANDOM:
+                    raise self.refusal(f"takes what {call} makes, which {_DRAWS}")
+                if tree.part or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
+                    raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: positions are not known here")
                 made = [Step(_out_of_place(call.function), again(call.args), again(call.kwargs))]
                 steps += made
                 return Map(len(maps) + len(steps) - 1)
@@ -336,6 +347,7 @@ class Reader:
 
 
 _DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
+_DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 _FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "vector": "a vector of the image"}
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "linear", "conv1d", "conv2d", "conv3d", "group_norm")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
@@ -475,8 +487,6 @@ class Rules:
             if (found := self.spread(x)) is None:
                 raise self.refusal("spreads what is alike at all places over a map of another size: that is not known here")
             return found
-        if align_corners and mode not in ("nearest", "nearest-exact"):
-            raise self.refusal("has align_corners=True, by which each pixel depends on the image's size: set it to False")
         factors = {tuple(m / n for m, n in zip(c.shapes[0][2:], had)) for c, had in zip(self.current, x.sizes)}
         if len(factors) > 1 or antialias:
             raise self.refusal("resizes by a factor that depends on the image's size, or with antialias: by a whole factor it is known")
@@ -485,7 +495,7 @@ class Rules:
             return x
         if any(f != int(f) for f in factors):
             raise self.refusal(f"resizes by {factors[0]:g}: by a whole factor it is known")
-        return self.layer(nn.Upsample, x, scale_factor=tuple(float(f) for f in factors), mode=mode)
+        return self.layer(nn.Upsample, x, scale_factor=tuple(float(f) for f in factors), mode=mode, align_corners=align_corners)
 
     upsample = interpolate
 
@@ -505,7 +515,8 @@ class Rules:
         return self.layer(getattr(nn, f"{kind}Pad{self.dims}d"), x, sides, *((value or 0.0,) if mode == "constant" else ()))
 
     def cat(self: Reader, tensors, dim=0):
-        maps = [self.any_form(x) for x in tensors]
+        empty = lambda x: isinstance(x, Made) and 0 in self.traces[0].calls[x.call].shapes[x.part]  # in the place of a map that a level has not
+        maps = [self.any_form(x) for x in tensors if not empty(x)]
         if len(maps) == 1:
             return maps[0]
         if {x.form for x in maps} == {"maps", "place"} or self.axis(dim, maps[0]) != 1 or len({(x.form, x.sizes) for x in maps}) > 1:
@@ -513,6 +524,16 @@ class Rules:
         return self.emit(lambda _: Cat(), maps)
 
     concat = concatenate = cat
+
+    def stack(self: Reader, tensors, dim=0):
+        if dim != 0 or any(not isinstance(x, Value) or x.form != "maps" for x in tensors):
+            raise self.refusal("stacks maps: along a new first dim, to be summed over that, it is known")
+        return Stack(tuple(tensors))
+
+    def sum(self: Reader, input, dim=None, keepdim=False):
+        if not isinstance(input, Stack) or dim != 0 or keepdim or len({x.shapes for x in input.maps}) > 1:
+            raise self.refusal("takes a sum: over maps that were stacked it is known")
+        return self.emit(lambda _: Sum(), input.maps)
 
     def add(self: Reader, input, other, alpha=1):
         both = [input, other]

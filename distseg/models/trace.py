@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
+import distseg
 from distseg.blame import blame
 from distseg.models.layers import skip_store
 
@@ -147,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         name = (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
         given = {id(x): x for x in _tensors((args, kwargs))}
         versions = {key: x._version for key, x in given.items()}
-        result = function(*args, **kwargs)
+        result = self._result(function, name, args, kwargs)
         made = _tensors(result)
         changed = {key for key, x in given.items() if x._version != versions[key]}
         if not made and not changed:
@@ -162,8 +164,14 @@ class _Recorder(TorchFunctionMode):
         for part, x in enumerate(made):
             self._note(x, Made(number, part), changed, called)
         if changed:
-            self._look_for_changes(called, {id(x) for x in made})
+            self._look_for_changes(called, changed, {id(x) for x in made})
         return result
+
+    def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
+        """Of norms a tensor like what they are given: PyTorch works that out by hundreds of small steps."""
+        if _plain(name) in _NORMS:
+            return torch.empty_like(args[0] if args else kwargs["input"])
+        return function(*args, **kwargs)
 
     def _note(self, x: Tensor, value: Made, changed: set[int], called: Called) -> None:
         known = self._known.get(id(x))
@@ -172,9 +180,10 @@ class _Recorder(TorchFunctionMode):
                 return  # looked at in _look_for_changes
             self._know(x, value)
 
-    def _look_for_changes(self, called: Called, made: set[int]) -> None:
+    def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Tensors that share memory with one that was overwritten hold something else now."""
-        for key, known in self._known.items():
+        own = all(isinstance(self._known[key].value, Kept) for key in changed if key in self._known)
+        for key, known in ((key, self._known[key]) for key in changed if key in self._known) if own else self._known.items():
             if known.tensor._version == known.version:
                 continue
             known.version = known.tensor._version
@@ -216,6 +225,9 @@ def _plain(name: str) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
+_NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
+
+
 def _of_a_norm(called: Called, name: str) -> bool:
     """Whether a buffer is one that a batch norm is to change."""
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
@@ -230,11 +242,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _line() -> str:
-    """The line of the innermost code that is neither PyTorch's nor ours."""
+    """The line of the innermost code inside the forward pass that is neither PyTorch's nor ours."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
+    while frame is not None and frame.f_code is not trace.__wrapped__.__code__:
         path = frame.f_code.co_filename
-        if "/torch/" not in path and "/distseg/" not in path and not path.startswith("<"):
+        if not path.startswith(("<", _TORCH, _OURS)):
             return f"{path.rpartition('/')[2]}, line {frame.f_lineno}"
         frame = frame.f_back
-    return "?"
+    return "PyTorch's own code"
+
+
+_TORCH, _OURS = (str(Path(file).resolve().parent) for file in (torch.__file__, distseg.__file__))

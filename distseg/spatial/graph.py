@@ -9,7 +9,7 @@ from distseg.geometry.layout import reach_of
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
 from distseg.models.layers import first_convolution
-from distseg.models.network import calls_of, channels_of_maps, is_flat
+from distseg.models.network import calls_of, channels_of_maps, is_flat, not_flat, refusals
 from distseg.spatial.local import node_of
 
 
@@ -31,6 +31,14 @@ def receptive_field(model: nn.Module) -> Reach:
     return reach_of(graph, first_convolution(model).weight.dim() - 2)
 
 
+def reach_for(model: nn.Module, cut: bool) -> Reach:
+    """The receptive field of a model whose images are ``cut``; of one that can't be followed and sees whole images nothing is known, nor has to be."""
+    if model in refusals and not cut:
+        dims = first_convolution(model).weight.dim() - 2
+        return Reach((0,) * dims, (1,) * dims)
+    return receptive_field(model)
+
+
 def graph_of(model: nn.Module) -> Graph:
     """The layers of a flat network, perhaps only outlined, as geometry sees them.
 
@@ -38,10 +46,7 @@ def graph_of(model: nn.Module) -> Graph:
         ValueError: a model that is not flat, or a layer that can't be computed in tiles that exchange borders, by name.
     """
     if not is_flat(model):
-        raise ValueError(
-            f"only a flat nn.Sequential can be computed in tiles that exchange borders, but this model is a {type(model).__name__}: "
-            "flatten it, write it as a distseg.Network, or set spatial.exchange_every to all"
-        )
+        raise ValueError(f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all")
     dims = first_convolution(model).weight.dim() - 2
     channels = lambda source: channels_of_maps(model, source)[-1]
     return Graph(node_of(call, dims, channels) for call in calls_of(model))

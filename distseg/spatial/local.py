@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
-from distseg.geometry.footprint import Footprint, Gather, Interpolate, Scatter
+from distseg.geometry.footprint import Align, Footprint, Gather, Interpolate, Scatter
 from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE, probed_reach
@@ -287,8 +287,6 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
 def _factors(up: nn.Module, dims: int) -> tuple[int, ...]:
     if up.scale_factor is None:
         raise _Unsupported("it scales to a fixed size; give a scale_factor")
-    if getattr(up, "align_corners", None):
-        raise _Unsupported("align_corners=True makes every pixel depend on the image's size; set it to False")
     factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
     if any(f != int(f) or f < 1 for f in factors):
         raise _Unsupported(f"its scale_factor is {up.scale_factor}; whole numbers are supported")
@@ -299,11 +297,30 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
     factors = _factors(up, dims)
     if up.mode in ("nearest", "nearest-exact"):
         return tuple(Scatter(f, f) for f in factors)
+    if up.align_corners:
+        if up.mode == "bicubic":
+            raise _Unsupported("bicubic with align_corners=True is not known here; use bilinear, or set it to False")
+        return tuple(Align(f) for f in factors)
     return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
 
 
 def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
-    return _grown(up, _factors(up, len(part.size)), x, have, part)
+    factors = _factors(up, len(part.size))
+    if not up.align_corners or part.taken == Box.whole(part.size):
+        return _grown(up, factors, x, have, part)
+    x = cropped(x, have, part.taken)
+    for dim, (n, f, first, a, b) in enumerate(zip(part.size, factors, part.taken.start, part.made.start, part.made.stop), 2):
+        x = _aligned(x, dim, n, n * f, first, range(a, b))
+    return x
+
+
+def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
+    """Cells of m, of n along a dim, of which ``x`` has those from ``first`` on."""
+    place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * ((n - 1) / (m - 1) if m > 1 else 0.0)
+    low = place.long().clamp(max=n - 1)
+    share = upload(place - low, x.device, x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
+    below, above = (x.index_select(dim, upload(at - first, x.device)) for at in (low, (low + 1).clamp(max=n - 1)))
+    return below + (above - below) * share
 
 
 def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[Footprint, ...]:

@@ -21,7 +21,7 @@ from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.layers import channels_of, skip_store
-from distseg.models.network import channels_of_maps, flat_layers
+from distseg.models.network import channels_of_maps, flat_layers, refusals
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
@@ -35,7 +35,7 @@ from distseg.spatial.context import Context
 from distseg.spatial.conv import weights_apart
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import Block, InTime, block_of
-from distseg.spatial.graph import graph_of, receptive_field
+from distseg.spatial.graph import graph_of, reach_for
 from distseg.spatial.norm import live_layers
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
@@ -73,7 +73,8 @@ class Engine:
                 torch.cuda.set_device(self.device)  # with pipeline.placement devices another than the launcher chose
             self.autocast = autocast(precision, device)
             check_trainable(model)
-            self.exact = receptive_field(model)
+            check_parts(config, model)
+            self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
             self.reach = used_reach(self.exact, config.spatial)
             self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
             self.loss = Loss(config.loss, channels_of(model)[1])
@@ -184,6 +185,26 @@ def check_trainable(model: nn.Module) -> None:
     if not any(p.requires_grad for p in parameters):
         what = f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)" if parameters else "this model has no parameters"
         raise ValueError(f"{what}, so there is nothing to train: let some have requires_grad")
+
+
+def is_cut(config: Config) -> bool:
+    """Whether ranks compute parts of images."""
+    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or tiles_in_time(config)
+
+
+def check_parts(config: Config, model: nn.Module) -> None:
+    """Refuse to cut images for a model whose computation is not known: what a probe does not see would be wrong without a word.
+
+    Raises:
+        ValueError: saying what keeps it from being known.
+    """
+    reason = refusals.get(model)
+    if reason is None or not is_cut(config) or config.spatial.halo is not None:
+        return
+    try:
+        graph_of(model)  # layers of the user's own that prove to look at single cells
+    except ValueError:
+        raise ValueError(f"this network can't be computed on parts of an image: {reason}; or split samples only (mesh.samples), or set spatial.halo, which may be an approximation") from None
 
 
 def owned_per_rank(config: Config) -> Extents:

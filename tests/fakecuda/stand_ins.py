@@ -19,7 +19,7 @@ from distseg.train import engine
 
 from .waits import Event, Stream, Waits
 
-_PLANS = ((engine, "receptive_field"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (parallelize, "graph_of"))
+_PLANS = ((engine, "reach_for"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (parallelize, "graph_of"))
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.uint8: np.uint8, torch.int64: np.int64}
 
 
@@ -77,7 +77,7 @@ def stand_in(waits: Waits, direct: bool = False, reach: Reach | None = None):
         *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
     ]
     if reach is not None:
-        patches.append(patch.object(engine, "receptive_field", lambda model: reach))
+        patches.append(patch.object(engine, "reach_for", lambda model, cut: reach))
     with ExitStack() as stack:
         for p in patches:
             stack.enter_context(p)

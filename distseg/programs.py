@@ -23,8 +23,9 @@ from distseg.program.partition import Partition
 from distseg.program.schedule import orders
 from distseg.program.stages import operations
 from distseg.spatial.exchange import Exchange
-from distseg.spatial.graph import receptive_field
-from distseg.train.engine import activations_of, live_norms, make_exchange, make_in_time, order_in_time, owned_per_rank, read_around
+from distseg.spatial.graph import reach_for
+from distseg.spatial.norm import live_layers
+from distseg.train.engine import activations_of, is_cut, make_exchange, make_in_time, order_in_time, owned_per_rank, read_around
 from distseg.train.optim import state_copies
 from distseg.train.step import InTimeStep
 
@@ -50,7 +51,7 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
     check_settings(config, model)
     if config.pipeline.placement == "devices":
         raise ValueError("pipeline.placement is devices: torchgpipe orders what it does by itself; plan line or v")
-    reach = used_reach(receptive_field(model), config.spatial)
+    reach = used_reach(reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial)
     exchange = make_exchange(config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False)
     partition = partition_of(config, model, image, reach if tiles_in_time(config) else read_around(reach, exchange))
     owned = owned_tiles(image, config.mesh.tiles, owned_per_rank(config), (0,) * len(image), read_around(reach, exchange))
@@ -75,6 +76,10 @@ def _in_time(config: Config, model: nn.Module, exchange: Exchange, partition: Pa
     return "\n".join(mine), text(step.program(works, every))
 
 
+def _live(config: Config, model: nn.Module) -> list[int]:
+    return live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+
+
 def _base(config: Config, model: nn.Module) -> float:
     """About what a process takes besides activations."""
     weights = sum(p.numel() for p in model.parameters()) * 4
@@ -85,7 +90,7 @@ def _stages(
     config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[Place], loss: Loss, rank: int
 ) -> tuple[str, str]:
     flat = is_flat(model)
-    together = config.spatial.exchanges or flat and bool(live_norms(config, model))
+    together = config.spatial.exchanges or flat and bool(_live(config, model))
     units = config.train.accumulate * (1 if together else len(places))
     order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
     legend = _legend(config, model, exchange, partition, places, rank) if flat else ["stage 0: the whole network"]
@@ -97,7 +102,7 @@ def _legend(config: Config, model: nn.Module, exchange: Exchange | None, partiti
     names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None
     points = sorted(layout.points) if layout else []
-    live = live_norms(config, model)
+    live = _live(config, model)
     for stage in partition.stages_of(rank):
         layers = partition.ranges[stage] or range(len(names))
         inside = lambda positions: ", ".join(names[p] for p in positions if p in layers)

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOME = {
     "unet": "distseg.models.unet",
     "build_model": "distseg.models.zoo",
+    "capture": "distseg.models.capture",
     "Network": "distseg.models.network",
     "Cat": "distseg.models.layers",
     "Sum": "distseg.models.layers",

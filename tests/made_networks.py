@@ -238,6 +238,21 @@ def merged(in_channels, out_channels):
     return Merged(in_channels, out_channels)
 
 
+class Again(nn.Module):
+    """A convolution at two places, and far apart."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.same, self.head = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.head(self.same(F.relu(self.same(self.first(x)))))
+
+
+def again(in_channels, out_channels):
+    return Again(in_channels, out_channels)
+
+
 def written(in_channels, out_channels):
     return Written(in_channels, out_channels)
 

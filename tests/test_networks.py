@@ -34,6 +34,7 @@ NAMED = {  # what is said where a network can't be computed so; ways that comput
     "spectral_normed": "changes 1.parametrizations.weight.0._u with each forward pass|changes its _u with each forward pass|has a parametrization",
     "spectral_normed_by_hook": "changes 1.weight_[uv] with each forward pass|changes its weight_u with each forward pass|weight of its layer 1",
     "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place what stash\\('a'\\) has put aside",
+    "again": "layers 1 and 3 share a weight, but lie in the stages 0 and 1",
     "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector an image",
     "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place what layer a has put aside",
     "never_popped": "stash\\('a'\\) is never popped",

@@ -16,7 +16,7 @@ from torch import nn
 from distseg.config import Config
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
-from distseg.spatial.norm import NORMS, kind_of, tracks
+from distseg.spatial.norm import NORMS, STATISTICAL, kind_of, tracks
 from distseg.loss import is_linear
 
 _DEFAULTS = Config()
@@ -58,7 +58,7 @@ class Facts:
     @property
     def untracked(self) -> str | None:
         """The first norm that has no running statistics."""
-        return self._first(lambda norm: not tracks(norm))
+        return self._first(lambda norm: isinstance(norm, NORMS) and not tracks(norm))
 
     @property
     def shared(self) -> str | None:
@@ -76,7 +76,7 @@ class Facts:
 
     def _first(self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: "") -> str | None:
         """Its name and kind, and what else is said of it."""
-        return next((f"{name} ({kind_of(norm)} norm){more(norm)}" for name, norm in self.norms if which(norm)), None)
+        return next((f"{name} ({kind_of(norm)}{' norm' if isinstance(norm, NORMS) else ' over the image'}){more(norm)}" for name, norm in self.norms if which(norm)), None)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     Raises:
         ValueError: naming the setting, its value, the other one, why, and the repair.
     """
-    facts = Facts(config, [] if model is None else [(name, m) for name, m in model.named_modules() if isinstance(m, NORMS)])
+    facts = Facts(config, [] if model is None else [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)])
     for rule in RULES:
         value = of(config, rule.setting)
         if value != of(_DEFAULTS, rule.setting) and rule.refused(facts):

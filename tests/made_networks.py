@@ -343,6 +343,11 @@ def spectral_normed_by_hook(in_channels, out_channels):
     return _with(spectral_norm(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
 
 
+def softened(in_channels, out_channels):
+    """Over the rows of the image, not over channels."""
+    return _with(nn.Softmax(dim=2), in_channels, out_channels)
+
+
 def never_popped(in_channels, out_channels):
     return _with(Stash("a"), in_channels, out_channels)
 

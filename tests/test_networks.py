@@ -34,7 +34,8 @@ NAMED = {  # what is said where a network can't be computed so; ways that comput
     "spectral_normed": "changes 1.parametrizations.weight.0._u with each forward pass|changes its _u with each forward pass|has a parametrization",
     "spectral_normed_by_hook": "changes 1.weight_[uv] with each forward pass|changes its weight_u with each forward pass|weight of its layer 1",
     "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place what stash\\('a'\\) has put aside",
-    "again": "layers 1 and 3 share a weight, but lie in the stages 0 and 1",
+    "softened": r"layer 1 \(Softmax\) runs over dim 2|Softmax\(dim=2\) is not taken over the channels",
+    "again": "layers 1 and 3 share a weight, but lie in the stages . and .",
     "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector an image",
     "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place what layer a has put aside",
     "never_popped": "stash\\('a'\\) is never popped",
@@ -60,6 +61,15 @@ def test_batch_norm_of_vectors(comm):
     for way, (ranks, settings) in WAYS.items():
         if ranks == comm.size:
             assert error_of("pooling", comm, {**settings, "images": 2}) <= TOLERANCE, way
+
+
+@pytest.mark.parallel(1)
+def test_a_mean_is_live_where_norms_are_frozen(comm):
+    """In all segments, and refused where nothing may be."""
+    assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True)) <= TOLERANCE
+    assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, in_time="spill")) <= TOLERANCE
+    with pytest.raises(ValueError, match=r"in_time is recompute, but 2.pool \(mean over the image\) takes statistics of the whole image"):
+        error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, in_time="recompute"))
 
 
 def error_of(name: str, comm, settings: dict) -> float:

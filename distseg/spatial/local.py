@@ -84,6 +84,8 @@ def node_of(call: Call, dims: int, channels: Callable[[int], int]) -> Node:
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
         )
+    if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
+        raise ValueError(f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known")
     if genuine(layer, _ALIKE):
         return Node(name, call.inputs)
     if _is_pointwise(layer, dims, channels(call.inputs[0])):

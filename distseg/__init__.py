@@ -12,6 +12,7 @@ _HOME = {
     "build_model": "distseg.models.zoo",
     "capture": "distseg.models.capture",
     "Network": "distseg.models.network",
+    "load": "distseg.trained",
     "Cat": "distseg.models.layers",
     "Sum": "distseg.models.layers",
     "receptive_field": "distseg.spatial.graph",

@@ -8,8 +8,14 @@ the machine of the training, its folders, devices and threads, stays there.
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
+from torch import nn
+
+from distseg.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.config import ModelConfig
+from distseg.models.capture import as_network
+from distseg.models.zoo import build_model
 
 TAKEN = {
     "model": tuple(field.name for field in fields(ModelConfig)),
@@ -82,6 +88,28 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
         value = getattr(own, field)
         if field in model and model[field] != value:
             raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
+
+
+def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -> nn.Module:
+    """The trained network of a run, a plain module of PyTorch's for whole images, in evaluation mode on the CPU.
+
+    Args:
+        run: its folder, or a checkpoint's.
+        model: a module of your own that was trained, made as for training; its weights are overwritten. None where the run's network is one by name.
+        which: best, last, or a checkpoint's name.
+
+    Raises:
+        ValueError: the run's network is a function of somebody's own and ``model`` is not given, or is another one.
+    """
+    checkpoint = find(run, which)
+    manifest = read_run_manifest(checkpoint)
+    if model is None:
+        found = taken_over(manifest["config"], str(run))["model"]
+        if "name" not in found:
+            raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
+        model = build_model(ModelConfig(**found), *manifest["channels"])
+    load_weights(checkpoint, as_network(model))
+    return model.eval()
 
 
 def _is_code(name: str) -> bool:

@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_store import random_store
+from mpi4py import MPI
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.config import ModelConfig
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, PredictConfig, TrainConfig
+from distseg.data.store import Store
 from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.infer.predict import load_predictor
+from distseg.scene import store_scene
+from distseg.train.loop import train
 from distseg.verify import verify
 
 DOCS = Path(__file__).parents[1] / "docs/own_networks.md"
@@ -33,6 +40,33 @@ def test_its_network_is_exact_on_tiles_and_stages(comm):
     plan = replace(config(tiles="1x2", stages=2), model=ModelConfig(f"{__name__}:mine", in_channels=3, out_channels=2))
     report = verify(plan, comm, Extents("32x48"))
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+def folder(tmp_path) -> Path:
+    """Of a run of one epoch with the network of the docs."""
+    random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
+    plan = Config(
+        model=ModelConfig(f"{__name__}:mine"), data=DataConfig(store=str(tmp_path / "store.h5")), train=TrainConfig(epochs=1, output=str(tmp_path / "run")),
+        mesh=MeshConfig(reducer="mpi"), predict=PredictConfig(tile=Extents((16, 16))),
+    )  # fmt: skip
+    train(plan, MPI.COMM_SELF)
+    return tmp_path / "run"
+
+
+def test_a_trained_module_comes_back(tmp_path):
+    """Under its own names, with the predictor's result."""
+    run = folder(tmp_path)
+    with pytest.raises(ValueError, match="was trained with the network test_own_networks:mine: make it, and give it as model"):
+        distseg.load(run)
+    model = distseg.load(run, mine(2, 3))
+    predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Extents((16, 16)))), MPI.COMM_SELF)
+    store = Store(tmp_path / "store.h5")
+    scene = store_scene(store, "val0")
+    whole = model(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0].detach()
+    for box, logits in predictor(scene):
+        torch.testing.assert_close(torch.from_numpy(logits), whole[(..., *box.slices)], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="is of another model"):
+        distseg.load(run, torch.nn.Conv2d(2, 3, 1))
 
 
 def test_the_network_shares_the_modules_parameters():

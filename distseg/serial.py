@@ -23,7 +23,7 @@ from distseg import rng
 from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.models.network import Dropped
-from distseg.spatial.dropout import channel_mask, element_mask
+from distseg.spatial.dropout import channel_mask, element_mask, image_mask
 from distseg.loss import parse
 from distseg.train.optim import make_optimizer
 
@@ -183,15 +183,36 @@ class _Whole(TorchFunctionMode):
         return self._dropped(input, p, training, masks)
 
     def _dropped(self, input: Tensor, p: float, training: bool, masks: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
-        number, self.calls = self.calls, self.calls + 1
-        known = None if self.dropouts is None else self.dropouts.get(number)
+        known = self._known()
         if not (training and p):
             return input
-        name = known.layer if known else self.inside[-1]
-        keys = [rng.key(self.seed, self.epoch, image, name, "dropout") for image in self.numbers]
+        keys = self._keys(known.layer if known else self.inside[-1])
         if known and known.last:
             return input * masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1)
         return input * masks(input, keys).to(input)
+
+    def rand(self, *size, **more) -> Tensor:
+        """A number for each image, where that is a layer's: stochastic depth."""
+        known = self._known()
+        if known is None:
+            return torch.rand(*size, **more)
+        return torch.tensor([rng.uniform(k, 1)[0] for k in self._keys(known.layer)], dtype=torch.float64).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
+
+    def bernoulli(self, input: Tensor, p: float = 0.5, **more) -> Tensor:
+        """In place: whether an image is kept."""
+        known = self._known()
+        if known is None:
+            return input.bernoulli_(p, **more)
+        kept = torch.stack([image_mask(1 - p, k) for k in self._keys(known.layer)])
+        return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
+
+    def _known(self) -> Dropped | None:
+        """The layer that this call is."""
+        number, self.calls = self.calls, self.calls + 1
+        return None if self.dropouts is None else self.dropouts.get(number)
+
+    def _keys(self, name: str) -> list[int]:
+        return [rng.key(self.seed, self.epoch, image, name, "dropout") for image in self.numbers]
 
     # norms
 
@@ -224,7 +245,7 @@ class _Whole(TorchFunctionMode):
 
 _OF_WHOLE = {
     F.batch_norm: _Whole.batch, F.instance_norm: _Whole.instance, F.group_norm: _Whole.group, F.dropout: _Whole.elements, torch.dropout: _Whole.elements,
-    F.dropout1d: _Whole.channels, F.dropout2d: _Whole.channels, F.dropout3d: _Whole.channels, torch.feature_dropout: _Whole.channels,
+    torch.rand: _Whole.rand, Tensor.bernoulli_: _Whole.bernoulli, F.dropout1d: _Whole.channels, F.dropout2d: _Whole.channels, F.dropout3d: _Whole.channels, torch.feature_dropout: _Whole.channels,
 }  # fmt: skip
 
 

@@ -238,6 +238,36 @@ def merged(in_channels, out_channels):
     return Merged(in_channels, out_channels)
 
 
+class Shallow(nn.Module):
+    """Stochastic depth as three libraries write it."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.a, self.b, self.c = nn.Conv2d(in_channels, 4, 3, padding=1), *(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.head = nn.Conv2d(4, out_channels, 1)
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        shape = (len(x), 1, 1, 1)
+        if not self.training:
+            return self.head(self._all(x))
+        y = self.a(x)
+        x = x + y * y.new_empty(shape).bernoulli_(0.5).div_(0.5)
+        y = self.b(x)
+        x = x + y * torch.empty(shape, dtype=y.dtype, device=y.device).bernoulli_(0.75).div_(0.75)
+        y = torch.div(self.c(x), 0.625)
+        return self.head(x + y * torch.floor(0.625 + torch.rand(shape, dtype=y.dtype, device=y.device)))
+
+    def _all(self, x):
+        x = x + self.a(x)
+        x = x + self.b(x)
+        return x + self.c(x)
+
+
+def shallow(in_channels, out_channels):
+    return Shallow(in_channels, out_channels)
+
+
 class Again(nn.Module):
     """A convolution at two places, and far apart."""
 

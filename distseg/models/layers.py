@@ -123,6 +123,26 @@ class Mean(nn.Module):
         return x.mean(tuple(range(2, x.dim())), keepdim=True).expand_as(x)
 
 
+class DropImage(nn.Module):
+    """Stochastic depth: all of an image becomes 0 with probability ``p``, in training; (N, C, *size) -> (N, C, *size).
+
+    Args:
+        kept: what an image that is kept is multiplied by; ``evaluated``: what all are in evaluation.
+    """
+
+    def __init__(self, p: float, kept: float, evaluated: float):
+        super().__init__()
+        self.p, self.kept, self.evaluated = p, kept, evaluated
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x * self.evaluated if self.evaluated != 1 else x
+        return x * (torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device) >= self.p).to(x.dtype) * self.kept
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}"
+
+
 class Step(NamedTuple):
     """A function and its arguments, in which ``Map(i)`` stands for the i-th tensor at hand and ``Own(name)`` for one of a layer's own."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.models.layers import Cat, Derived, Formula, Map, Mean, Own, Step, Sum
+from distseg.models.layers import Cat, Derived, DropImage, Formula, Map, Mean, Own, Step, Sum
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace
@@ -71,6 +71,7 @@ class Reader:
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
+        self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:
             raise CanNotCapture(_DIFFERENT)
@@ -114,6 +115,8 @@ class Reader:
         if len({c.name for c in self.current}) > 1:
             raise Differ
         args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
+        if self.call.name in _FRESH or not _values_in((args, kwargs)):
+            return  # nothing of the image is in it
         if self.call.name in _RANDOM:
             raise self.refusal(_DRAWS)
         rule = vars(Rules).get(self.call.name)
@@ -297,6 +300,31 @@ class Reader:
         self.dropouts[self._draws[self.number]] = Dropped(made.name, x.form == "last")
         return made
 
+    def dropped_images(self, x: Value, factor: Made) -> Value | None:
+        """Stochastic depth: a map by a random 0 or 1 for each image, perhaps divided by how often it is 1."""
+        found, calls = factor, self.traces[0].calls
+        divided = None
+        if calls[found.call].name in ("div", "true_divide") and isinstance(calls[found.call].args[0], Made):
+            found, divided = calls[found.call].args
+        call = calls[found.call]
+        if call.name == "bernoulli" and len(call.args) > 1 and isinstance(call.args[1], float):
+            draw, keep = found, call.args[1]
+        elif call.name == "floor" and calls[call.args[0].call].name == "add":  # of a number from 0 to 1, and how often it is kept
+            parts = calls[call.args[0].call].args
+            draw, keep = next((x for x in parts if isinstance(x, Made)), None), next((x for x in parts if isinstance(x, float)), None)
+            if draw is None or keep is None or calls[draw.call].name != "rand":
+                return None
+        else:
+            return None
+        one_an_image = all(t.calls[found.call].shapes[0] == (t.batch, *(1,) * (self.dims + 1)) for t in self.traces)
+        if not one_an_image or divided not in (None, keep) or x.form != "maps":
+            return None
+        before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
+        kept, evaluated = (1.0 if divided is None else 1 / keep), (keep if before == keep and divided is None else 1.0)
+        made = self.emit(lambda _: DropImage(1 - keep, kept, evaluated), [x])
+        self.dropouts[self._draws[draw.call]] = Dropped(made.name, False)
+        return made
+
     def turned(self, x: Any, order: Sequence[int]) -> Value:
         """Its channels elsewhere."""
         x, order = self.any_form(x), [d % (self.dims + 2) for d in order]
@@ -350,12 +378,13 @@ _DIFFERENT = "it calls other functions with other sizes of images: what its code
 _DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 _FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "vector": "a vector of the image"}
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "linear", "conv1d", "conv2d", "conv3d", "group_norm")
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
-_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "new_empty", "empty", "empty_like"}
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
+_FRESH = {"new_empty", "empty_like", "new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like"}
+_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", *_FRESH}
 POINTWISE = {
     *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink prelu").split(),
     *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
-    *("sub subtract rsub mul multiply div divide true_divide pow maximum minimum lerp addcmul addcdiv hypot logaddexp nan_to_num detach").split(),
+    *("sub subtract rsub pow maximum minimum lerp addcmul addcdiv hypot logaddexp nan_to_num detach").split(),
     *("__rsub__ __rtruediv__ __rdiv__ __pow__ __rpow__").split(),
 }
 
@@ -534,6 +563,22 @@ class Rules:
         if not isinstance(input, Stack) or dim != 0 or keepdim or len({x.shapes for x in input.maps}) > 1:
             raise self.refusal("takes a sum: over maps that were stacked it is known")
         return self.emit(lambda _: Sum(), input.maps)
+
+    def mul(self: Reader, input, other):
+        x, factor = (input, other) if isinstance(input, Value) else (other, input)
+        if isinstance(factor, Made) and (made := self.dropped_images(x, factor)):
+            return made
+        return self.formula((input, other), {})
+
+    multiply = mul
+
+    def div(self: Reader, input, other, rounding_mode=None):
+        made = self.formula((input, other), {} if rounding_mode is None else {"rounding_mode": rounding_mode})
+        if isinstance(other, float) and rounding_mode is None:
+            self.divisors[made.name] = other
+        return made
+
+    true_divide = divide = div
 
     def add(self: Reader, input, other, alpha=1):
         both = [input, other]

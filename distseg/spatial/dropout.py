@@ -8,15 +8,21 @@ from torch import Tensor, nn
 from distseg import rng
 from distseg.comm.staging import upload
 from distseg.geometry.tile import Box, Place
+from distseg.models.layers import DropImage
 from distseg.spatial.context import Context
 
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS)
+DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
 
 
 def channel_mask(p: float, k: int, channels: int) -> Tensor:
     """(C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
     return torch.from_numpy((rng.uniform(k, channels) >= p) / (1 - p))
+
+
+def image_mask(p: float, k: int) -> Tensor:
+    """() float64: 0 of an image that is dropped, else 1."""
+    return torch.tensor(float(rng.uniform(k, 1)[0] >= p), dtype=torch.float64)
 
 
 def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Box, device, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -34,15 +40,20 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p, self.context, self.stride, self.name = dropout.p, context, stride, name
         self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
+        self.image = dropout if isinstance(dropout, DropImage) else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.image and not self.training:
+            return self.image.forward(x)
         if not self.training or self.p == 0:
             return x
         return x * upload(self.mask(x), x.device, x.dtype)
 
     def mask(self, x: Tensor) -> Tensor:
-        """(B, C, 1, ...) by channel, (B, C, *size) by element."""
+        """(B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image."""
         place, context = self.context.place, self.context
+        if self.image:
+            return torch.stack([image_mask(self.p, k) for k in self.keys(place)]).view(-1, 1, *(1 for _ in self.stride)) * self.image.kept
         if self.by_channel:
             return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in self.stride))
         region = context.region(context.current, self.stride)

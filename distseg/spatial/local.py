@@ -24,7 +24,7 @@ from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE, probed_reach
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, Derived, Formula, Mean, Pop, Stash, Sum
+from distseg.models.layers import Cat, Derived, DropImage, Formula, Mean, Pop, Stash, Sum
 from distseg.models.network import Call
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
@@ -53,7 +53,7 @@ _MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _PADS = {nn.modules.padding._ConstantPadNd: "constant", nn.modules.padding._ReflectionPadNd: "reflect", nn.modules.padding._ReplicationPadNd: "replicate"}
 _FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
-_ALIKE = (*POINTWISE, nn.Identity, Mean, DistributedNorm, KeyedDropout)
+_ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, DistributedNorm, KeyedDropout)
 
 
 def node_of(call: Call, dims: int, channels: Callable[[int], int]) -> Node:

@@ -77,6 +77,7 @@ class Reader:
             raise CanNotCapture(_DIFFERENT)
         numbers = _of_image(traces[0])
         self._alone = _calls_within(calls, numbers)
+        self._homes = {module: found for module in {calls[n].module for n in numbers} - {""} if (found := _main_call(module, calls, numbers)) is not None}
         self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
         self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)))}
         for self.number in numbers:
@@ -209,9 +210,12 @@ class Reader:
         self.layers[name] = make, tuple(x.name for x in reads)
 
     def _name(self) -> str:
-        """The module's, where that does nothing else; else its name and the function's."""
+        """The module's, for the call that has its weights, or its only one; else its name and the function's."""
         module, function = self.call.module, self.call.name.strip("_")
-        name = module if module and self._alone[module] == 1 and module not in self.layers else f"{module}.{function}".lstrip(".")
+        if module in self._homes:
+            name = module if self._homes[module] == self.number else f"{module}_{function}"
+        else:
+            name = f"{module}.{function}".lstrip(".")
         unique, count = name, 1
         while unique in self.layers or unique in self._alone and unique != module:
             count += 1
@@ -721,6 +725,15 @@ def _of_image(found: Trace) -> list[int]:
         if any(made.call in of_image for made in used(found.calls[number])):
             of_image.add(number)
     return sorted(of_image - {PIXELS.call})
+
+
+def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
+    """The call of a module, which calls no others, that its weights go into; of one without weights its only call."""
+    if any(calls[n].module.startswith(f"{module}.") for n in numbers):
+        return None
+    own = [n for n in numbers if calls[n].module == module]
+    weighted = [n for n in own if any(kept.name.rpartition(".")[0] == module for kept in _kept_in((calls[n].args, calls[n].kwargs)))]
+    return weighted[0] if len(weighted) == 1 else own[0] if len(own) == 1 else None
 
 
 def _calls_within(calls: Sequence[Called], numbers: Sequence[int]) -> dict[str, int]:

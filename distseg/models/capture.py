@@ -22,6 +22,8 @@ from distseg.models.trace import CanNotCapture, trace
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of pixels, that a network may want images to be
 _COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units of 64 pixels
 _ODD = ((0, 1, 0), (1, 0, 1), (1, 1, 0))  # and what is added to them, in units of the multiple
+_SIDE = (256, 64, 64)  # of the image that both are compared on, by the number of its dims
+
 
 def as_network(model: nn.Module) -> nn.Module:
     """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
@@ -55,13 +57,14 @@ def capture(model: nn.Module) -> Network:
         first, empty = first_convolution(model), hollow(model)
     except (ValueError, RuntimeError) as e:
         raise CanNotCapture(str(e)) from e
-    dims, channels = first.weight.dim() - 2, first.in_channels
+    dims = first.weight.dim() - 2
     shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
 
     def seen(sizes: Sequence[tuple[int, ...]], before=()) -> list:
         return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes))]
 
     sizes = [tuple(64 * n for n in counts[:dims]) for counts in _COUNTS]
+    channels = _bands(empty, first.in_channels, sizes[0])
     traces = seen(sizes)
     found, multiple = Reader(shapes, sizes, traces), _MULTIPLES[-1]  # what is refused at multiples of 64 is refused
     for smaller in _MULTIPLES[:-1]:
@@ -71,22 +74,32 @@ def capture(model: nn.Module) -> Network:
             break
     network = found.network(model)
     network.multiple = multiple
-    _check_same(model, network, channels, dims)
+    _check_same(model, network, channels, (_SIDE[dims - 1],) * dims)
     return network
 
 
+def _bands(empty: nn.Module, first: int, size: Sequence[int]) -> int:
+    """The channels of its images: of the first convolution that is made, or of another one, which is called first."""
+    others = sorted({m.in_channels for m in empty.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first})
+    for channels in [first, *others[:4]]:
+        with suppress(CanNotCapture):
+            trace(empty, channels, size)
+            return channels
+    return first
+
+
 @torch.no_grad()
-def _check_same(model: nn.Module, network: Network, channels: int, dims: int) -> None:
+def _check_same(model: nn.Module, network: Network, channels: int, size: tuple[int, ...]) -> None:
     """Refuse a network that computes something else in evaluation than what was seen in training."""
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
     like, generator = next(model.parameters()), torch.Generator().manual_seed(0)
-    x = torch.randn(1, channels, *(64,) * dims, generator=generator).to(like)
+    x = torch.randn(1, channels, *size, generator=generator).to(like)
     modes = [(module, module.training) for module in model.modules()]
     try:
         wanted, found = model.eval()(x), network.eval()(x)
     except Exception as e:
-        raise CanNotCapture(f"in evaluation it fails on an image of {'x'.join(['64'] * dims)} pixels: {' '.join(str(e).split())[:300]}") from e
+        raise CanNotCapture(f"in evaluation it fails on an image of {'x'.join(map(str, size))} pixels: {' '.join(str(e).split())[:300]}") from e
     finally:
         for module, training in modes:
             module.training = training

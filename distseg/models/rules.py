@@ -116,7 +116,7 @@ class Reader:
         if len({c.name for c in self.current}) > 1:
             raise Differ
         args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
-        if self.call.name in _FRESH or not _values_in((args, kwargs)):
+        if self.call.name in _FRESH or not any(isinstance(x, (Value, Stack)) for x in _leaves((args, kwargs))):
             return  # nothing of the image is in it
         if self.call.name in _RANDOM:
             raise self.refusal(_DRAWS)

@@ -1,0 +1,168 @@
+"""What a module calls becomes a network that computes the same, at any size and batch, or is refused by name."""
+
+import made_networks
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import distseg
+from distseg.models.layers import DropImage
+from distseg.models.trace import CanNotCapture
+
+
+class Called(nn.Module):
+    """A convolution, and what a function does with its result."""
+
+    def __init__(self, function, channels=6):
+        super().__init__()
+        self.conv, self.head, self.function = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(channels, 3, 1), function
+        self.scale, self.vector, self.fc = nn.Parameter(torch.rand(6, 1, 1) + 0.5), nn.Parameter(torch.rand(6)), nn.Linear(6, 6)
+        self.register_buffer("mean", torch.rand(1, 6, 1, 1))
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.head(self.function(self, self.conv(x)))
+
+
+SAME = {
+    "arithmetic": lambda m, x: 1 - x + 2 * x / (3 + x**2) - (-x),
+    "keywords": lambda m, x: torch.add(input=x, other=x, alpha=0.5),
+    "alpha": lambda m, x: x.sub(x.sigmoid(), alpha=2),
+    "parameters": lambda m, x: (x - m.mean) * m.scale + m.vector.view(1, -1, 1, 1) * m.temperature,
+    "in place": lambda m, x: F.leaky_relu_(x.mul_(2).add_(1), 0.1),
+    "in place, read before": lambda m, x: (lambda y, z: y.add_(z) * z)(x * 2, x.tanh()),
+    "operators in place": lambda m, x: operators(x),
+    "activations": lambda m, x: F.gelu(F.silu(F.elu(x)) + F.hardswish(x) + F.softplus(x)) + F.leaky_relu(x, 0.3),
+    "softmax": lambda m, x: x.softmax(1) + F.log_softmax(x, dim=-3),
+    "chunks": lambda m, x: torch.cat([part * k for k, part in enumerate(x.chunk(3, dim=1), 1)], dim=1),
+    "splits": lambda m, x: torch.cat(x.split((4, 2), 1)[::-1], 1),
+    "parts of the channels": lambda m, x: torch.cat((x[:, 4:], x[:, :4]), 1),
+    "pool": lambda m, x: F.interpolate(F.max_pool2d(x, 2), scale_factor=2),
+    "average": lambda m, x: F.interpolate(F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), size=x.shape[2:]),
+    "to the size of a map": lambda m, x: x + F.interpolate(F.max_pool2d(x, 4), size=x.shape[2:], mode="bilinear", align_corners=True),
+    "pads": lambda m, x: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), m.fc.weight.view(6, 6, 1, 1).expand(6, 6, 3, 3) / 9),
+    "more channels": lambda m, x: F.pad(x[:, :5], (0, 0, 0, 0, 0, 1)),
+    "standardised": lambda m, x: F.conv2d(x, (m.fc.weight - m.fc.weight.mean(1, keepdim=True))[:, :, None, None], m.fc.bias),
+    "channels last": lambda m, x: m.fc(F.layer_norm(x.permute(0, 2, 3, 1), (6,))).permute(0, 3, 1, 2),
+    "moved": lambda m, x: (x.movedim(1, -1) * m.vector).movedim(-1, 1).contiguous(),
+    "mean": lambda m, x: x * x.mean((2, 3), keepdim=True),
+    "mean of all places": lambda m, x: x + m.fc(x.mean(dim=(-2, -1))).relu()[..., None, None],
+    "pooled vector": lambda m, x: x * torch.sigmoid(m.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))).view(-1, 6, 1, 1),
+    "vector with its batch": lambda m, x: x * m.fc(F.adaptive_avg_pool2d(x, 1).view(x.shape[0], -1)).reshape(x.shape[0], x.shape[1], 1, 1).expand_as(x),
+    "gate of channels": lambda m, x: x * torch.sigmoid(x.mean(1, keepdim=True) + x.max(1, keepdim=True)[0] + x.amax(1, keepdim=True)),
+    "norms": lambda m, x: F.group_norm(F.instance_norm(x, weight=m.vector, bias=m.vector), 3, m.vector, m.vector),
+    "batch norm": lambda m, x: F.batch_norm(x, None, None, m.vector, m.vector, True),
+    "stacked": lambda m, x: torch.stack([x, x * 2]).sum(0),
+    "no effect": lambda m, x: F.dropout(x, 0.5, False).contiguous().clone(),
+    "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
+}
+
+
+def operators(x):
+    y = x * 1
+    y += x
+    y *= 0.5
+    y -= 1
+    return y
+
+
+def same(model, size, images):
+    torch.manual_seed(1)
+    model = model.double().train()
+    network = distseg.capture(model).train()
+    own = {network.names.get(name, name): p for name, p in network.named_parameters()}
+    assert all(own[name] is p for name, p in model.named_parameters())
+    x = torch.randn(images, 2, *size, dtype=torch.float64)
+    wanted, found = model(x.clone()), network(x.clone())
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    g = torch.randn_like(wanted)
+    used = [p for p in model.parameters()]
+    for a, b in zip(torch.autograd.grad((wanted * g).sum(), used, allow_unused=True), torch.autograd.grad((found * g).sum(), used, allow_unused=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    return network
+
+
+@pytest.mark.parametrize("images", [1, 5])
+@pytest.mark.parametrize("name", SAME)
+def test_a_function_is_what_it_was(name, images):
+    torch.manual_seed(0)
+    network = same(Called(SAME[name]), (12, 20), images)
+    assert network.multiple == {"pool": 2, "to the size of a map": 4}.get(name, 1)
+
+
+@pytest.mark.parametrize("name", ["residual", "hooked_block", "standardised", "weight_normed", "squeezed", "excited", "convnext", "merged", "written", "joined_unknown", "again"])
+def test_a_network_is_what_it_was(name):
+    torch.manual_seed(0)
+    model = getattr(made_networks, name)(2, 3)
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    if name not in ("written", "convnext"):  # whose dropouts are functions
+        same(model, (24, 36), 3)
+
+
+REFUSED = {
+    "attention": (lambda m, x: x * x.flatten(2).softmax(-1).view_as(x), r"flatten in the model \(test_capture.py, line \d+\) gives a map another shape"),
+    "over rows": (lambda m, x: x.softmax(2), "softmax .* runs over places of the image"),
+    "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of the image"),
+    "mean of rows": (lambda m, x: x - x.mean(2, keepdim=True), "mean .* takes a mean over 2"),
+    "maximum of all": (lambda m, x: x / x.amax((2, 3), keepdim=True), "amax .* takes a maximum: over channels"),
+    "grid": (lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, 2), x.shape[2:]), "pools to a grid of 2"),
+    "a half": (lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5), size=x.shape[2:]), "resizes by 0.5: by a whole factor"),
+    "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
+    "places": (lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device), "with a value for each place of the image: positions are not known"),
+    "a view changed": (lambda m, x: (x[:, :2].add_(1), x)[1], "add .* reads a tensor that was overwritten in place through a view|conv2d .* reads a tensor that was overwritten"),
+    "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
+    "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, "forward pass fails on an image of"),
+    "evaluation": (lambda m, x: x * 2 if m.training else x, "in evaluation it computes something else than in training"),
+    "rolled": (lambda m, x: x.roll(1, 2), "roll .* is not known here"),
+    "turned": (lambda m, x: x.transpose(2, 3), "transpose .* turns a map"),
+    "a batch": (lambda m, x: x - x.mean(0, keepdim=True), "mean .* takes a mean over 0"),
+    "running": (lambda m, x: F.batch_norm(x, m.vector, m.vector, training=False), "takes its running statistics in training"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_named(name):
+    function, words = REFUSED[name]
+    with pytest.raises(CanNotCapture, match=words):
+        distseg.capture(Called(function))
+
+
+def test_results_that_are_no_map_are_named():
+    with pytest.raises(CanNotCapture, match="returns a dict of 'out', but a network returns one tensor"):
+        distseg.capture(Wrapped(nn.Conv2d(2, 3, 1)))
+    with pytest.raises(CanNotCapture, match="makes 2x3x.* but a segmentation network keeps the size"):
+        distseg.capture(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanhshrink()))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return {"out": self.inner(x)}
+
+
+def test_random_depth_is_a_layer():
+    network = distseg.capture(made_networks.shallow(2, 3))
+    depths = [layer for layer in network.modules() if isinstance(layer, DropImage)]
+    assert [layer.p for layer in depths] == [0.5, 0.25, 0.375] and len(network.dropouts) == 3
+
+
+def test_parts_that_nothing_uses_stay():
+    model = made_networks.written(2, 3)
+    network = distseg.capture(model)
+    assert {network.names.get(name, name) for name, _ in network.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+def test_the_module_is_left_alone():
+    model = made_networks.squeezed(2, 3).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    distseg.capture(model)
+    assert model.training and all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()) and not model[2].norm._forward_hooks

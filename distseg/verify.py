@@ -37,7 +37,7 @@ from distseg.geometry.tile import Place, Reach, owned_tiles
 from distseg.launch import together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.layers import channels_of
-from distseg.models.network import check_size
+from distseg.models.network import check_calls, check_size
 from distseg.models.weights import materialise
 from distseg.models.capture import as_network
 from distseg.models.zoo import plain_model
@@ -103,6 +103,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
         check_size(model, images.size)
+        check_calls(model, images.size, config.data.images)
         told, names, dropouts = notes(config, model), getattr(model, "names", {}), getattr(model, "dropouts", None)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with together(world):

@@ -8,6 +8,7 @@ from torch import nn
 
 import distseg
 from distseg.models.layers import DropImage
+from distseg.models.network import check_calls
 from distseg.models.trace import CanNotCapture
 
 
@@ -19,6 +20,7 @@ class Called(nn.Module):
         self.conv, self.head, self.function = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(channels, 3, 1), function
         self.scale, self.vector, self.fc = nn.Parameter(torch.rand(6, 1, 1) + 0.5), nn.Parameter(torch.rand(6)), nn.Linear(6, 6)
         self.register_buffer("mean", torch.rand(1, 6, 1, 1))
+        self.norm = nn.BatchNorm2d(6)
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x):
@@ -31,6 +33,7 @@ SAME = {
     "alpha": lambda m, x: x.sub(x.sigmoid(), alpha=2),
     "parameters": lambda m, x: (x - m.mean) * m.scale + m.vector.view(1, -1, 1, 1) * m.temperature,
     "in place": lambda m, x: F.leaky_relu_(x.mul_(2).add_(1), 0.1),
+    "detached": lambda m, x: x * (x * 1).detach_() + x.detach(),
     "in place, read before": lambda m, x: (lambda y, z: y.add_(z) * z)(x * 2, x.tanh()),
     "operators in place": lambda m, x: operators(x),
     "activations": lambda m, x: F.gelu(F.silu(F.elu(x)) + F.hardswish(x) + F.softplus(x)) + F.leaky_relu(x, 0.3),
@@ -104,6 +107,30 @@ def test_a_network_is_what_it_was(name):
         same(model, (24, 36), 3)
 
 
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def without_gradients(x):
+    with torch.no_grad():
+        return x * 2
+
+
+def watched(x):
+    x.register_hook(lambda g: g * 2)
+    return x
+
+
+def twice(m, x):
+    return m.norm(m.norm(x))
+
+
 REFUSED = {
     "attention": (lambda m, x: x * x.flatten(2).softmax(-1).view_as(x), r"flatten in the model \(test_capture.py, line \d+\) gives a map another shape"),
     "over rows": (lambda m, x: x.softmax(2), "softmax .* runs over places of the image"),
@@ -115,6 +142,12 @@ REFUSED = {
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
     "places": (lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device), "with a value for each place of the image: positions are not known"),
     "a view changed": (lambda m, x: (x[:, :2].add_(1), x)[1], "add .* reads a tensor that was overwritten in place through a view|conv2d .* reads a tensor that was overwritten"),
+    "without gradients": (lambda m, x: x + without_gradients(x), r"mul .*test_capture.py.* runs without gradients"),
+    "weights without gradients": (lambda m, x: x * without_gradients(m.scale), "takes what mul .* makes without gradients"),
+    "a function of one's own": (lambda m, x: Straight.apply(x), "round .* runs without gradients .*autograd.Function"),
+    "a hook on a gradient": (lambda m, x: watched(x * 1), "register_hook .* changes gradients by a hook"),
+    "a norm twice": (twice, "is called a second time on the same running statistics"),
+    "a cast": (lambda m, x: x.float().double(), "float .* is not known here"),
     "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
     "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, "forward pass fails on an image of"),
     "evaluation": (lambda m, x: x * 2 if m.training else x, "in evaluation it computes something else than in training"),
@@ -146,6 +179,34 @@ class Wrapped(nn.Module):
 
     def forward(self, x):
         return {"out": self.inner(x)}
+
+
+class Small(nn.Module):
+    """Does something else with small images, and with many."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y if x.shape[2] > 30 and len(x) < 5 else y * 2
+
+
+def test_images_with_which_it_does_something_else_are_refused():
+    network = distseg.capture(Small())
+    check_calls(network, (31, 8), 4)
+    for size, images in (((30, 8), 1), ((40, 40), 5)):
+        with pytest.raises(ValueError, match=f"with {images} images? of .* pixels this network does something else than with others"):
+            check_calls(network, size, images)
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_on_gradients_are_refused(hook):
+    model = Called(SAME["mean"])
+    getattr(model.fc, hook)(lambda *_: None)
+    with pytest.raises(CanNotCapture, match="fc changes gradients by a hook"):
+        distseg.capture(model)
 
 
 def test_random_depth_is_a_layer():

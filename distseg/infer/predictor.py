@@ -34,7 +34,7 @@ from distseg.geometry.tile import Box, Place, most_even_grid, split, tiles, wind
 from distseg.infer.windows import Windows
 from distseg.launch import together
 from distseg.memory_format import channels_last as last_format
-from distseg.models.network import check_size, refusals
+from distseg.models.network import check_calls, check_size, refusals
 from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
 from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling, budget_of
@@ -136,6 +136,7 @@ class Predictor:
         if len(self.tile) != len(size):
             raise ValueError(f"predict.tile is {self.tile}, of {len(self.tile)} dims, but images have {len(size)}: give it as many numbers")
         check_size(self.model.model, size)
+        check_calls(self.model.model, size)
         if self.scratch not in (None, "memory") and not Path(self.scratch).is_dir():
             raise ValueError(f"predict.scratch is {self.scratch}, which is no folder: make it, or name another")
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:

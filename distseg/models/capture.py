@@ -8,6 +8,7 @@ comparing the sizes.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import Sequence
 
 import torch
@@ -53,10 +54,14 @@ def capture(model: nn.Module) -> Network:
     Raises:
         CanNotCapture: naming the operation, the module that calls it, the line of code, and what would help.
     """
+    backward = next((name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks), None)
+    backward = backward or next((name for name, p in model.named_parameters() if p._backward_hooks), None)
+    if backward is not None:
+        raise CanNotCapture(f"{backward} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
     try:
-        first, empty = first_convolution(model), hollow(model)
-    except (ValueError, RuntimeError) as e:
-        raise CanNotCapture(str(e)) from e
+        first, empty = first_convolution(model), hollow(model).double()
+    except Exception as e:  # a module's own way to be copied may fail by any
+        raise CanNotCapture(f"it can't be copied: {' '.join(str(e).split())[:300]}") from e
     dims = first.weight.dim() - 2
     shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
 
@@ -74,6 +79,12 @@ def capture(model: nn.Module) -> Network:
             break
     network = found.network(model)
     network.multiple = multiple
+
+    @cache
+    def check(size: tuple[int, ...], images: int) -> None:
+        Reader(shapes, [*sizes, size], [*traces, trace(empty, channels, size, images)])
+
+    network.check = check
     _check_same(model, network, channels, (_SIDE[dims - 1],) * dims)
     return network
 
@@ -97,7 +108,7 @@ def _check_same(model: nn.Module, network: Network, channels: int, size: tuple[i
     x = torch.randn(1, channels, *size, generator=generator).to(like)
     modes = [(module, module.training) for module in model.modules()]
     try:
-        wanted, found = model.eval()(x), network.eval()(x)
+        wanted, found = model.eval()(x.clone()), network.eval()(x.clone())
     except Exception as e:
         raise CanNotCapture(f"in evaluation it fails on an image of {'x'.join(map(str, size))} pixels: {' '.join(str(e).split())[:300]}") from e
     finally:

@@ -7,7 +7,7 @@ Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,7 @@ class Network(nn.Module):
     Attributes:
         multiple: of so many pixels are the sizes of its images.
         names: where it was captured (:mod:`distseg.models.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
+        check: raises an error where the user's module would do something else with so many images of a size.
         dropouts: of its layers that are dropouts, by the number of the call of such a function in the user's forward pass.
 
     Raises:
@@ -45,6 +46,7 @@ class Network(nn.Module):
         self.multiple = 1
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
+        self.check: Callable[[Sequence[int], int], None] | None = None
         before = IMAGE
         for name, layer in layers.items():
             sources = tuple(reads.get(name, (before,)))
@@ -198,6 +200,19 @@ def _check_in_place(calls: Sequence[Call]) -> None:
 def _name_of(calls: Sequence[Call], source: int) -> str:
     stash = next((call.layer for call in calls if isinstance(call.layer, Stash) and call.inputs == (source,)), None)
     return f"stash({stash.name!r})" if stash else f"layer {calls[source - 1].name}" if source else "the image"
+
+
+def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
+    """Refuse images with which a captured network does something else than it was seen to do, alone or so many in a batch.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    if (check := getattr(model, "check", None)) is not None:
+        try:
+            check(tuple(size), images)
+        except ValueError as e:
+            raise ValueError(f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels this network does something else than with others, so it can't be followed: {e}") from None
 
 
 def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") -> None:

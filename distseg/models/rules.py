@@ -120,6 +120,8 @@ class Reader:
             return  # nothing of the image is in it
         if self.call.name in _RANDOM:
             raise self.refusal(_DRAWS)
+        if not self.call.graded:
+            raise self.refusal("runs without gradients (torch.no_grad, or an autograd.Function of your own, whose gradient is not known): that is not known here; use detach()")
         rule = vars(Rules).get(self.call.name)
         if rule is None and self.call.name not in POINTWISE:
             raise self.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
@@ -278,6 +280,8 @@ class Reader:
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
                     raise self.refusal(f"takes what {call} makes, which {_DRAWS}")
+                if not call.graded:
+                    raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
                 if tree.part or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
                     raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: positions are not known here")
                 made = [Step(_out_of_place(call.function), again(call.args), again(call.kwargs))]
@@ -419,6 +423,8 @@ class Rules:
         if not training and running_mean is not None:
             raise self.refusal("takes its running statistics in training: set spatial.frozen_norm, which has all batch norms do so")
         self.check_affine(weight, bias)
+        if isinstance(running_mean, Kept) and running_mean.name in self.names.values():
+            raise self.refusal("is called a second time on the same running statistics, which would count both: give each place a norm of its own")
         tensors = dict(weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         kind = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1]
         return self.layer(kind, x, x.channels, eps, momentum, weight is not None, running_mean is not None, tensors=tensors, alike=x.form != "maps")

@@ -51,6 +51,7 @@ class Called:
     Attributes:
         name: of the function, without the underscore of one in place.
         shapes: of the tensors that came of it.
+        graded: whether gradients go through it.
         module: the name of the module that called it; ``line``: the place in the code.
     """
 
@@ -61,6 +62,7 @@ class Called:
     shapes: tuple[tuple[int, ...], ...]
     module: str
     line: str
+    graded: bool
 
     def __str__(self) -> str:
         return f"{self.name} in {self.module or 'the model'} ({self.line})"
@@ -75,12 +77,12 @@ class Trace:
     batch: int
 
 
-@torch.no_grad()
+@torch.enable_grad()
 def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) -> Trace:
     """The calls of a forward pass in training.
 
     Args:
-        model: without memory (:func:`distseg.models.layers.hollow`).
+        model: without memory (:func:`distseg.models.layers.hollow`), in float64, so that casts to the usual types are seen.
 
     Raises:
         CanNotCapture: the model fails at this size, or does what can't be followed.
@@ -152,17 +154,21 @@ class _Recorder(TorchFunctionMode):
         result = self._result(function, name, args, kwargs)
         made = _tensors(result)
         changed = {key for key, x in given.items() if x._version != versions[key]}
+        if _plain(name) in _HOOKS:
+            raise CanNotCapture(f"{_plain(name)} in {self._inside[-1] if self._inside else 'the model'} ({_line()}) changes gradients by a hook, which parts of an image would have each to itself: leave it out")
         if not made and not changed:
             return result  # a size, a type
         if name.endswith("__get__") or not given and not made:
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         called = Called(
-            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self._inside[-1] if self._inside else "", _line()
+            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self._inside[-1] if self._inside else "", _line(),
+            torch.is_grad_enabled(),
         )
         number = len(self.calls)
         self.calls.append(called)
+        rebound = changed | (set(given) if _is_in_place(name) else set())
         for part, x in enumerate(made):
-            self._note(x, Made(number, part), changed, called)
+            self._note(x, Made(number, part), rebound)
         if changed:
             self._look_for_changes(called, changed, {id(x) for x in made})
         return result
@@ -173,9 +179,9 @@ class _Recorder(TorchFunctionMode):
             return torch.empty_like(args[0] if args else kwargs["input"])
         return function(*args, **kwargs)
 
-    def _note(self, x: Tensor, value: Made, changed: set[int], called: Called) -> None:
+    def _note(self, x: Tensor, value: Made, rebound: set[int]) -> None:
         known = self._known.get(id(x))
-        if known is None or id(x) in changed:
+        if known is None or id(x) in rebound:
             if known is not None and isinstance(known.value, Kept):
                 return  # looked at in _look_for_changes
             self._know(x, value)
@@ -217,6 +223,15 @@ class _Recorder(TorchFunctionMode):
         if isinstance(tree, dict):
             return {key: self._written(x, name) for key, x in tree.items()}
         return tree
+
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _is_in_place(name: str) -> bool:
+    """By its name; what a version does not tell, as of detach_."""
+    name = name.rpartition(".")[2]
+    return name.endswith("_") and not name.startswith("__") or name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
 
 
 def _plain(name: str) -> str:

@@ -25,7 +25,7 @@ from distseg.models.zoo import outline_model
 from distseg.plan.in_time import tiles_in_time
 from distseg.infer.predictor import Predictor, room_of
 from distseg.models.layers import channels_of
-from distseg.models.network import check_size
+from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
@@ -57,8 +57,11 @@ class Run:
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             self.model = outline_model(config.model, self.store.bands, _outputs(config, self.store))
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
-            for name in self.store.split("train"):
-                check_size(self.model, crop_size(self.store.size(name), config.data.crop), f"a sample of {name}")
+            sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
+            for name, size in sizes.items():
+                check_size(self.model, size, f"a sample of {name}")
+            for size in {min(sizes.values(), key=math.prod), max(sizes.values(), key=math.prod)}:
+                check_calls(self.model, size, config.data.images)
             self._notes = notes(config, self.model)
             self._batch_norm = not config.spatial.frozen_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
             self.checkpoint = chosen(config.train.output, config.train.resume)

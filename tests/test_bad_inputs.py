@@ -279,7 +279,7 @@ TABLE = {
     ),
     "attention in an exchange": (
         verify(**own("attending"), spatial__exchange_every="1"),
-        r"layer 1 \(Attention\) looks beyond a pixel and has no twin",
+        r"layer 1 \(Attention\) is not known to look at single pixels and has no twin",
     ),
     "attention in tiles": (
         verify(**own("attending"), spatial__tiles_per_rank="1x2"),
@@ -303,7 +303,7 @@ TABLE = {
     "an image beyond memory": (verify(image="1000000x1000000"), r"a step of 1 images of 1000000x1000000 .* takes .* GB .*: give a smaller --image"),
     "an image of other dims": (verify(image="29x43x5"), r"image.* 29x43x5|29x43x5"),
     "pooling of the whole image": (verify(**own("pooling")), "AdaptiveAvgPool2d|looks at the whole image|keeps the size"),
-    "circular padding": (verify(**own("circular")), "circular padding joins opposite borders .*use zeros"),
+    "circular padding": (verify(**own("circular"), spatial__tiles_per_rank="1x2"), "circular padding joins opposite borders .*use zeros"),
     "layer norm": (verify(**own("layer_norm")), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
     "one norm at two places": (verify(**own("shared_norm")), "layers 1 and 3 are one and the same InstanceNorm2d"),
     "nothing to verify on": (verify(image=None), "there are no images: give --image 97x131 for random ones, or --data.store PATH"),

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distseg.config import Config, MeshConfig, ModelConfig, SpatialConfig
 from distseg.extents import Extents
+from distseg.models.capture import as_network
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.layout import Layout
 from distseg.geometry.tile import Box, Place, tiles
@@ -103,7 +104,7 @@ def close(found, wanted, tolerance, scale=None) -> None:
 
 
 def one(layer: nn.Module, comm, size, **settings) -> None:
-    compare([layer.double()], Graph([node_of(Call("layer", layer, (0,)), len(size), lambda source: CHANNELS)]), comm, size, settings.pop("grid", GRIDS[comm.size]), **settings)
+    compare([layer.double()], Graph([node_of(Call("layer", layer, (0,)), len(size))]), comm, size, settings.pop("grid", GRIDS[comm.size]), **settings)
 
 
 RANKS = [1, 2, 3, 6, 9]
@@ -211,7 +212,7 @@ def test_the_exchange_and_its_adjoint(comm):
         torch.manual_seed(10 * seed + comm.rank)
         layer = nn.Conv2d(CHANNELS, CHANNELS, kernel, padding=kernel // 2)
         size = (13, 11)
-        exchange = exchange_of(Graph([node_of(Call("c", layer, (0,)), 2, lambda source: 1)]), comm, size, GRIDS[comm.size], per_rank)
+        exchange = exchange_of(Graph([node_of(Call("c", layer, (0,)), 2)]), comm, size, GRIDS[comm.size], per_rank)
         layout = exchange.layout(size)
         cells = own_cells(exchange)
         parts = [layout.part(0, cell) for cell in cells]
@@ -257,7 +258,7 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "circular padding joins opposite borders"),
         (nn.CircularPad2d(1), "circular padding joins opposite borders"),
         (nn.ZeroPad2d((1, 1, -1, 0)), "it crops the image"),
-        (nn.FractionalMaxPool2d(2, output_ratio=0.5), "has no twin for tiles that exchange borders"),
+        (nn.FractionalMaxPool2d(2, output_ratio=0.5), "has no twin for parts of an image"),
     ],
 )
 def test_layers_that_can_not_be_computed_in_parts_are_named(layer, words):
@@ -266,13 +267,15 @@ def test_layers_that_can_not_be_computed_in_parts_are_named(layer, words):
         graph_of(model)
 
 
-def test_a_layer_of_the_user_s_own_is_taken_for_what_it_is():
+def test_a_layer_of_the_user_s_own_is_captured_or_refused():
     class Scale(nn.Module):
         def forward(self, x):
             return 3 * x.tanh()
 
-    graph = graph_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1)))
-    assert [bool(node.footprints) for node in graph] == [True, False, True]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1))
+    assert [bool(node.footprints) for node in graph_of(as_network(model))] == [True, False, False, True]
+    with pytest.raises(ValueError, match=r"layer 1 \(Scale\) is not known to look at single pixels"):
+        graph_of(model)
 
 
 @pytest.mark.parallel(4)

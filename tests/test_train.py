@@ -224,16 +224,19 @@ import os
 from torch import nn
 from distseg.launch import identify
 
-class Dying(nn.Module):
-    calls = 0
-    def forward(self, x):
-        Dying.calls += self.training and not x.is_meta
-        if identify().rank == 1 and Dying.calls == {calls}:
-            {how}
-        return x
+calls = 0
+
+def forward(self, x):
+    global calls
+    calls += self.training and not x.is_meta
+    if identify().rank == 1 and calls == {calls}:
+        {how}
+    return x
+
+nn.Tanh.forward = forward  # a module of one's own is not run: what it calls is
 
 def net(in_channels, out_channels):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Dying(), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Tanh(), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1))
 """
 
 
@@ -279,15 +282,18 @@ import torch
 from torch import nn
 from distseg.launch import identify
 
-class Changing(nn.Module):
+calls = 0
+
+def forward(self, x):
     '''Its output gets another shape in the middle of a run, in the first stage's last layer.'''
-    calls = 0
-    def forward(self, x):
-        Changing.calls += self.training and not x.is_meta
-        return torch.cat((x, x), 1) if Changing.calls > 40 and identify().rank == 0 else x
+    global calls
+    calls += self.training and not x.is_meta
+    return torch.cat((x, x), 1) if calls > 40 and identify().rank == 0 else x
+
+nn.Tanh.forward = forward
 
 def net(in_channels, out_channels):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Changing(), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Tanh(), nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1))
 """
 
 STAGES = ("--mesh.stages", "2", "--pipeline.balance", "[2,2]", "--train.accumulate", "4")

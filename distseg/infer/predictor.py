@@ -34,7 +34,7 @@ from distseg.geometry.tile import Box, Place, most_even_grid, split, tiles, wind
 from distseg.infer.windows import Windows
 from distseg.launch import together
 from distseg.memory_format import channels_last as last_format
-from distseg.models.network import check_calls, check_size, refusals
+from distseg.models.network import check_calls, check_size
 from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
 from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling, budget_of
@@ -117,7 +117,7 @@ class Predictor:
 
     def _tile_of(self, size) -> Extents:
         """The size of the tiles of an image."""
-        if self.exact and self.model.model in refusals:  # nothing is known of how far it sees
+        if self.exact and self.model.graph is None:  # nothing is known of how far it sees
             return Extents(size)
         if self.room is None or self.windowed:
             return self.tile

@@ -28,7 +28,7 @@ _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number o
 
 def as_network(model: nn.Module) -> nn.Module:
     """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
-    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))):
+    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and hook_on_gradients(model) is None:
         return model
     try:
         return capture(model)
@@ -37,9 +37,15 @@ def as_network(model: nn.Module) -> nn.Module:
         return model
 
 
+def hook_on_gradients(model: nn.Module) -> str | None:
+    """The module or parameter that has one."""
+    modules = (name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
+    return next(modules, None) or next((name for name, p in model.named_parameters() if p._backward_hooks), None)
+
+
 def _is_known(layer: nn.Module) -> bool:
     """Whether a layer computes what its class, PyTorch's or ours, says."""
-    return type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules
+    return type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, nn.RReLU)
 
 
 def capture(model: nn.Module) -> Network:
@@ -54,10 +60,8 @@ def capture(model: nn.Module) -> Network:
     Raises:
         CanNotCapture: naming the operation, the module that calls it, the line of code, and what would help.
     """
-    backward = next((name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks), None)
-    backward = backward or next((name for name, p in model.named_parameters() if p._backward_hooks), None)
-    if backward is not None:
-        raise CanNotCapture(f"{backward} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+    if (hooked := hook_on_gradients(model)) is not None:
+        raise CanNotCapture(f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
     try:
         first, empty = first_convolution(model), hollow(model).double()
     except Exception as e:  # a module's own way to be copied may fail by any

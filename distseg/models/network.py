@@ -244,11 +244,11 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @torch.no_grad()
-def channels_of_maps(model: nn.Module, until: int | None = None) -> list[int]:
-    """The channels of the maps of a flat network, up to map ``until``, by default all."""
+def channels_of_maps(model: nn.Module) -> list[int]:
+    """The channels of the maps of a flat network."""
     first = first_convolution(model)
     maps = [torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)]
     with skip_store({}):
-        for call in calls_of(outline(model))[:until]:
+        for call in calls_of(outline(model)):
             maps.append(call.layer(*(maps[source] for source in call.inputs)))
     return [x.shape[1] for x in maps]

@@ -84,7 +84,7 @@ def _check_leaves(name: str, model: nn.Module) -> None:
 def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
     """Refuse a network for other bands or classes than it was asked for, as far as its shapes can be worked out without computing."""
     bands, classes = arguments.get("in_channels"), arguments.get("out_channels")
-    dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), 2)
+    dims = next((m.weight.dim() - 2 for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), 2)
     if bands is None:
         return
     try:

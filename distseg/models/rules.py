@@ -120,6 +120,8 @@ class Reader:
             return  # nothing of the image is in it
         if self.call.name in _RANDOM:
             raise self.refusal(_DRAWS)
+        if any(name in kwargs and kwargs[name] is not None for name in ("dtype", "out")):
+            raise self.refusal("is told a type, or a tensor, for its result: leave types to train.precision")
         if not self.call.graded:
             raise self.refusal("runs without gradients (torch.no_grad, or an autograd.Function of your own, whose gradient is not known): that is not known here; use detach()")
         rule = vars(Rules).get(self.call.name)
@@ -279,7 +281,7 @@ class Reader:
             case Made():
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
-                    raise self.refusal(f"takes what {call} makes, which {_DRAWS}")
+                    raise self.refusal(f"takes what {call} makes, which {_DRAWS if call.name not in _FRESH else 'is a tensor of its own: that is not known here'}")
                 if not call.graded:
                     raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
                 if tree.part or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
@@ -366,6 +368,12 @@ class Reader:
             raise self.refusal("cuts the image into parts: along its channels it is known")
         return tuple(self.formula(args, {}, part) for part in range(len(self.call.shapes)))
 
+    def over_channels(self, x: Any, args: tuple, dim: int) -> Value:
+        x = self.map(x, "maps", "last")
+        if self.axis(dim, x) != 1:
+            raise self.refusal("runs over places of the image: over channels it is known")
+        return self.formula(args, {})
+
     def mean_of(self, x: Value, form: str) -> Value:
         """Over all places."""
         made = self.emit(lambda _: Mean(), [x], form=form)
@@ -393,7 +401,8 @@ POINTWISE = {
     *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink prelu").split(),
     *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
     *("sub subtract rsub pow maximum minimum lerp addcmul addcdiv hypot logaddexp nan_to_num detach").split(),
-    *("__rsub__ __rtruediv__ __rdiv__ __pow__ __rpow__").split(),
+    *("__rsub__ __rtruediv__ __rdiv__ __pow__ __rpow__ where masked_fill clip gt lt ge le eq ne greater less __gt__ __lt__ __ge__ __le__ __eq__ __ne__").split(),
+    *("logical_and logical_or logical_not __and__ __or__ __invert__ floor ceil round trunc fmod remainder sinh cosh asinh heaviside xlogy").split(),
 }
 
 
@@ -480,7 +489,7 @@ class Rules:
 
     def avg_pool2d(self: Reader, input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
         x, settings = self.map(input), dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding)
-        if _has_sizes(kernel_size) and tuple(c.args[1:2] for c in self.current) == tuple((size,) for size in x.sizes) and padding in (0, (0,) * self.dims):
+        if _has_sizes(kernel_size) and all(self.each(_of_trace(kernel_size, n)) == size for n, size in enumerate(x.sizes)) and padding in (0, (0,) * self.dims):
             return self.mean_of(x, "place")
         kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
         more = {} if self.dims == 1 else dict(divisor_override=divisor_override)
@@ -526,6 +535,8 @@ class Rules:
             if (found := self.spread(x)) is None:
                 raise self.refusal("spreads what is alike at all places over a map of another size: that is not known here")
             return found
+        if mode == "area":
+            raise self.refusal("has mode area: nearest, bilinear and bicubic are known")
         factors = {tuple(m / n for m, n in zip(c.shapes[0][2:], had)) for c, had in zip(self.current, x.sizes)}
         if len(factors) > 1 or antialias:
             raise self.refusal("resizes by a factor that depends on the image's size, or with antialias: by a whole factor it is known")
@@ -537,6 +548,12 @@ class Rules:
         return self.layer(nn.Upsample, x, scale_factor=tuple(float(f) for f in factors), mode=mode, align_corners=align_corners)
 
     upsample = interpolate
+
+    def normalize(self: Reader, input, p=2.0, dim=1, eps=1e-12):
+        return self.over_channels(input, (input, p, dim, eps), dim)
+
+    def glu(self: Reader, input, dim=-1):
+        return self.over_channels(input, (input, dim), dim)
 
     def pixel_shuffle(self: Reader, input, upscale_factor):
         return self.layer(nn.PixelShuffle, self.map(input), upscale_factor)
@@ -693,6 +710,13 @@ def _has_sizes(tree) -> bool:
     if isinstance(tree, slice):
         return any(map(_has_sizes, (tree.start, tree.stop, tree.step)))
     return isinstance(tree, Sizes) or isinstance(tree, tuple) and any(map(_has_sizes, tree))
+
+
+def _of_trace(tree, number: int):
+    """As it was in one trace."""
+    if isinstance(tree, tuple):
+        return tuple(_of_trace(x, number) for x in tree)
+    return tree.each[number] if isinstance(tree, Sizes) else tree
 
 
 def _leaves(tree) -> Iterable[Any]:

@@ -154,6 +154,8 @@ class _Recorder(TorchFunctionMode):
         result = self._result(function, name, args, kwargs)
         made = _tensors(result)
         changed = {key for key, x in given.items() if x._version != versions[key]}
+        if name.endswith("data.__get__"):
+            raise CanNotCapture(f"{self._inside[-1] if self._inside else 'the model'} ({_line()}) takes the data of a tensor, past its gradient: use detach()")
         if _plain(name) in _HOOKS:
             raise CanNotCapture(f"{_plain(name)} in {self._inside[-1] if self._inside else 'the model'} ({_line()}) changes gradients by a hook, which parts of an image would have each to itself: leave it out")
         if not made and not changed:
@@ -166,9 +168,11 @@ class _Recorder(TorchFunctionMode):
         )
         number = len(self.calls)
         self.calls.append(called)
-        rebound = changed | (set(given) if _is_in_place(name) else set())
+        in_place = _is_in_place(name) or _plain(name) in _DROPOUTS and bool(kwargs.get("inplace") or args[3:4] == (True,))
         for part, x in enumerate(made):
-            self._note(x, Made(number, part), rebound)
+            self._note(x, Made(number, part), changed | (set(given) if in_place else set()))
+        if in_place and made and args and isinstance(args[0], Tensor) and id(args[0]) in self._known and not isinstance(self._known[id(args[0])].value, Kept):
+            self._know(args[0], Made(number))
         if changed:
             self._look_for_changes(called, changed, {id(x) for x in made})
         return result
@@ -240,6 +244,7 @@ def _plain(name: str) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
 _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 

@@ -9,7 +9,7 @@ from distseg.geometry.layout import reach_of
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
 from distseg.models.layers import first_convolution
-from distseg.models.network import calls_of, channels_of_maps, is_flat, not_flat, refusals
+from distseg.models.network import calls_of, is_flat, not_flat
 from distseg.spatial.local import node_of
 
 
@@ -32,10 +32,13 @@ def receptive_field(model: nn.Module) -> Reach:
 
 
 def reach_for(model: nn.Module, cut: bool) -> Reach:
-    """The receptive field of a model whose images are ``cut``; of one that can't be followed and sees whole images nothing is known, nor has to be."""
-    if model in refusals and not cut:
-        dims = first_convolution(model).weight.dim() - 2
-        return Reach((0,) * dims, (1,) * dims)
+    """The receptive field of a model whose images are ``cut``; of one whose layers are not all known and which sees whole images nothing is known, nor has to be."""
+    if not cut:
+        try:
+            graph_of(model)
+        except ValueError:
+            dims = first_convolution(model).weight.dim() - 2
+            return Reach((0,) * dims, (1,) * dims)
     return receptive_field(model)
 
 
@@ -48,5 +51,4 @@ def graph_of(model: nn.Module) -> Graph:
     if not is_flat(model):
         raise ValueError(f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all")
     dims = first_convolution(model).weight.dim() - 2
-    channels = lambda source: channels_of_maps(model, source)[-1]
-    return Graph(node_of(call, dims, channels) for call in calls_of(model))
+    return Graph(node_of(call, dims) for call in calls_of(model))

@@ -7,9 +7,7 @@ where both sides of a dim are alike, which costs no copy.
 
 from __future__ import annotations
 
-import copy
 import math
-from contextlib import suppress
 from functools import cache
 from typing import Callable, Sequence
 
@@ -22,7 +20,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.footprint import Align, Footprint, Gather, Interpolate, Scatter
 from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
-from distseg.geometry.receptive import POINTWISE, probed_reach
+from distseg.geometry.receptive import POINTWISE
 from distseg.geometry.tile import Box
 from distseg.models.layers import Cat, Derived, DropImage, Formula, Mean, Pop, Stash, Sum
 from distseg.models.network import Call
@@ -56,11 +54,8 @@ _FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
 _ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, DistributedNorm, KeyedDropout)
 
 
-def node_of(call: Call, dims: int, channels: Callable[[int], int]) -> Node:
+def node_of(call: Call, dims: int) -> Node:
     """A layer call as :class:`distseg.geometry.layout.Layout` wants it.
-
-    Args:
-        channels: tells those of a map; asked for a layer of an unknown kind, which may prove pointwise.
 
     Raises:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
@@ -88,14 +83,10 @@ def node_of(call: Call, dims: int, channels: Callable[[int], int]) -> Node:
         raise ValueError(f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known")
     if genuine(layer, _ALIKE):
         return Node(name, call.inputs)
-    if _is_pointwise(layer, dims, channels(call.inputs[0])):
-        if _draws(layer, dims, channels(call.inputs[0])):
-            raise ValueError(f"layer {name} ({type(layer).__name__}) draws random numbers, other ones each time a tile is computed: use nn.Dropout, whose masks belong to pixels")
-        return Node(name, call.inputs)
     which = f", which {altered(layer)}," if known(type(layer)) is not nn.Module and altered(layer) else ""
     raise ValueError(
-        f"layer {name} ({type(layer).__name__}){which} looks beyond a pixel and has no twin for tiles that exchange borders: write it as layers of the "
-        "flat nn.Sequential (convolutions, poolings, up-samplings, norms, Stash and Pop have one), or set spatial.exchange_every to all"
+        f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and has no twin for parts of an image: write it as layers that have one "
+        "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
     )
 
 
@@ -115,25 +106,6 @@ def check_plain(name: str, layer: nn.Module) -> None:
 
 class _Unsupported(ValueError):
     """What a layer is asked to do."""
-
-
-def _is_pointwise(layer: nn.Module, dims: int, channels: int) -> bool:
-    try:
-        reach = probed_reach(layer, dims, channels)
-    except (ValueError, RuntimeError, TypeError):
-        return False
-    return not any(reach.halo) and set(reach.stride) == {1}
-
-
-def _draws(layer: nn.Module, dims: int, channels: int) -> bool:
-    """Whether a layer of an unknown kind gives two results of one input in training."""
-    if any(t.is_meta for t in (*layer.parameters(), *layer.buffers())):
-        return False
-    probe = copy.deepcopy(layer).cpu().float().train()
-    x = torch.linspace(0.5, 1.5, channels * 16**dims).view(1, channels, *(16,) * dims)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(RuntimeError, TypeError, ValueError):
-        return not torch.allclose(probe(x.clone()), probe(x.clone()), rtol=0, atol=0, equal_nan=True)
-    return False
 
 
 def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()) -> Tensor:
@@ -303,6 +275,8 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
         if up.mode == "bicubic":
             raise _Unsupported("bicubic with align_corners=True is not known here; use bilinear, or set it to False")
         return tuple(Align(f) for f in factors)
+    if up.mode not in _FURTHER:
+        raise _Unsupported(f"mode {up.mode} is not known here; use nearest, bilinear or bicubic")
     return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
 
 

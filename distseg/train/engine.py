@@ -198,13 +198,12 @@ def check_parts(config: Config, model: nn.Module) -> None:
     Raises:
         ValueError: saying what keeps it from being known.
     """
-    reason = refusals.get(model)
-    if reason is None or not is_cut(config) or config.spatial.halo is not None:
+    if not is_cut(config) or config.spatial.halo is not None:
         return
     try:
-        graph_of(model)  # layers of the user's own that prove to look at single cells
-    except ValueError:
-        raise ValueError(f"this network can't be computed on parts of an image: {reason}; or split samples only (mesh.samples), or set spatial.halo, which may be an approximation") from None
+        graph_of(model)
+    except ValueError as e:
+        raise ValueError(f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples), or set spatial.halo, which may be an approximation") from None
 
 
 def owned_per_rank(config: Config) -> Extents:

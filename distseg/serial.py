@@ -176,20 +176,19 @@ class _Whole(TorchFunctionMode):
             size = tuple(x.shape[2:])
             return torch.stack([element_mask(p, k, x.shape[1], size, Box.whole(size), None) for k in keys])
 
-        return self._dropped(input, p, training, masks)
+        return self._dropped(input, p, training, masks, inplace)
 
     def channels(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         masks = lambda x, keys: torch.stack([channel_mask(p, k, x.shape[1]).view(-1, *(1 for _ in x.shape[2:])) for k in keys])
-        return self._dropped(input, p, training, masks)
+        return self._dropped(input, p, training, masks, inplace)
 
-    def _dropped(self, input: Tensor, p: float, training: bool, masks: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+    def _dropped(self, input: Tensor, p: float, training: bool, masks: Callable[[Tensor, list[int]], Tensor], inplace: bool) -> Tensor:
         known = self._known()
         if not (training and p):
             return input
         keys = self._keys(known.layer if known else self.inside[-1])
-        if known and known.last:
-            return input * masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1)
-        return input * masks(input, keys).to(input)
+        mask = masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1) if known and known.last else masks(input, keys).to(input)
+        return input.mul_(mask) if inplace else input * mask
 
     def rand(self, *size, **more) -> Tensor:
         """A number for each image, where that is a layer's: stochastic depth."""

@@ -264,6 +264,45 @@ class Shallow(nn.Module):
         return x + self.c(x)
 
 
+class Dropped(nn.Module):
+    """In place, of what is read again."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.drop, self.head = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Dropout(0.3, inplace=True), nn.Conv2d(4, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        x = self.first(x) * 1
+        y = self.drop(x)
+        y = y + x
+        F.dropout2d(y, 0.5, self.training, True)
+        return self.head(y)
+
+
+def dropped(in_channels, out_channels):
+    return Dropped(in_channels, out_channels)
+
+
+def watched(in_channels, out_channels):
+    """A hook that changes a gradient."""
+    model = _with(nn.Tanh(), in_channels, out_channels)
+    model[0].weight.register_hook(lambda g: 3 * g)
+    return model
+
+
+def orthogonal(in_channels, out_channels):
+    return _with(parametrizations.orthogonal(nn.Conv2d(4, 4, 3, padding=1)), in_channels, out_channels)
+
+
+def scripted(in_channels, out_channels):
+    return _with(torch.jit.script(LoudRelu()), in_channels, out_channels)
+
+
+def cropped(in_channels, out_channels):
+    """A shift by a pixel."""
+    return _with(nn.ZeroPad2d((1, -1, 0, 0)), in_channels, out_channels)
+
+
 def shallow(in_channels, out_channels):
     return Shallow(in_channels, out_channels)
 

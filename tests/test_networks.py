@@ -27,7 +27,7 @@ WAYS = {  # name: (ranks, settings)
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
-EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "convnext", "written", "merged", "shallow"]
+EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "convnext", "written", "merged", "shallow", "dropped"]
 EXACT += ["active_norm", "noisy_dropout", "hooked_norm", "hooked_conv", "hooked_block", "hooked_pointwise", "standardised", "blurred", "weight_normed", "joined_unknown"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",
@@ -35,6 +35,10 @@ NAMED = {  # what is said where a network can't be computed so; ways that comput
     "spectral_normed_by_hook": "changes 1.weight_[uv] with each forward pass|changes its weight_u with each forward pass|weight of its layer 1",
     "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place what stash\\('a'\\) has put aside",
     "softened": r"layer 1 \(Softmax\) runs over dim 2|Softmax\(dim=2\) is not taken over the channels",
+    "watched": "0.weight has a hook that changes gradients",
+    "orthogonal": "it can't be copied|can not be copied|can not be distributed",
+    "scripted": "it can't be copied",
+    "cropped": "it crops the image",
     "again": "layers 1 and 3 share a weight, but lie in the stages . and .",
     "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector an image",
     "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place what layer a has put aside",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.blame import blame, blaming
-from distseg.models.layers import outline, skip_store
+from distseg.models.layers import hollow, outline, skip_store
 
 
 def own_builder(name: str) -> Callable[..., nn.Module]:
@@ -65,6 +65,12 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.M
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
     _check_leaves(name, model)
+    try:
+        hollow(model)
+    except Exception as e:  # by whatever a module does when it is copied
+        raise ValueError(
+            f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: {' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: write it in plain PyTorch"
+        ) from e
     _check_channels(name, model, arguments)
     return model
 

@@ -6,6 +6,7 @@ A rule has the function's name and arguments; maps of the image come as :class:`
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -279,9 +280,11 @@ class Reader:
                     own[name := tree.name.replace(".", "_")] = tree
                 return Own(name)
             case Made():
+                if tree in self.values:
+                    raise self.refusal("takes a tensor of its own that is like a map of the image: that is not known here")
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
-                    raise self.refusal(f"takes what {call} makes, which {_DRAWS if call.name not in _FRESH else 'is a tensor of its own: that is not known here'}")
+                    raise self.refusal(f"takes what {call} makes, which {'is a tensor of its own: that is not known here' if 'empty' in call.name else _DRAWS}")
                 if not call.graded:
                     raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
                 if tree.part or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
@@ -396,7 +399,7 @@ _FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "w
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "linear", "conv1d", "conv2d", "conv3d", "group_norm")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
 _FRESH = {"new_empty", "empty_like", "new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like"}
-_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", *_FRESH}
+_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 POINTWISE = {
     *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink prelu").split(),
     *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
@@ -695,8 +698,14 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+def _property(name: str, x: Tensor, *_) -> Tensor:
+    return getattr(x, name)
+
+
 def _out_of_place(function: Callable) -> Callable:
     name = getattr(function, "__name__", "")
+    if name == "__get__":  # of a property, which can't be copied
+        return partial(_property, function.__self__.__name__)
     if name.startswith("__i") and name.endswith("__"):
         return getattr(Tensor, f"__{name[3:]}")
     if name.endswith("_") and not name.startswith("__"):

@@ -20,6 +20,7 @@ from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
+from distseg.models.capture import hook_on_gradients
 from distseg.models.layers import channels_of, skip_store
 from distseg.models.network import channels_of_maps, flat_layers, refusals
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
@@ -176,11 +177,13 @@ class Engine:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that nothing can be learnt by.
+    """Refuse a model that nothing can be learnt by, or whose gradients a hook changes: ranks and tiles have parts of them.
 
     Raises:
-        ValueError: all of its parameters are frozen, or it has none.
+        ValueError: all of its parameters are frozen, or it has none, or has such a hook.
     """
+    if (hooked := hook_on_gradients(model)) is not None:
+        raise ValueError(f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: leave it out")
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         what = f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)" if parameters else "this model has no parameters"

@@ -102,30 +102,17 @@ class Interpolate:
 
 
 @dataclass(frozen=True)
-class Align:
+class Align(Interpolate):
     """Linear, ``factor`` outputs an input, the outermost cells of both on each other: output j of m looks at the inputs around j (n - 1) / (m - 1).
 
     That is at most (f - 1) / f of a cell before j / f, whatever n is; both neighbours of any such place are taken.
     """
 
-    factor: int
-    mirrored = False
-
-    @property
-    def stride(self) -> int:
-        return self.factor
-
-    def size(self, n: int) -> int:
-        return n * self.factor
-
-    def cut(self, c: int) -> int:
-        return c * self.factor
-
     def needs(self, a: int, b: int) -> Span:
         return a // self.factor - 1, (b - 1) // self.factor + 2
 
 
-Footprint = Gather | Scatter | Interpolate | Align
+Footprint = Gather | Scatter | Interpolate
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:

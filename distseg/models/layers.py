@@ -12,7 +12,6 @@ import copy
 import math
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 

@@ -77,7 +77,7 @@ class Reader:
         if len({(len(t.calls), t.result) for t in traces}) > 1:
             raise CanNotCapture(_DIFFERENT)
         numbers = _of_image(traces[0])
-        self._alone = _calls_within(calls, numbers)
+        self._modules = {".".join(path[: depth + 1]) for n in numbers for path in [calls[n].module.split(".")] for depth in range(len(path))}
         self._homes = {module: found for module in {calls[n].module for n in numbers} - {""} if (found := _main_call(module, calls, numbers)) is not None}
         self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
         self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)))}
@@ -222,7 +222,7 @@ class Reader:
         else:
             name = f"{module}.{function}".lstrip(".")
         unique, count = name, 1
-        while unique in self.layers or unique in self._alone and unique != module:
+        while unique in self.layers or unique in self._modules and unique != module:
             count += 1
             unique = f"{name}_{count}"
         return unique
@@ -773,14 +773,3 @@ def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> 
     own = [n for n in numbers if calls[n].module == module]
     weighted = [n for n in own if any(kept.name.rpartition(".")[0] == module for kept in _kept_in((calls[n].args, calls[n].kwargs)))]
     return weighted[0] if len(weighted) == 1 else own[0] if len(own) == 1 else None
-
-
-def _calls_within(calls: Sequence[Called], numbers: Sequence[int]) -> dict[str, int]:
-    """How many calls each module makes, those of the modules inside it included."""
-    counts: dict[str, int] = {}
-    for number in numbers:
-        path = calls[number].module.split(".")
-        for depth in range(len(path)):
-            name = ".".join(path[: depth + 1])
-            counts[name] = counts.get(name, 0) + 1
-    return counts

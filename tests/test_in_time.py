@@ -9,6 +9,7 @@ from torch import nn
 from test_exact import check, config
 from distseg.config import RunConfig
 from distseg.extents import Extents
+from distseg.models.capture import as_network
 from distseg.geometry.segment import chain, segments_of
 from distseg.geometry.tile import Box, boxes_of
 from distseg.models.layers import Pop, Stash
@@ -291,5 +292,5 @@ class Root(nn.Module):
 
 
 def test_layers_that_draw_nothing_are_taken():
-    graph = graph_of(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Root(), nn.Conv2d(4, 2, 1)))
-    assert [bool(node.footprints) for node in graph] == [True, False, True]
+    graph = graph_of(as_network(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Root(), nn.Conv2d(4, 2, 1))))
+    assert [bool(node.footprints) for node in graph] == [True, False, False, True]

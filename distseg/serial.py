@@ -16,13 +16,13 @@ from typing import Callable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from distseg import rng
 from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.models.network import Dropped
+from distseg.models.trace import calling
 from distseg.spatial.dropout import channel_mask, element_mask, image_mask
 from distseg.loss import parse
 from distseg.train.optim import make_optimizer
@@ -145,7 +145,7 @@ class _Whole(TorchFunctionMode):
     def __init__(self, model: nn.Module, config: Config, epoch: int, dropouts: Dropouts):
         super().__init__()
         self.seed, self.epoch, self.frozen, self.dropouts = config.train.seed, epoch, config.spatial.frozen_norm, dropouts
-        self.names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+        self.model = model
         self.running: dict[int, tuple[Tensor, Tensor, float]] = {}
         self.seen: dict[int, list[Tensor]] = {}
 
@@ -153,17 +153,8 @@ class _Whole(TorchFunctionMode):
     def of(self, batch: list[Image]):
         """Of a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
-        entered = register_module_forward_pre_hook(lambda module, _: self.inside.append(self.names.get(id(module), "")))
-        left = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        try:
-            with self:
-                yield
-        finally:
-            entered.remove()
-            left.remove()
-
-    def _leave(self) -> None:
-        self.inside.pop()
+        with calling(self.model, self.inside), self:
+            yield
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         rule = _OF_WHOLE.get(function)

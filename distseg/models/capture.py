@@ -18,7 +18,7 @@ from distseg.altered import altered, known
 from distseg.models.layers import first_convolution, hollow
 from distseg.models.network import Network, flat_layers, is_flat, refusals
 from distseg.models.rules import Reader
-from distseg.models.trace import CanNotCapture, trace
+from distseg.models.trace import CanNotCapture, Trace, trace
 
 _MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of pixels, that a network may want images to be
 _COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units of 64 pixels
@@ -69,12 +69,12 @@ def capture(model: nn.Module) -> Network:
     dims = first.weight.dim() - 2
     shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
 
-    def seen(sizes: Sequence[tuple[int, ...]], before=()) -> list:
-        return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes))]
+    def seen(sizes: Sequence[tuple[int, ...]], before: list[Trace]) -> list[Trace]:
+        return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes, len(before)))]
 
     sizes = [tuple(64 * n for n in counts[:dims]) for counts in _COUNTS]
-    channels = _bands(empty, first.in_channels, sizes[0])
-    traces = seen(sizes)
+    channels, whole = _first_trace(empty, first.in_channels, sizes[0])
+    traces = seen(sizes[1:], [whole])
     found, multiple = Reader(shapes, sizes, traces), _MULTIPLES[-1]  # what is refused at multiples of 64 is refused
     for smaller in _MULTIPLES[:-1]:
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]
@@ -93,14 +93,13 @@ def capture(model: nn.Module) -> Network:
     return network
 
 
-def _bands(empty: nn.Module, first: int, size: Sequence[int]) -> int:
-    """The channels of its images: of the first convolution that is made, or of another one, which is called first."""
+def _first_trace(empty: nn.Module, first: int, size: Sequence[int]) -> tuple[int, Trace]:
+    """With the channels of its images: those of the first convolution that is made, or of another one, which is called first."""
     others = sorted({m.in_channels for m in empty.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first})
     for channels in [first, *others[:4]]:
         with suppress(CanNotCapture):
-            trace(empty, channels, size)
-            return channels
-    return first
+            return channels, trace(empty, channels, size)
+    return first, trace(empty, first, size)  # which tells why
 
 
 @torch.no_grad()

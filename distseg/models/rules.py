@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distseg.models.layers import Cat, Derived, DropImage, Formula, Map, Mean, Own, Step, Sum
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.trace import IMAGE as PIXELS
-from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace
+from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Reader:
         if len({c.name for c in self.current}) > 1:
             raise Differ
         args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
-        if self.call.name in _FRESH or not any(isinstance(x, (Value, Stack)) for x in _leaves((args, kwargs))):
+        if self.call.name in _FRESH or not found_in((args, kwargs), Value, Stack):
             return  # nothing of the image is in it
         if self.call.name in _RANDOM:
             raise self.refusal(_DRAWS)
@@ -243,7 +243,7 @@ class Reader:
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
         """Of a function that looks at single cells."""
-        maps = list(dict.fromkeys(_values_in((args, kwargs))))
+        maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         forms = {x.form for x in maps}
         form = forms.pop() if len(forms) == 1 else "maps" if forms == {"maps", "place"} else None
         if form is None or len({x.sizes for x in maps}) > 1:
@@ -251,11 +251,12 @@ class Reader:
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         if self.call.name not in _WEIGHTS_BY_CHANNEL:
-            for x in _tensors_in((args, kwargs)):
+            for x in found_in((args, kwargs), Made, Kept):
                 shape = self.shape_of(x)
                 if any(n != 1 for n in (shape[:-1] if form == "last" else shape[-self.dims :] if form != "vector" else shape[:-1])):
                     raise self.refusal(f"takes a tensor of {shape} with a value for each place of the image: positions are not known here")
-        written = lambda tree: self._written(tree, maps, own, steps)
+        places: dict[Made, int] = {}
+        written = lambda tree: self._written(tree, maps, own, steps, places)
         given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
         last = written(args), written(given)  # what it is computed from comes before
         steps.append(Step(_out_of_place(self.call.function), *last))
@@ -265,12 +266,12 @@ class Reader:
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
         """How a weight comes of parameters, which join ``own``."""
         steps: list[Step] = []
-        written = self._written(value, (), own, steps)
+        written = self._written(value, (), own, steps, {})
         return (*steps, Step(_itself, (written,), {})) if isinstance(value, Kept) else tuple(steps)
 
-    def _written(self, tree: Any, maps: Sequence[Value], own: dict[str, Kept], steps: list[Step], places: dict[Made, int] | None = None) -> Any:
-        """Arguments as a layer keeps them; what is computed of parameters alone joins ``steps``."""
-        again = lambda x: self._written(x, maps, own, steps)
+    def _written(self, tree: Any, maps: Sequence[Value], own: dict[str, Kept], steps: list[Step], places: dict[Made, int]) -> Any:
+        """Arguments as a layer keeps them; what is computed of parameters alone joins ``steps``, once each: ``places`` tell where."""
+        again = lambda x: self._written(x, maps, own, steps, places)
         match tree:
             case Value():
                 return Map(list(maps).index(tree))
@@ -280,6 +281,8 @@ class Reader:
                     own[name := tree.name.replace(".", "_")] = tree
                 return Own(name)
             case Made():
+                if tree in places:
+                    return Map(places[tree])
                 if tree in self.values:
                     raise self.refusal("takes a tensor of its own that is like a map of the image: that is not known here")
                 call = self.traces[0].calls[tree.call]
@@ -287,11 +290,12 @@ class Reader:
                     raise self.refusal(f"takes what {call} makes, which {'is a tensor of its own: that is not known here' if 'empty' in call.name else _DRAWS}")
                 if not call.graded:
                     raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
-                if tree.part or not [*_kept_in((call.args, call.kwargs)), *_made_in((call.args, call.kwargs))]:
+                if tree.part or not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: positions are not known here")
-                made = [Step(_out_of_place(call.function), again(call.args), again(call.kwargs))]
-                steps += made
-                return Map(len(maps) + len(steps) - 1)
+                step = Step(_out_of_place(call.function), again(call.args), again(call.kwargs))
+                places[tree] = len(maps) + len(steps)
+                steps.append(step)
+                return Map(places[tree])
             case tuple():
                 return tuple(map(again, tree))
             case dict():
@@ -728,31 +732,9 @@ def _of_trace(tree, number: int):
     return tree.each[number] if isinstance(tree, Sizes) else tree
 
 
-def _leaves(tree) -> Iterable[Any]:
-    if isinstance(tree, (tuple, list)):
-        return (x for part in tree for x in _leaves(part))
-    return (x for part in tree.values() for x in _leaves(part)) if isinstance(tree, dict) else (tree,)
-
-
-def _values_in(tree) -> list[Value]:
-    return [x for x in _leaves(tree) if isinstance(x, Value)]
-
-
-def _kept_in(tree) -> list[Kept]:
-    return [x for x in _leaves(tree) if isinstance(x, Kept)]
-
-
-def _made_in(tree) -> list[Made]:
-    return [x for x in _leaves(tree) if isinstance(x, Made)]
-
-
-def _tensors_in(tree) -> list[Made | Kept]:
-    return [x for x in _leaves(tree) if isinstance(x, (Made, Kept))]
-
-
 def _of_image(found: Trace) -> list[int]:
     """The calls that depend on the image and that the result depends on, in order."""
-    used = lambda call: _made_in((call.args, call.kwargs))
+    used = lambda call: found_in((call.args, call.kwargs), Made)
     needed, left = set(), [found.result.call]
     while left:
         number = left.pop()
@@ -771,5 +753,5 @@ def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> 
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None
     own = [n for n in numbers if calls[n].module == module]
-    weighted = [n for n in own if any(kept.name.rpartition(".")[0] == module for kept in _kept_in((calls[n].args, calls[n].kwargs)))]
+    weighted = [n for n in own if any(kept.name.rpartition(".")[0] == module for kept in found_in((calls[n].args, calls[n].kwargs), Kept))]
     return weighted[0] if len(weighted) == 1 else own[0] if len(own) == 1 else None

@@ -91,7 +91,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     image = torch.empty(batch, channels, *size, device="meta", dtype=next((p.dtype for p in model.parameters()), torch.float32))
     recorder = _Recorder(model, image)
     try:
-        with recorder.following(), recorder, torch.random.fork_rng(devices=[]), skip_store({}):
+        with calling(model, recorder.inside), recorder, torch.random.fork_rng(devices=[]), skip_store({}):
             result = model(image)
     except CanNotCapture:
         raise
@@ -104,6 +104,25 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")
     return Trace(recorder.calls, value, batch)
+
+
+@contextmanager
+def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
+    """Inside, ``inside`` has the names of the modules that are being called, the innermost last."""
+    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}  # the first of several
+
+    def left(*_) -> None:  # what a hook returns would be the result
+        inside.pop()
+
+    hooks = [
+        register_module_forward_pre_hook(lambda module, _: inside.append(names.get(id(module), type(module).__name__))),
+        register_module_forward_hook(left, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
@@ -123,47 +142,34 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Called] = []
         self._known: dict[int, _Known] = {}
-        self._names = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            self._names.setdefault(id(module), name)
-        self._inside: list[str] = []
+        self.inside: list[str] = []
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._know(tensor, Kept(name))
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Inside, it is known which module calls."""
-        entered = register_module_forward_pre_hook(lambda module, _: self._inside.append(self._names.get(id(module), type(module).__name__)))
-        left = register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        try:
-            yield
-        finally:
-            entered.remove()
-            left.remove()
-
-    def _leave(self) -> None:
-        if self._inside:
-            self._inside.pop()
+    @property
+    def _where(self) -> str:
+        """For errors: who calls, and the line."""
+        return f"{self.inside and self.inside[-1] or 'the model'} ({_line()})"
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
-        given = {id(x): x for x in _tensors((args, kwargs))}
+        given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
         result = self._result(function, name, args, kwargs)
-        made = _tensors(result)
+        made = found_in(result, Tensor)
         changed = {key for key, x in given.items() if x._version != versions[key]}
         if name.endswith("data.__get__"):
-            raise CanNotCapture(f"{self._inside[-1] if self._inside else 'the model'} ({_line()}) takes the data of a tensor, past its gradient: use detach()")
+            raise CanNotCapture(f"{self._where} takes the data of a tensor, past its gradient: use detach()")
         if _plain(name) in _HOOKS:
-            raise CanNotCapture(f"{_plain(name)} in {self._inside[-1] if self._inside else 'the model'} ({_line()}) changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+            raise CanNotCapture(f"{_plain(name)} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
         if not made and not changed:
             return result  # a size, a type
         if name.endswith("__get__") or not given and not made:
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         called = Called(
-            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self._inside[-1] if self._inside else "", _line(),
+            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", _line(),
             torch.is_grad_enabled(),
         )
         number = len(self.calls)
@@ -221,7 +227,7 @@ class _Recorder(TorchFunctionMode):
     def _written(self, tree: Any, name: str) -> Any:
         """With the values of tensors in their place."""
         if isinstance(tree, Tensor):
-            return self.value_of(tree, f"{_plain(name)} in {self._inside[-1] if self._inside else 'the model'} ({_line()})")
+            return self.value_of(tree, f"{_plain(name)} in {self._where}")
         if isinstance(tree, (tuple, list)):
             return tuple(self._written(x, name) for x in tree)
         if isinstance(tree, dict):
@@ -253,12 +259,13 @@ def _of_a_norm(called: Called, name: str) -> bool:
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
+def found_in(tree: Any, *kinds: type) -> list:
+    """What a function is called with, or returns, of these kinds."""
     if isinstance(tree, (tuple, list)):
-        return [x for part in tree for x in _tensors(part)]
-    return [x for part in tree.values() for x in _tensors(part)] if isinstance(tree, dict) else []
+        return [x for part in tree for x in found_in(part, *kinds)]
+    if isinstance(tree, dict):
+        return [x for part in tree.values() for x in found_in(part, *kinds)]
+    return [tree] if isinstance(tree, kinds) else []
 
 
 def _line() -> str:

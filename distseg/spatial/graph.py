@@ -24,22 +24,17 @@ def receptive_field(model: nn.Module) -> Reach:
     Raises:
         ValueError: the model has no convolution, changes the spatial size, or a pixel's reach has no bound.
     """
-    try:
-        graph = graph_of(model)
-    except ValueError:
-        return probed_reach(model)
-    return reach_of(graph, first_convolution(model).weight.dim() - 2)
+    return reach_for(model, True)
 
 
 def reach_for(model: nn.Module, cut: bool) -> Reach:
     """The receptive field of a model whose images are ``cut``; of one whose layers are not all known and which sees whole images nothing is known, nor has to be."""
-    if not cut:
-        try:
-            graph_of(model)
-        except ValueError:
-            dims = first_convolution(model).weight.dim() - 2
-            return Reach((0,) * dims, (1,) * dims)
-    return receptive_field(model)
+    dims = lambda: first_convolution(model).weight.dim() - 2
+    try:
+        graph = graph_of(model)
+    except ValueError:
+        return probed_reach(model) if cut else Reach((0,) * dims(), (1,) * dims())
+    return reach_of(graph, dims())
 
 
 def graph_of(model: nn.Module) -> Graph:

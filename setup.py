@@ -16,6 +16,7 @@ extras = {
     "tensorboard": ["tensorboard"],
     "demo": ["basemap-data==2.0.0", "pillow"],
     "tiff": ["tifffile"],
+    "export": ["onnx", "onnxscript"],
     "test": ["pytest>=8", "hypothesis"],
 }
 

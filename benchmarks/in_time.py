@@ -131,7 +131,7 @@ def _job(options: argparse.Namespace) -> None:
 def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
     model = build_model(config.model).train()
     place_model(model, torch.device("cpu"), options.precision, options.precision == "bf16")
-    optimizer, cast = make_optimizer(config.optim, list(model.parameters())), autocast(options.precision, torch.device("cpu"))
+    optimizer, cast = make_optimizer(config.optim, dict(model.named_parameters())), autocast(options.precision, torch.device("cpu"))
     box = Box.whole(store.size("earth"))
     x, labels = torch.from_numpy(store.read_normalised("earth", box))[None], torch.from_numpy(store.labels("earth", box))[None, None].float()
     x = x.contiguous(memory_format=torch.channels_last) if options.precision == "bf16" else x

@@ -81,7 +81,7 @@ def _monai(architecture: str, *arguments, first: bool = False, **more) -> Callab
     def build(in_channels: int, out_channels: int) -> nn.Module:
         import monai.networks.nets as nets
 
-        model = getattr(nets, architecture)(2, *arguments, in_channels=in_channels, out_channels=out_channels, **more)
+        model = getattr(nets, architecture)(*arguments, spatial_dims=2, in_channels=in_channels, out_channels=out_channels, **more)
         return Result(model) if first else model
 
     return build
@@ -100,7 +100,7 @@ _THIN = dict(decoder_channels=(32, 16, 16, 8, 8))
 _ENCODERS = (
     "resnet18", "resnet34", "resnext50_32x4d", "se_resnet50", "se_resnext50_32x4d", "mobilenet_v2", "efficientnet-b0", "timm-efficientnet-b0", "densenet121", "vgg11", "vgg11_bn",
     "vgg16_bn", "dpn68", "timm-regnetx_002", "timm-regnety_002", "timm-res2net50_26w_4s", "timm-resnest14d", "timm-skresnet18", "timm-mobilenetv3_small_100", "inceptionv4", "xception",
-    "mit_b0",
+    "timm-gernet_s", "mobileone_s0", "timm-tf_efficientnet_lite0", "tu-resnet26d", "tu-rexnet_100", "tu-ghostnet_100", "tu-hrnet_w18_small", "mit_b0",
 )  # fmt: skip
 NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "example": Example,
@@ -113,6 +113,9 @@ NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "smp_Segformer": _smp("Segformer", "mit_b0"),
     "monai_UNet": _monai("UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2, dropout=0.2),
     "monai_UNet_plain": _monai("UNet", channels=(8, 16, 32), strides=(2, 2), act="GELU", norm="BATCH"),
+    "monai_UNet_group": _monai("UNet", channels=(8, 16, 32), strides=(2, 2), norm=("GROUP", {"num_groups": 4})),
+    "monai_HighResNet": _monai("HighResNet"),
+    "monai_BasicUNet_batch": _monai("BasicUNet", features=(8, 8, 16, 32, 64, 8), norm="batch", upsample="nontrainable"),
     "monai_BasicUNet": _monai("BasicUNet", features=(8, 8, 16, 32, 64, 8)),
     "monai_BasicUNetPlusPlus": _monai("BasicUNetPlusPlus", features=(8, 8, 16, 32, 64, 8), first=True),
     "monai_DynUNet": _monai("DynUNet", kernel_size=[3, 3, 3], strides=[1, 2, 2], upsample_kernel_size=[2, 2], filters=[8, 16, 32]),

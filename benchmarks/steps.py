@@ -87,7 +87,7 @@ def plain_step(setting: Setting) -> Callable[[], float]:
     model = build_model(config.model).train()
     place_model(model, torch.device("cpu"), setting.precision, setting.channels_last)
     parameters = list(model.parameters())
-    optimizer = make_optimizer(config.optim, parameters)
+    optimizer = make_optimizer(config.optim, dict(model.named_parameters()))
     cast = autocast(setting.precision, torch.device("cpu"))
     x, labels = RandomImages(setting.size, 4, CLASSES, config).whole(0)
     x = x.float()[None].contiguous(memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format)

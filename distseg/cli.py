@@ -36,6 +36,7 @@ check     read all of a store or of a run's checkpoints: is it what was written?
 train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
 evaluate  IoU, Dice and accuracy of a run on whole images, beside the colour baseline
 predict   class maps of whole images, in bounded memory
+export    a run's network for use without distseg: safetensors, torch.export, ONNX
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
 plan      pipeline stages of a model: layers, time and memory of each, other splits beside
@@ -338,6 +339,20 @@ def _predict(arguments: list[str]) -> int:
 
 
 @_joint
+def _export(arguments: list[str]) -> int:
+    parser = _parser("export RUN")
+    parser.add_argument("--output", type=str, default="exported", help="Folder for export.json and the files.")
+    parser.add_argument("--formats", nargs="+", choices=["safetensors", "torch", "onnx"], default=["safetensors", "torch"], help="model.safetensors, model.pt2 (torch.export), model.onnx.")
+    config, flags = _parse_run(parser, arguments)
+    check_folder(flags["output"], "--output")
+    from distseg.export import export
+
+    for path in export(flags["run"], config.model, flags["output"], flags["formats"]):
+        print(path)
+    return 0
+
+
+@_joint
 def _check(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg check", exit_on_error=False)
     parser.add_argument("path", help="A store, a run's folder, or one of its checkpoints.")
@@ -532,6 +547,7 @@ _COMMANDS = {
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,
+    "export": _export,
     "plot": _plot,
     "models": _models,
     "plan": _plan,

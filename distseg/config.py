@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import List, Literal, Optional, Union
+from typing import Dict, List, Literal, Optional, Union
 
 from distseg.extents import Extents, parse_bytes
 
@@ -70,7 +70,9 @@ def _each_once(section, name: str) -> None:
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = "unet"
-    """``unet``, a name of ``distseg models``, or your own function as ``package.module:function`` (called with the fields below that are set)."""
+    """``unet``, a name of ``distseg models``, or your own function as ``package.module:function`` (called with ``args`` and the fields below that are set)."""
+    args: Optional[Dict[str, Union[bool, int, float, str, list, None]]] = None
+    """Arguments of your own function by name, such as ``{encoder_name: resnet34, encoder_weights: null}``. Bands and classes are given it besides, as ``in_channels`` and ``out_channels`` or what else it calls them."""
     depth: Optional[int] = None
     """Number of poolings; the total stride is 2^depth."""
     num_convs: Optional[int] = None
@@ -91,6 +93,8 @@ class ModelConfig:
     """Of the initial weights."""
 
     def __post_init__(self):
+        if self.args is not None and ":" not in self.name:
+            raise ValueError(f"model.args are those of your own function, package.module:function, but model.name is {self.name}: use the fields of model, such as model.depth")
         _between(self, -_LARGEST, _LARGEST, "seed", "depth", "num_convs", "base_channels", "in_channels", "out_channels", "groups")
 
 
@@ -254,8 +258,18 @@ class OptimConfig:
     """Share of all steps in which the rate rises from 0 (cosine, constant) or lr/25 (one_cycle)."""
     clip: Optional[float] = None
     """Largest global norm of the gradient."""
+    rates: Optional[Dict[str, float]] = None
+    """Factors of the learning rate by parts of the network, such as ``{encoder: 0.1, encoder.layer1: 0}``: names of modules or parameters, also with ``*``. Of several that fit the last one holds; what has 0 is frozen."""
+    thaw: Optional[Dict[str, int]] = None
+    """Epochs after which parts of the network begin to learn, such as ``{encoder: 2}``; names as for ``rates``."""
 
     def __post_init__(self):
+        if wrong := {part: factor for part, factor in (self.rates or {}).items() if not 0 <= factor < math.inf}:
+            part, factor = wrong.popitem()
+            raise ValueError(f"optim.rates has {factor} for {part}, but a factor of the learning rate is a number of at least 0")
+        if wrong := {part: epochs for part, epochs in (self.thaw or {}).items() if epochs < 0}:
+            part, epochs = wrong.popitem()
+            raise ValueError(f"optim.thaw has {epochs} for {part}, but a part thaws after a number of epochs of at least 0")
         _between(self, 0, 1, "warmup", "momentum")
         _at_least(self, 0, "lr", "weight_decay")
         if self.clip is not None and not 0 < self.clip < math.inf:
@@ -283,6 +297,10 @@ class TrainConfig:
     """Epochs between validations; 0 never."""
     output: str = "runs/default"
     """Folder of logs and checkpoints."""
+    init: Optional[str] = None
+    """Weights to begin with: a file ``NAME.safetensors``, or the folder of a run. What it has not keeps its initial weights, which is said; other numbers of bands or classes are adapted to."""
+    init_names: Optional[Dict[str, str]] = None
+    """How names in ``init`` begin and how the network's do instead, such as ``{"backbone.": "encoder."}``."""
     resume: Union[bool, str] = False
     """Continue at the very sample from a checkpoint in ``output``: true (the last one, or from the beginning where there is none), best, or a name such as step-00000600."""
     keep: int = 2
@@ -300,7 +318,7 @@ class TrainConfig:
             raise ValueError(f"train.resume is true, false, best, last or a name such as step-00000600, got {self.resume!r}")
         _at_least(self, 0, "check_replicas", "validate_every", "max_minutes", "job_minutes", "checkpoint_minutes")
         _between(self, -_LARGEST, _LARGEST, "seed")
-        _path(self, "output")
+        _path(self, "output", "init")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,12 @@ def sections() -> dict[str, tuple[str, ...]]:
     return {section.name: tuple(field.name for field in fields(section.default_factory)) for section in fields(Config)}
 
 
+def is_mapping(name: str) -> bool:
+    """Whether a setting is names with values."""
+    section, _, field = name.partition(".")
+    return "Dict[" in Config.__dataclass_fields__[section].default_factory.__dataclass_fields__[field].type
+
+
 def read_settings(path: str) -> list[Setting]:
     """The settings of a YAML file, in its order.
 
@@ -77,7 +83,7 @@ def settings_of(tree: dict, place: str) -> list[Setting]:
         _check_name(place, section, tuple(sections()))
         for field, value in _items(f"{place}: {section}", content or {}):
             _check_name(place, f"{section}.{field}", _known(section))
-            if not _plain(value):
+            if not (_plain(value) or isinstance(value, dict) and is_mapping(f"{section}.{field}") and all(map(_plain, value.values()))):
                 raise ValueError(f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is a number, text or a list of them")
             found.append(Setting(f"{section}.{field}", value if isinstance(value, str) else json.dumps(value), place))
     return found
@@ -194,7 +200,21 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
         return _scalar(node)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(v, yaml.ScalarNode) for v in node.value):
         return "[" + ", ".join(text if _WORD.fullmatch(text) else json.dumps(text) for text in map(_scalar, node.value)) + "]"
+    if isinstance(node, yaml.MappingNode) and is_mapping(name):
+        written = {key: _inner(value, f"{place}: {name}", key) for key, value, place in _fields(place.rpartition(", line ")[0], node, f"a name of {name}")}
+        return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
     raise ValueError(f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a list of them")
+
+
+def _inner(node: yaml.Node, place: str, name: str) -> str:
+    """A value inside a mapping, as YAML, text in quotes. Flags know no such: text that is a number, true or false is taken as that."""
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
+        return json.dumps(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return "[" + ", ".join(_inner(value, place, name) for value in node.value) + "]"
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
+    raise ValueError(f"{place}: {name} holds fields, but a value here is a number, text or a list of them")
 
 
 def _scalar(node: yaml.ScalarNode) -> str:

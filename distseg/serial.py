@@ -113,9 +113,9 @@ def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def _stepped(parameters: dict[str, nn.Parameter], config: Config) -> dict[str, Tensor]:
     """The parameters after an optimizer step on their gradients."""
-    trained = [p for p in parameters.values() if p.requires_grad]
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if config.optim.clip:
-        torch.nn.utils.clip_grad_norm_(trained, config.optim.clip)
+        torch.nn.utils.clip_grad_norm_(trained.values(), config.optim.clip)
     make_optimizer(config.optim, trained).step()
     return {name: p.detach() for name, p in parameters.items()}
 

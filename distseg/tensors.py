@@ -80,6 +80,13 @@ def names_in(path: Path) -> list[str]:
         return list(file.keys())
 
 
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's tensors by name, none of which is read; errors as of :func:`read_tensors`."""
+    names = names_in(path)
+    with safe_open(path, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 

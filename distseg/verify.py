@@ -44,6 +44,7 @@ from distseg.models.zoo import plain_model
 from distseg.serial import Dropouts, Image, Outcome, rounding_of_gradients, serial_step, updated_weights
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.loss import parse
+from distseg.train.optim import freeze
 
 
 class RandomImages:
@@ -101,6 +102,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
     with together(world):
         config, plain, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
+        freeze(plain, config.optim)
         initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
         check_size(model, images.size)
         check_calls(model, images.size, config.data.images)

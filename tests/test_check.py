@@ -43,6 +43,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
     ("spatial.tiles_per_rank", "run.memory"): ({"spatial.tiles_per_rank": Extents("2x2"), **MEMORY}, {"run.memory": None}),
     ("data.focus_share", "data.focus_class"): ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
     ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Extents("8x8")}),
+    ("train.init_names", "train.init"): ({"train.init_names": {"a": "b"}}, {"train.init": "a.safetensors"}),
     ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }
 

@@ -24,7 +24,7 @@ def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int
     """A small model after some steps, its weights in channels_last."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).to(dtype, memory_format=torch.channels_last)
-    optimizer = make_optimizer(OptimConfig(optim, lr=0.1), list(model.parameters()))
+    optimizer = make_optimizer(OptimConfig(optim, lr=0.1), dict(model.named_parameters()))
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.randn(2, 3, 8, 8, dtype=dtype)).square().mean().backward()
@@ -250,7 +250,7 @@ def test_a_layer_at_two_places(tmp_path):
     """One convolution twice: the format has no shared tensors, so each place has its own, of the same numbers."""
     conv = nn.Conv2d(3, 3, 3, padding=1)
     model = nn.Sequential(conv, nn.ReLU(), conv)
-    save(tmp_path, 1, model=(model, make_optimizer(OptimConfig(), list(model.parameters()))))
+    save(tmp_path, 1, model=(model, make_optimizer(OptimConfig(), dict(model.named_parameters()))))
     again = nn.Sequential(conv2 := nn.Conv2d(3, 3, 3, padding=1), nn.ReLU(), conv2)
     load_weights(find(tmp_path), again)
     assert torch.equal(conv2.weight, conv.weight)

@@ -140,7 +140,7 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "unknown command 'trian': choose prepare, check, train, evaluate, predict, plot, models, plan, verify, profile"),
+        (["trian"], "unknown command 'trian': choose prepare, check, train, evaluate, predict, export, plot, models, plan, verify, profile"),
         (["--verbose"], "unknown command '--verbose'"),
         (["verify", "--model.deep", "2"], "--model.deep"),
         (["verify", "--model.depth", "deep"], "model.depth"),

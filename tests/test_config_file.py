@@ -1,6 +1,7 @@
 """Config files are data, whatever is in them: settings, or one clear error; and flags are the same settings."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from distseg.config_file import check_value, read_settings, sections, settings_o
 from distseg.extents import Extents
 from distseg.loss import Loss
 from distseg.trained import taken_over
+from distseg.train.run import plain
 
 PARSER = _parser("train")
 NAMES = [f"{section}.{field}" for section, names in sections().items() for field in names]
@@ -54,6 +56,47 @@ run:
     flags += ["--data.store=a, b [c].h5", "--data.augment=[flip,turn]", "--train.tensorboard=false", "--train.output=runs/ünï", "--memory=4GB"]
     assert found == _config(_parse(PARSER, flags))
     assert (found.model.dropout, found.loss.class_weights, found.data.augment, found.run.memory) == (0.1, [1.0, 2.5, 10.0], ["flip", "turn"], 4 * 10**9)
+
+
+def test_names_with_values(tmp_path):
+    text = """
+model:
+  name: nets:mine
+  args: {encoder_name: resnet34, encoder_weights: null, depth: 3, on: true, rates: [1, 2.5], really: yes, text: "a: {b}"}
+optim:
+  rates:
+    encoder: 0.1
+    "decoder.blocks.*": 0
+  thaw: {encoder: 2}
+train:
+  init_names: {"backbone.": "encoder."}
+"""
+    found = config_of(text, tmp_path)
+    assert found.model.args == {"encoder_name": "resnet34", "encoder_weights": None, "depth": 3, "on": True, "rates": [1, 2.5], "really": True, "text": "a: {b}"}
+    assert (found.optim.rates, found.optim.thaw, found.train.init_names) == ({"encoder": 0.1, "decoder.blocks.*": 0.0}, {"encoder": 2}, {"backbone.": "encoder."})
+    flags = ["--model.name=nets:mine", "--model.args.encoder_name=resnet34", "--model.args.depth=3", "--optim.rates.encoder=0.1"]
+    typed = _config(_parse(PARSER, flags))
+    assert (typed.model.args, typed.optim.rates) == ({"encoder_name": "resnet34", "depth": 3}, {"encoder": 0.1})
+    over = config_of(text, tmp_path, "--model.args.depth=4")
+    assert over.model.args == {**found.model.args, "depth": 4}
+    # and back from a run's manifest
+    manifest = json.loads(json.dumps(plain(found)))
+    assert _config(_parse(PARSER, [setting.flag for setting in settings_of(manifest, "manifest.json")])) == found
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("model:\n  name: a:b\n  args: {a: {b: 1}}\n", "c.yaml, line 3: model.args: a holds fields, but a value here is a number, text or a list of them"),
+        ("model:\n  name: a:b\n  args: {a: 1, a: 2}\n", "'a' is a name of model.args that line 3 has already"),
+        ("optim:\n  rates: {a: fast}\n", "c.yaml, line 2: optim.rates takes"),
+        ("optim:\n  rates: 3\n", "c.yaml, line 2: optim.rates takes"),
+        ("mesh:\n  tiles: {a: 1}\n", "c.yaml, line 2: mesh.tiles holds fields or lists of lists"),
+    ],
+)
+def test_names_with_values_that_are_none_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of(text, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["\ufeffmodel:\n  depth: 2\n", "model:\r\n  depth: 2\r\n", "model:\n  depth: &d 2\ntrain:\n  epochs: *d\n", "mesh:\nmodel:\n  depth: 2\n"])

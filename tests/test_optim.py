@@ -49,7 +49,7 @@ def test_rates_are_positive_up_to_the_peak(schedule, warmup, total):
 )
 def test_optimizers_are_pytorchs(config, reference):
     ends = []
-    for make in (lambda p: make_optimizer(config, p), reference):
+    for make in (lambda p: make_optimizer(config, {"w": p[0]}), reference):
         w = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
         optimizer = make([w])
         for g in ([0.5, 1.0], [-0.25, 2.0], [0.1, -1.0]):
@@ -61,8 +61,8 @@ def test_optimizers_are_pytorchs(config, reference):
 
 def test_the_rate_is_set_before_a_step():
     w = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = make_optimizer(OptimConfig("sgd", lr=5.0, momentum=0.0), [w])
-    set_learning_rate(optimizer, 0.25)
+    optimizer = make_optimizer(OptimConfig("sgd", lr=5.0, momentum=0.0), {"w": w})
+    set_learning_rate(optimizer, 0.25, epoch=0)
     w.grad = torch.tensor([1.0])
     optimizer.step()
     assert w.item() == 0.75

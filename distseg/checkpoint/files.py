@@ -185,7 +185,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
             f"checkpoint {checkpoint} holds the state of another optimizer ({', '.join(sorted(others))}) than {type(optimizer).__name__}: "
             "resume with the optim section of its manifest.json"
         )
-    for p in optimizer.param_groups[0]["params"]:
+    for p in parameters_of(optimizer):
         state = {key.rpartition("/")[2]: value for key, value in saved.items() if key.rpartition("/")[0] == names.get(p)}
         for key, value in state.items():
             optimizer.state[p][key] = _state_like(p, value.shape, value.dtype).copy_(value)
@@ -194,6 +194,10 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
     """Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA."""
     return torch.empty_like(p, dtype=dtype) if tuple(shape) == tuple(p.shape) else torch.empty(shape, dtype=dtype, device=p.device)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -208,7 +212,7 @@ def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
     if comm.size == 1:
         return
     broadcast(model, comm)
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = parameters_of(optimizer)
     forms = [(i, key, tuple(v.shape), v.dtype) for i, p in enumerate(parameters) for key, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)]
     for i, key, shape, dtype in comm.bcast(forms, root=0):
         state = optimizer.state[parameters[i]]

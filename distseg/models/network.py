@@ -7,7 +7,7 @@ Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Iterator, Mapping, Sequence
+from typing import Callable, Iterable, Iterator, Mapping, Sequence, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,7 @@ from distseg.altered import hooked
 from distseg.models.layers import Pop, Stash, first_convolution, outline, register, skip_store
 
 IMAGE = "image"
+T = TypeVar("T")
 
 
 class Network(nn.Module):
@@ -200,6 +201,12 @@ def _check_in_place(calls: Sequence[Call]) -> None:
 def _name_of(calls: Sequence[Call], source: int) -> str:
     stash = next((call.layer for call in calls if isinstance(call.layer, Stash) and call.inputs == (source,)), None)
     return f"stash({stash.name!r})" if stash else f"layer {calls[source - 1].name}" if source else "the image"
+
+
+def user_names(named: Iterable[tuple[str, T]], model: nn.Module) -> dict[str, T]:
+    """Of a network that was captured the names in the user's module."""
+    names = getattr(model, "names", {})
+    return {names.get(name, name): x for name, x in named}
 
 
 def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:

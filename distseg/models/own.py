@@ -53,12 +53,13 @@ def _choices(module) -> str:
     return f"choose {', '.join(own[:8])}{' or another' if len(own) > 8 else ''}" if own else "define it there"
 
 
-def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.Module:
-    """The network that a user's function makes of the config's model fields.
+def built(name: str, builder: Callable[..., nn.Module], arguments: dict, own: dict = {}) -> nn.Module:
+    """The network that a user's function makes of the config's model fields, and of arguments of its ``own``.
 
     Raises:
         ValueError: it does not take the arguments, fails, or makes no network.
     """
+    wanted, arguments = arguments, _called(builder, arguments, own)
     _check_arguments(name, builder, arguments)
     with blaming(f"model {name!r} can not be built"):
         model = builder(**arguments)
@@ -71,8 +72,25 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict) -> nn.M
         raise ValueError(
             f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: {' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: write it in plain PyTorch"
         ) from e
-    _check_channels(name, model, arguments)
+    _check_channels(name, model, wanted)
     return model
+
+
+_CALLED = {"in_channels": ("in_channels", "in_chans", "n_channels", "num_channels"), "out_channels": ("out_channels", "classes", "num_classes", "n_classes")}
+
+
+def _called(builder: Callable, arguments: dict, own: dict) -> dict:
+    """The arguments, bands and classes by the names that a function has for them, but for those that are given it anyhow."""
+    try:
+        takes = inspect.signature(builder).parameters
+    except (TypeError, ValueError):
+        takes = {}
+    found = {}
+    for field, value in arguments.items():
+        names = _CALLED.get(field, ())
+        if not any(name in own for name in names):
+            found[next((name for name in names if name in takes), field)] = value
+    return found | own
 
 
 def _check_leaves(name: str, model: nn.Module) -> None:
@@ -116,6 +134,6 @@ def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
     except TypeError as e:
         given = ", ".join(f"{field}={value!r}" for field, value in arguments.items()) or "no arguments"
         raise ValueError(
-            f"model {name!r} takes {signature}, but is called with {given} ({e}): the fields of the model section that are set are its arguments, and "
-            "in_channels and out_channels come from the data; let it take them, or leave out of the config what it does not take"
+            f"model {name!r} takes {signature}, but is called with {given} ({e}): model.args and the fields of the model section that are set are its arguments, and "
+            "in_channels and out_channels (or classes) come from the data; let it take them, or leave out of the config what it does not take"
         ) from None

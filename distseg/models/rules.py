@@ -442,6 +442,8 @@ class Rules:
         if isinstance(running_mean, Kept) and running_mean.name in self.names.values():
             raise self.refusal("is called a second time on the same running statistics, which would count both: give each place a norm of its own")
         tensors = dict(weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+        if isinstance(running_mean, Kept) and (count := f"{running_mean.name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")) in self.shapes:
+            tensors["num_batches_tracked"] = Kept(count)
         kind = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1]
         return self.layer(kind, x, x.channels, eps, momentum, weight is not None, running_mean is not None, tensors=tensors, alike=x.form != "maps")
 
@@ -693,7 +695,7 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor], alike: bool) -> nn
             layer._buffers[name] = tensor
         else:
             setattr(layer, name, tensor)
-    if getattr(layer, "num_batches_tracked", None) is not None:
+    if "num_batches_tracked" not in found and getattr(layer, "num_batches_tracked", None) is not None:
         layer.num_batches_tracked = torch.zeros((), dtype=torch.long)
     return layer
 

@@ -81,7 +81,7 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
     if ":" in config.name:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            return built(config.name, own_builder(config.name), arguments)
+            return built(config.name, own_builder(config.name), arguments, config.args or {})
     builder = _builder(config.name)
     try:
         with torch.device("meta"):

@@ -22,7 +22,7 @@ from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
 from distseg.models.layers import channels_of, skip_store
-from distseg.models.network import channels_of_maps, flat_layers, refusals
+from distseg.models.network import channels_of_maps, flat_layers, refusals, user_names
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
@@ -41,7 +41,7 @@ from distseg.spatial.norm import live_layers
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
-from distseg.train.optim import make_optimizer, set_learning_rate, state_copies
+from distseg.train.optim import freeze, make_optimizer, set_learning_rate, state_copies
 from distseg.train.step import DevicesStep, GradientStep, InTimeStep, LossHead, Rows
 from distseg.watch import beat
 
@@ -73,6 +73,7 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # with pipeline.placement devices another than the launcher chose
             self.autocast = autocast(precision, device)
+            freeze(model, config.optim)
             check_trainable(model)
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
@@ -85,11 +86,12 @@ class Engine:
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         broadcast(model, mesh.replicas)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = user_names(((name, p) for name, p in model.named_parameters() if p.requires_grad), model)
+        self.parameters = list(trained.values())
         self.gradients = Gradients(self.parameters)
         beat("start of what sums gradients")
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
-        self.optimizer = make_optimizer(config.optim, self.parameters)
+        self.optimizer = make_optimizer(config.optim, trained)
         with together(mesh.world):
             self.gradient_step = self._gradient_step(activations)
 
@@ -166,7 +168,7 @@ class Engine:
         norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5
         if self.config.optim.clip:
             self.gradients.clip(self.config.optim.clip, norm)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizer, rate, self.context.epoch)
         self.optimizer.step()
         self.model.commit_statistics()
         return norm

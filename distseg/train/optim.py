@@ -1,19 +1,56 @@
-"""Optimizers by name, and the learning rate as a pure function of the step."""
+"""Optimizers by name, the learning rate as a pure function of the step, and its factors for parts of a network."""
 
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 from inspect import unwrap
+from typing import Mapping, TypeVar
 
 import torch
 from torch import nn
 
 from distseg.config import OptimConfig
+from distseg.models.network import user_names
 
 
-def make_optimizer(config: OptimConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer; its learning rate is set before each step from :func:`learning_rate`."""
-    parameters = parameters or [nn.Parameter(torch.zeros(0))]  # a pipeline stage may have no weights
+T = TypeVar("T")
+
+
+def of_part(settings: Mapping[str, T] | None, name: str, default: T) -> T:
+    """What ``optim.rates`` or ``optim.thaw`` say of a parameter: the value of the last part that it belongs to."""
+    fitting = [value for part, value in (settings or {}).items() if fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")]
+    return fitting[-1] if fitting else default
+
+
+def freeze(model: nn.Module, config: OptimConfig) -> None:
+    """Take out of training what has a rate of 0.
+
+    Raises:
+        ValueError: a part that the network has not.
+    """
+    parameters = user_names(model.named_parameters(remove_duplicate=False), model)
+    for setting, parts in (("rates", config.rates), ("thaw", config.thaw)):
+        if unknown := [part for part in parts or () if all(of_part({part: True}, name, False) is False for name in parameters)]:
+            tops = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
+            raise ValueError(f"optim.{setting} names {unknown[0]!r}, but this network has no such part: its parameters begin with {', '.join(tops[:8])}{', ...' * (len(tops) > 8)}")
+    for name, parameter in parameters.items():
+        if of_part(config.rates, name, 1.0) == 0:
+            parameter.requires_grad_(False)
+
+
+def make_optimizer(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """PyTorch's own optimizer of parameters by name; its learning rate is set before each step from :func:`learning_rate`."""
+    groups: dict[tuple[float, int], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault((of_part(config.rates, name, 1.0), of_part(config.thaw, name, 0)), []).append(parameter)
+    groups = groups or {(1.0, 0): [nn.Parameter(torch.zeros(0))]}  # a pipeline stage may have no weights
+    optimizer = _optimizer(config, [dict(params=those, factor=factor, thaw=epochs) for (factor, epochs), those in groups.items()])
+    set_learning_rate(optimizer, config.lr, 0)
+    return optimizer
+
+
+def _optimizer(config: OptimConfig, parameters: list[dict]) -> torch.optim.Optimizer:
     common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=True)
     if config.name == "sgd":
         return _light(torch.optim.SGD)(parameters, momentum=config.momentum, **common)
@@ -54,6 +91,6 @@ def _cosine(start: float, stop: float, t: float) -> float:
     return stop + (start - stop) * (1 + math.cos(math.pi * t)) / 2
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, epoch: int) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["factor"] if epoch >= group["thaw"] else 0.0

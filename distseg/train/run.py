@@ -27,6 +27,7 @@ from distseg.infer.predictor import Predictor, room_of
 from distseg.models.layers import channels_of
 from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
+from distseg.checkpoint.pretrained import pretrained
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
 from distseg.precision import choose, gpu_lines
@@ -66,6 +67,8 @@ class Run:
             self._batch_norm = not config.spatial.frozen_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
+            init = config.train.init if not self.checkpoint else None
+            self.init = None if init is None else pretrained(init, self.model, config.train.init_names)
         agree(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
         phase("building the network")
         precision, channels_last = choose(config.train, self.device, world)
@@ -80,7 +83,7 @@ class Run:
         self.lines = [*self._introduction(), *self._changes(), *filter(None, [repeats])]
         if self.finished:
             return
-        if self.checkpoint:
+        if self.checkpoint or self.init:
             self._load()
         memory = config.run.memory
         room = None if memory is None else room_of(memory, engine.base_memory(), "weights, gradients and the optimizer's state", world)
@@ -129,9 +132,11 @@ class Run:
         }
 
     def _load(self) -> None:
-        phase(f"loading {self.checkpoint.name}")
+        phase(f"loading {self.checkpoint.name if self.checkpoint else self.config.train.init}")
         with together(self.world):
-            if self.mesh.replicas.rank == 0:
+            if self.mesh.replicas.rank == 0 and self.init:
+                self.init.load(self.model)
+            elif self.mesh.replicas.rank == 0:
                 load_weights(self.checkpoint, self.model, part=self.engine.partition is not None)
                 load_optimizer(self.checkpoint, self.model, self.engine.optimizer)
         share(self.model, self.engine.optimizer, self.mesh.replicas)
@@ -185,7 +190,7 @@ class Run:
             recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
             lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
         lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
-        return lines + [f"note: {text}" for text in self._notes]
+        return lines + list(self.init.lines if self.init else ()) + [f"note: {text}" for text in self._notes]
 
 
 def lock_run(output: Path) -> IO:

@@ -24,20 +24,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(7)])
     parser.add_argument("--size", type=Extents, default=Extents((384, 384)), help="of the image (default: %(default)s)")
     parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
+    parser.add_argument("--model", default="unet", help="another network, as package.module:function, such as benchmarks.networks:smp_Unet_resnet34; norm and base are its own then")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
-    setting = Setting(size=options.size, base_channels=options.base)
+    setting = Setting(size=options.size, base_channels=options.base, model=options.model)
     if options.quick:
         setting = replace(setting, size=Extents((64, 64)), base_channels=4, depth=2)
     found = {
         (norm, name): measure(_cases(replace(setting, norm=norm, **form)), repeats_of(options), clock=time.process_time)
-        for norm in NORMS
+        for norm in (NORMS if options.model == "unet" else ("its own",))
         for name, form in FORMATS.items()
     }
     rows = [_row(norm, name, results) for (norm, name), results in found.items()]
+    network = f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, dropout 0.1" if options.model == "unet" else options.model
     notes = (
-        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, dropout 0.1, AdamW, gradient norm in both; image {setting.size};\n"
+        f"{network}, AdamW, gradient norm in both; image {setting.size};\n"
         "processor seconds of one thread (the wall clock's on a quiet machine); ratio: median of the turns, with its range"
     )
     samples = {f"{norm}, {name}": results.as_dict() for (norm, name), results in found.items()}

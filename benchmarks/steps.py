@@ -27,6 +27,7 @@ from distseg.geometry.tile import owned_tiles
 from distseg.launch import keep_freed_memory, world
 from distseg.mesh import Mesh
 from distseg.spatial import conv
+from distseg.models.capture import as_network
 from distseg.models.zoo import build_model
 from distseg.pipeline.build import autocast, place_model
 from distseg.train.engine import Engine
@@ -40,7 +41,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step works on: images of ``size``, one a sample group, and a U-Net of the paper's form."""
+    """What a step works on: images of ``size``, one a sample group, and a U-Net of the paper's form, or ``model``, a function ``package.module:function``."""
 
     size: Extents = Extents((256, 256))
     depth: int = 4
@@ -53,9 +54,10 @@ class Setting:
     samples: int = 1
     tiles: Extents = Extents((1, 1))
     exchange_every: str = "all"
+    model: str = "unet"
 
     def config(self, reducer: str = "auto") -> Config:
-        model = ModelConfig(
+        model = ModelConfig(self.model, in_channels=4, out_channels=CLASSES) if ":" in self.model else ModelConfig(
             depth=self.depth, num_convs=self.num_convs, base_channels=self.base_channels, in_channels=4, out_channels=CLASSES,
             norm=self.norm, dropout=self.dropout,
         )  # fmt: skip
@@ -69,7 +71,7 @@ def distributed_step(setting: Setting, comm=None, reducer: str = "auto") -> tupl
     """distseg's step on the ranks of ``comm`` (by default this one)."""
     config = setting.config(reducer)
     mesh = Mesh(comm or world(), setting.samples, setting.tiles)
-    engine = Engine(config, mesh, build_model(config.model), setting.size, precision=setting.precision, channels_last=setting.channels_last)
+    engine = Engine(config, mesh, as_network(build_model(config.model)), setting.size, precision=setting.precision, channels_last=setting.channels_last)
     images = RandomImages(setting.size, 4, CLASSES, config)
     pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reading)]
 

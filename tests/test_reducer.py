@@ -42,11 +42,23 @@ def test_a_bucket_for_each_dtype_and_no_larger_than_its_bound(monkeypatch):
     assert [b.numel() for b in Gradients(parameters()).buckets] == [108, 4, 8], "a parameter is never cut"
 
 
+def test_gradients_of_a_lone_replica_are_autograds():
+    params = parameters()
+    gradients = Gradients(params, flat=False)
+    for _ in range(2):
+        gradients.zero()
+        assert not gradients.buckets and all(p.grad is None for p in params)
+        (params[0].sum() + params[2].sum()).backward()
+        gradients.settle()
+        assert [float(p.grad.sum()) for p in params] == [108, 0, 8] and [p.grad.stride() for p in params] == [p.stride() for p in params]
+
+
 @pytest.mark.parametrize("largest", [0.1, 1e6])
-def test_clip_is_torchs(largest, monkeypatch):
+@pytest.mark.parametrize("flat", [True, False])
+def test_clip_is_torchs(largest, flat, monkeypatch):
     monkeypatch.setattr(reducer, "_BUCKET", 4 * 112)
     ours, theirs = parameters(), parameters()
-    gradients = Gradients(ours)
+    gradients = Gradients(ours, flat)
     for params in (ours, theirs):
         sum((i + 1) * (p**2).sum() for i, p in enumerate(params)).backward()
     assert gradients.norm().item() == pytest.approx(nn.utils.get_total_norm([p.grad for p in theirs]).item())

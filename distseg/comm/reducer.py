@@ -1,6 +1,6 @@
 """Gradients of all replicas summed once per optimizer step, by Horovod or by MPI alone.
 
-Gradients live in a few flat buckets, of which each parameter's ``grad`` is a view: what the network reduces is
+Where there are several replicas gradients live in a few flat buckets, of which each parameter's ``grad`` is a view: what the network reduces is
 contiguous, nothing is copied, and the global norm is one reduction. Every rank computes the gradient of *its* part of
 the loss, which is divided by global counts already, so the reduction is a plain sum and the result the serial gradient.
 """
@@ -29,16 +29,20 @@ _BUCKET = 1 << 26  # bytes; Horovod's own fusion buffer has 128 MiB
 
 
 class Gradients:
-    """The flat gradient buckets of a list of parameters.
+    """The gradients of a list of parameters.
+
+    Args:
+        flat: whether others add to them, and so they lie in buckets; else autograd's own tensors are left as they are.
 
     Attributes:
-        buckets: one or more flat tensors per dtype and device, in the parameters' order.
+        buckets: one or more flat tensors per dtype and device, in the parameters' order; none where they are not ``flat``.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]):
+    def __init__(self, parameters: list[nn.Parameter], flat: bool = True):
+        self.parameters = parameters
         self.buckets: list[Tensor] = []
         group: list[nn.Parameter] = []
-        for p in parameters:
+        for p in parameters if flat else ():
             if group and not _same_bucket(group, p):
                 self._close(group)
                 group = []
@@ -57,22 +61,36 @@ class Gradients:
         self.buckets.append(bucket)
 
     def zero(self) -> None:
+        """Begin a step."""
         for bucket in self.buckets:
             bucket.zero_()
+        for p in self.parameters if not self.buckets else ():
+            p.grad = None
+
+    def settle(self) -> None:
+        """After the backward passes: what no loss depends on has a gradient of zeros."""
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Tensors that hold all of them."""
+        return self.buckets or [p.grad for p in self.parameters]
 
     def norm(self) -> Tensor:
         """The 2-norm of all of them."""
-        if not self.buckets:
+        parts = [torch.linalg.vector_norm(part) for part in self.parts]
+        if not parts:
             return torch.zeros(())
-        parts = [torch.linalg.vector_norm(b) for b in self.buckets]
         return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
 
     def clip(self, largest: float, norm: float) -> None:
         """Scale as ``torch.nn.utils.clip_grad_norm_`` does, so that the global norm, ``norm`` now, is at most ``largest``."""
         factor = largest / (norm + 1e-6)
         if factor < 1:
-            for bucket in self.buckets:
-                bucket.mul_(factor)
+            for part in self.parts:
+                part.mul_(factor)
 
 
 def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:

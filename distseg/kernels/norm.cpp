@@ -5,8 +5,8 @@
 //     z = scale * (x - pivot) + bias,   y = z > 0 ? z : slope * z,   g' = z > 0 ? g : slope * g
 //
 // A tensor is a set of runs of contiguous values: rows of pixels with all their channels (channels last), or rows of one
-// channel. Parameters are laid out anew as a period that the values of a run repeat; so both layouts take the same inner
-// loops, whose lengths are multiples of a vector whatever the number of channels.
+// channel. Where channels come last parameters are laid out anew as a period that the values of a run repeat; else they are one
+// number; so both layouts take the same inner loops, whose lengths are multiples of a vector whatever the number of channels.
 
 #include <algorithm>
 #include <cmath>
@@ -63,8 +63,8 @@ struct Runs {
     int64_t rows, count, period;
     int64_t lanes;  // of the period that some run has values for: short rows of one channel do not fill it
     explicit Runs(const Shape& s) : s(s), rows(s.depth * s.height), count(s.channels_last ? rows : rows * s.channels) {
-        period = s.channels_last ? std::lcm(s.channels, int64_t(16)) : 64;
-        if (period < 64) period *= (64 + period - 1) / period;
+        period = s.channels_last ? std::lcm(s.channels, int64_t(16)) : 32;
+        if (s.channels_last && period < 64) period *= (64 + period - 1) / period;
         lanes = s.channels_last ? period : std::min(period, s.width);
     }
     int64_t plane(int64_t run) const { return run % rows / s.height; }
@@ -78,21 +78,24 @@ struct Runs {
     }
 };
 
-// Parameters of channels as the inner loops want them.
-template <class A> struct Period {
-    const Runs& runs;
+// Parameters of channels as the inner loops want them: a period of values, or one.
+template <class A> struct Parameter {
     const A* of_channel;
     std::vector<A> values;
-    int64_t there = -1;  // the channel that the values are of
-    Period(const Runs& runs, const A* of_channel) : runs(runs), of_channel(of_channel), values(runs.period) {
-        if (runs.s.channels_last)
-            for (int64_t j = 0; j < runs.period; ++j) values[j] = of_channel[j % runs.s.channels];
-    }
-    const A* at(int64_t channel) {
-        if (!runs.s.channels_last && channel != there) std::fill_n(values.begin(), runs.lanes, of_channel[there = channel]);
-        return values.data();
+    Parameter(const Runs& runs, const A* of_channel) : of_channel(of_channel), values(runs.s.channels_last ? runs.period : 0) {
+        for (size_t j = 0; j < values.size(); ++j) values[j] = of_channel[int64_t(j) % runs.s.channels];
     }
 };
+template <class A> struct One {
+    A value;
+    A operator[](int64_t) const { return value; }
+};
+
+// Call ``f`` with the parameters of a run of channel ``c``.
+template <class F, class... A> static inline void with(const Runs& runs, int64_t c, F f, const Parameter<A>&... parameters) {
+    if (runs.s.channels_last) f(parameters.values.data()...);
+    else f(One<A>{parameters.of_channel[c]}...);
+}
 
 template <class F> static void each_thread(const Runs& runs, F work) {
     int64_t threads = std::max<int64_t>(1, std::min(runs.s.threads, runs.count));
@@ -115,8 +118,8 @@ struct Moments {
     }
 };
 
-template <class T, class A>
-static void add_moments(const T* x, int64_t n, int64_t period, const A* __restrict pivot, A* __restrict s1, A* __restrict s2) {
+template <class T, class A, class P>
+static void add_moments(const T* x, int64_t n, int64_t period, P pivot, A* __restrict s1, A* __restrict s2) {
     for (int64_t i = 0; i < n; i += period) {
         int64_t length = std::min(period, n - i);
 #pragma omp simd
@@ -143,15 +146,15 @@ template <class T, class A> struct MomentsOfRuns {
         for (int64_t i = 0; i < whole; i += step) {
             if (pixels == 0) take_pivot(x + i);
             int64_t n = std::min(step, whole - i);
-            add_moments(x + i, n, runs.period, pivot.data(), s1.data(), s2.data());
+            if (runs.s.channels_last) add_moments(x + i, n, runs.period, pivot.data(), s1.data(), s2.data());
+            else add_moments(x + i, n, runs.period, One<A>{pivot[0]}, s1.data(), s2.data());
             pixels += runs.s.channels_last ? n / runs.s.channels : n;
             if (runs.values(pixels) >= step) flush();
         }
     }
     void take_pivot(const T* x) {
-        int64_t channels = runs.s.channels;
-        for (int64_t j = 0; j < runs.lanes; ++j) {
-            int64_t c = runs.s.channels_last ? j % channels : channel;
+        for (int64_t j = 0; j < (runs.s.channels_last ? runs.lanes : 1); ++j) {
+            int64_t c = runs.s.channels_last ? j % runs.s.channels : channel;
             pivot[j] = found.count[c] > 0 ? A(found.mean[c]) : load(x, runs.s.channels_last ? c : 0);
         }
     }
@@ -187,8 +190,8 @@ template <class T> static void moments(const Shape& s, const Strides& sx, const 
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
-template <class T, class A>
-static void normalise(const T* x, T* y, int64_t n, int64_t period, const A* __restrict pivot, const A* __restrict scale, const A* __restrict bias, A slope) {
+template <class T, class A, class P>
+static void normalise(const T* x, T* y, int64_t n, int64_t period, P pivot, P scale, P bias, A slope) {
     for (int64_t i = 0; i < n; i += period) {
         int64_t length = std::min(period, n - i);
 #pragma omp simd
@@ -203,18 +206,19 @@ template <class T, class A>
 static void forward(const Shape& s, const Strides& sx, const Strides& sy, const T* x, T* y, const A* pivot, const A* scale, const A* bias, double slope) {
     Runs runs(s);
     each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
-        Period<A> p(runs, pivot), a(runs, scale), b(runs, bias);
+        Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
         for (int64_t r = first; r < last; ++r) {
-            int64_t c = runs.channel(r);
-            normalise(x + runs.offset(r, sx), y + runs.offset(r, sy), runs.values(s.width), runs.period, p.at(c), a.at(c), b.at(c), A(slope));
+            int64_t n = runs.values(s.width);
+            auto run = [&](auto p, auto a, auto b) { normalise(x + runs.offset(r, sx), y + runs.offset(r, sy), n, s.channels_last ? runs.period : n, p, a, b, A(slope)); };
+            with(runs, runs.channel(r), run, p, a, b);
         }
     });
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-template <class T, class A>
-static void add_sums(const T* g, const T* x, int64_t n, int64_t period, const A* __restrict pivot, const A* __restrict scale, const A* __restrict bias, A slope, A* __restrict s1, A* __restrict s2) {
+template <class T, class A, class P>
+static void add_sums(const T* g, const T* x, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, A* __restrict s1, A* __restrict s2) {
     for (int64_t i = 0; i < n; i += period) {
         int64_t length = std::min(period, n - i);
 #pragma omp simd
@@ -234,7 +238,7 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
     int64_t threads = std::max<int64_t>(1, s.threads);
     std::vector<std::vector<double>> parts(threads, std::vector<double>(2 * s.channels));
     each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
-        Period<A> p(runs, pivot), a(runs, scale), b(runs, bias);
+        Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
         std::vector<A> s1(runs.period), s2(runs.period);
         int64_t added = 0, apart = s.channels_last ? s.channels : 1;
         auto flush = [&](int64_t channel) {
@@ -250,7 +254,7 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
             const T *gr = g + runs.offset(r, sg), *xr = x + runs.offset(r, sx);
             for (int64_t i = 0; i < whole; i += step) {
                 int64_t n = std::min(step, whole - i);
-                add_sums(gr + i, xr + i, n, runs.period, p.at(c), a.at(c), b.at(c), A(slope), s1.data(), s2.data());
+                with(runs, c, [&](auto p, auto a, auto b) { add_sums(gr + i, xr + i, n, runs.period, p, a, b, A(slope), s1.data(), s2.data()); }, p, a, b);
                 added += n;
                 if (added >= step) flush(c);
             }
@@ -264,8 +268,8 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
     }
 }
 
-template <class T, class A>
-static void add_gradient(const T* g, const T* x, T* dx, int64_t n, int64_t period, const A* __restrict pivot, const A* __restrict scale, const A* __restrict bias, A slope, const A* __restrict tilt, const A* __restrict shift) {
+template <class T, class A, class P>
+static void add_gradient(const T* g, const T* x, T* dx, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, P tilt, P shift) {
     for (int64_t i = 0; i < n; i += period) {
         int64_t length = std::min(period, n - i);
 #pragma omp simd
@@ -281,21 +285,21 @@ static void add_gradient(const T* g, const T* x, T* dx, int64_t n, int64_t perio
 template <class T, class A>
 static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const Strides& sd, const T* g, const T* x, T* dx, const A* pivot, const A* scale, const A* bias, double slope, const A* tilt, const A* shift) {
     Runs runs(s);
-    std::vector<A> none(runs.period);
+    std::vector<A> zeros(s.channels);
     each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
-        Period<A> p(runs, pivot), a(runs, scale), b(runs, bias), k(runs, tilt), h(runs, shift);
+        Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias), k(runs, tilt), h(runs, shift), none(runs, zeros.data());
         for (int64_t r = first; r < last; ++r) {
-            int64_t c = runs.channel(r);
-            const A *pc = p.at(c), *ac = a.at(c), *bc = b.at(c), *kc = k.at(c), *hc = h.at(c);
-            auto part = [&](int64_t begin, int64_t end, const A* tilt, const A* shift) {
-                if (begin >= end) return;
-                int64_t i = runs.values(begin);
-                add_gradient(g + runs.offset(r, sg) + i, x + runs.offset(r, sx) + i, dx + runs.offset(r, sd) + i, runs.values(end - begin), runs.period, pc, ac, bc, A(slope), tilt, shift);
+            auto part = [&](int64_t begin, int64_t end, const Parameter<A>& tilt, const Parameter<A>& shift) {
+                int64_t i = runs.values(begin), n = runs.values(end - begin);
+                auto run = [&](auto p, auto a, auto b, auto k, auto h) {
+                    add_gradient(g + runs.offset(r, sg) + i, x + runs.offset(r, sx) + i, dx + runs.offset(r, sd) + i, n, s.channels_last ? runs.period : n, p, a, b, A(slope), k, h);
+                };
+                if (n > 0) with(runs, runs.channel(r), run, p, a, b, tilt, shift);
             };
             int64_t begin = runs.owned(r) ? s.own[4] : s.width, end = runs.owned(r) ? s.own[5] : s.width;
-            part(0, begin, none.data(), none.data());
-            part(begin, end, kc, hc);
-            part(end, s.width, none.data(), none.data());
+            part(0, begin, none, none);
+            part(begin, end, k, h);
+            part(end, s.width, none, none);
         }
     });
 }

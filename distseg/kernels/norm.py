@@ -99,7 +99,8 @@ def norm_forward(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
         y; mean and sum of squared deviations (2, rows, channels or groups) float64; and what :func:`norm_backward` takes.
     """
     last = lies_last(x)
-    x, y = _in_runs(x, last), torch.empty_like(x)
+    x, result = _in_runs(x, last), torch.empty_like(x)
+    x, y = _merged(last, x, result)
     images, channels = x.shape[:2]
     statistics = torch.empty(2, norm.rows(images), norm.groups or channels, dtype=torch.float64)
     numbers = torch.empty(images, 5, channels, dtype=torch.float64)
@@ -109,14 +110,15 @@ def norm_forward(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
         ctypes.byref(_shape(x, last)), ctypes.byref(_of(norm, images)), ctypes.byref(_strides(x)), ctypes.byref(_strides(y)), x.stride(0), y.stride(0), x.data_ptr(), y.data_ptr(),
         keys, _address(weight), _address(bias), statistics.data_ptr(), statistics.data_ptr() + 4 * statistics.numel(), numbers.data_ptr(),
     )  # fmt: skip
-    return y, statistics, numbers
+    return result, statistics, numbers
 
 
 def norm_backward(g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, and of weight and bias, (C,) float64."""
     last = lies_last(x)
     g, x = _in_runs(g, last), _in_runs(x, last)
-    dx = torch.empty_like(x)
+    result = torch.empty_like(x)
+    g, x, dx = _merged(last, g, x, result)
     images, channels = x.shape[:2]
     found = torch.empty(2, channels, dtype=torch.float64)
     weight = _widened(weight, x)
@@ -124,7 +126,12 @@ def norm_backward(g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbe
         ctypes.byref(_shape(x, last)), ctypes.byref(_of(norm, images)), ctypes.byref(_strides(g)), ctypes.byref(_strides(x)), ctypes.byref(_strides(dx)),
         g.stride(0), x.stride(0), dx.stride(0), g.data_ptr(), x.data_ptr(), dx.data_ptr(), _address(weight), numbers.data_ptr(), found.data_ptr(), found.data_ptr() + 8 * channels,
     )  # fmt: skip
-    return dx, found[0], found[1]
+    return result, found[0], found[1]
+
+
+def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
+    """The same with the pixels of a channel in one run, where they lie side by side: short rows take as long as the parameters of their channel."""
+    return [x.flatten(2) for x in images] if not last and all(x.is_contiguous() for x in images) else images
 
 
 def _of(norm: Norm, images: int) -> _Norm:
@@ -154,9 +161,12 @@ def _call(
 ) -> None:
     """Images of one shape and type, computed with channels ``last`` or first; parameters in the type that the kernel computes in."""
     images = [_in_runs(image, last) for image in images]
+    size = images[0].shape[2:]
+    if own is not None and not Box.whole(size).contains(own):
+        raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(size)}")  # the kernel would write there
+    if own in (None, Box.whole(size)):
+        images, own = _merged(last, *images), None
     x = images[0]
-    if own is not None and not Box.whole(x.shape[2:]).contains(own):
-        raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(x.shape[2:])}")  # the kernel would write there
     kept = [_widened(p, x) if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
     pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in (*images, *kept, *outputs)]
     function = getattr(library(), f"{name}_{_TYPES[x.dtype]}")

@@ -88,7 +88,7 @@ class Engine:
         broadcast(model, mesh.replicas)
         trained = user_names(((name, p) for name, p in model.named_parameters() if p.requires_grad), model)
         self.parameters = list(trained.values())
-        self.gradients = Gradients(self.parameters)
+        self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
         beat("start of what sums gradients")
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, trained)
@@ -122,7 +122,7 @@ class Engine:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
-        gradients = 0 if self.device.type == "cuda" else weights  # which a GPU has at once, a CPU once they are written
+        gradients = 0 if self.device.type == "cuda" and self.gradients.buckets else weights  # buckets a GPU has at once, a CPU once they are written
         return memory_in_use(self.device) + gradients + weights * state_copies(self.config.optim) + cast
 
     @property
@@ -154,6 +154,7 @@ class Engine:
         prepared = self.to_blocks if isinstance(self.gradient_step, InTimeStep) else self.to_device
         with self.mesh.waits.putting_off():
             loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
+        self.gradients.settle()
         beat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)

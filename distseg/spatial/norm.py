@@ -457,12 +457,14 @@ def commit(norms: list[DistributedNorm], groups_comm) -> None:
     norms = [n for n in norms if n.seen]
     if not norms:
         return
-    seen = [combine(stack(n.seen)) for n in norms]
+    seen = [n.seen[0] if len(n.seen) == 1 else combine(stack(n.seen)) for n in norms]
     home = seen[0].count.device  # the layers of a pipeline in one process lie on several
-    everyone = gather(torch.cat([m.packed().to(home) for m in seen]), groups_comm)
-    for n, m, messages in zip(norms, seen, everyone.split([m.packed().numel() for m in seen], 1)):
-        total = combine(m.unpacked(messages))
-        n.running_mean.lerp_(total.mean.to(n.running_mean), n.momentum)
-        n.running_var.lerp_(total.var.to(n.running_var), n.momentum)
+    channels = [m.mean.numel() for m in seen]
+    counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
+    mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
+    total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
+    for n, mean, var in zip(norms, total.mean.flatten().split(channels), total.var.flatten().split(channels)):
+        n.running_mean.lerp_(mean.to(n.running_mean), n.momentum)
+        n.running_var.lerp_(var.to(n.running_var), n.momentum)
         n.num_batches_tracked += 1
         n.seen.clear()

@@ -20,7 +20,7 @@ def _on_the_host(self: Loss, logits: Tensor, labels: Tensor, rows=Loss.rows) -> 
 
 
 def _in_doubt(self: Engine, rate: float, update=Engine.update) -> float:
-    if self.gradients.buckets[0].isnan().any():
+    if self.gradients.parts[0].isnan().any():
         raise ValueError("not a number")
     return update(self, rate)
 

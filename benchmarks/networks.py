@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.harness import parent, report, run_ranks
+from benchmarks.harness import RESULTS, parent, report, run_ranks
+from benchmarks.machine import git_commit
 from benchmarks.rows import Rows
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
 from distseg.extents import Extents
 from distseg.launch import world
 from distseg.verify import verify
@@ -128,6 +129,7 @@ NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "torchvision_deeplabv3_mobilenet": _torchvision("deeplabv3_mobilenet_v3_large"),
     "torchvision_lraspp": _torchvision("lraspp_mobilenet_v3_large"),
 }
+_MULTIPLES = {"smp_PAN": 2}  # times the size that others are tried with: it wants multiples of 128 pixels
 _PACKAGES = {"smp": "segmentation_models_pytorch", "monai": "monai", "torchvision": "torchvision"}
 
 
@@ -144,16 +146,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=2, help="in a batch (default: %(default)s)")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME", help="of the table; those whose package is not installed are left out")
     parser.add_argument("--job", help="internal: the network whose ways on this number of ranks are tried")
+    parser.add_argument("--go-on", action="store_true", help="leave networks as they are that the table has already")
     options = parser.parse_args(arguments)
     if options.job:
         return job(options)
     if options.quick:
         options.networks, options.size = ["example"], Extents((16, 24))
     there = [name for name in options.networks if importlib.util.find_spec(_PACKAGES.get(name.partition("_")[0], "torch"))]
-    rows = []
+    known = {} if options.quick else _before(options)
     for name in there:
-        rows.append(_row(name, options))
-        print(rows[-1], file=sys.stderr, flush=True)
+        if name not in known or not options.go_on:
+            known[name] = {**_row(name, options), "commit": git_commit()}
+            print(known[name], file=sys.stderr, flush=True)
+            _report([known[name] for name in NETWORKS if name in known], options)
+
+
+def _before(options: argparse.Namespace) -> dict[str, dict]:
+    """The rows of earlier calls, by network: a table takes two hours."""
+    path = (options.output or RESULTS) / "networks.json"
+    return {row["network"]: row for row in json.loads(path.read_text())["results"]["rows"]} if path.exists() else {}
+
+
+def _report(rows: list[dict], options: argparse.Namespace) -> None:
     exact = sum(all(row[way] != "refused" for way in WAYS) for row in rows)
     wrong = [f"{row['network']}, {way}" for row in rows for way in WAYS if row[way] != "refused" and not float(row[way]) <= 1e-12]
     notes = (
@@ -166,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _row(name: str, options: argparse.Namespace) -> dict:
     found: dict[str, float | str] = {}
     for ranks in sorted({ranks for ranks, _ in WAYS.values()}):
-        given = ["--job", name, "--size", str(options.size), "--images", str(options.images)]
+        size = Extents(n * _MULTIPLES.get(name, 1) for n in options.size)
+        given = ["--job", name, "--size", str(size), "--images", str(options.images)]
         try:
             found |= run_ranks(ranks, ["-m", "benchmarks.networks", *given], timeout=1200)
         except Exception as e:
@@ -178,7 +193,7 @@ def _row(name: str, options: argparse.Namespace) -> dict:
 def job(options: argparse.Namespace) -> None:
     comm, found = world(), {}
     torch.set_num_threads(1)
-    base = Config(model=ModelConfig(f"benchmarks.networks:{options.job}", in_channels=3, out_channels=2), data=DataConfig(images=options.images))
+    base = Config(model=ModelConfig(f"benchmarks.networks:{options.job}", in_channels=3, out_channels=2), data=DataConfig(images=options.images), optim=OptimConfig("sgd"))
     for way, (ranks, sections) in WAYS.items():
         if ranks != comm.size:
             continue

@@ -186,6 +186,28 @@ def squeezed(in_channels, out_channels):
     return _around(Squeezed(4), in_channels, out_channels)
 
 
+class Split(nn.Module):
+    """Attention between groups of channels, as ResNeSt's, channels in another order, and a mean over the image used at more places."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv, self.gate = nn.Conv2d(channels, 2 * channels, 3, padding=1, groups=2), nn.Conv2d(channels, 2 * channels, 1)
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        n, channels, height, width = y.shape
+        y = y.view(n, 2, channels // 2, height, width)
+        mean = y.sum(1).mean((2, 3), keepdim=True)
+        share = self.gate(mean).view(n, 1, 2, -1).transpose(1, 2).softmax(1).reshape(n, 2, channels // 2, 1, 1)
+        chosen = (y * share).sum(1)
+        turned = chosen.view(n, 2, -1, height, width).transpose(1, 2).reshape(n, -1, height, width)
+        return turned + F.max_pool2d(F.interpolate(x, scale_factor=2) * mean.sigmoid(), 2)
+
+
+def split(in_channels, out_channels):
+    return _around(Split(4), in_channels, out_channels)
+
+
 def excited(in_channels, out_channels):
     return _around(Excited(4), in_channels, out_channels)
 

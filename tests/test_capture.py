@@ -57,6 +57,19 @@ SAME = {
     "norms": lambda m, x: F.group_norm(F.instance_norm(x, weight=m.vector, bias=m.vector), 3, m.vector, m.vector),
     "batch norm": lambda m, x: F.batch_norm(x, None, None, m.vector, m.vector, True),
     "ones like a weight": lambda m, x: x * torch.ones_like(m.scale),
+    "groups of channels": lambda m, x: torch.cat([(y := x.view(len(x), 2, 3, *x.shape[2:])).sum(1), y[:, 0] * y.select(1, 1), y.amax((1, 2), keepdim=True)[:, 0]], 1)[:, :6],
+    "split attention": lambda m, x: split_attention(x),
+    "selected paths": lambda m, x: (lambda p: (p * p.sum(1).mean((2, 3), keepdim=True).unsqueeze(1).softmax(2)).sum(1))(torch.stack([x, x.tanh()], 1)),
+    "shuffled": lambda m, x: x.view(len(x), 2, 3, *x.shape[2:]).transpose(1, 2).contiguous().view(x.shape),
+    "shuffled, channels last": lambda m, x: x.permute(0, 2, 3, 1).unflatten(-1, (3, 2)).transpose(-1, -2).flatten(3).permute(0, 3, 1, 2),
+    "heads": lambda m, x: F.rms_norm(F.layer_norm(x.permute(0, 2, 3, 1).unflatten(-1, (2, 3)), (3,)), (2, 3)).flatten(3).permute(0, 3, 1, 2) * m.scale,
+    "heads of a vector": lambda m, x: x * x.mean((2, 3)).view(-1, 2, 3).softmax(-1).transpose(1, 2).reshape(-1, 6)[:, :, None, None],
+    "gate without a dim": lambda m, x: x * (x.mean(1) + x.max(1)[0]).unsqueeze(1) + x.min(1)[0][:, None],
+    "matrices": lambda m, x: torch.einsum("bchw,kc->bkhw", x, m.fc.weight) + (x.movedim(1, -1) @ m.fc.weight).movedim(-1, 1) + (x.mean((2, 3)) @ m.fc.weight)[..., None, None],
+    "over channels": lambda m, x: (x - x.logsumexp(1, keepdim=True)) / (x.std(dim=1, keepdim=True) + 1) + x.flip(1) * x.cumsum(1) + x.var(1).unsqueeze(1),
+    "repeated": lambda m, x: x.repeat(1, 2, 1, 1)[:, 3:9] + x.narrow(1, 2, 3).repeat_interleave(2, 1),
+    "unbound": lambda m, x: torch.cat([part * k for k, part in enumerate(x.view(len(x), 3, 2, *x.shape[2:]).unbind(1), 1)], 1),
+    "alike at fewer places": lambda m, x: x * F.max_pool2d(x, 2).mean((2, 3), keepdim=True) + F.interpolate(F.interpolate(x.mean((2, 3), keepdim=True), size=(x.shape[2] // 4, x.shape[3] // 4)) * F.max_pool2d(x, 4), x.shape[2:]),
     "stacked": lambda m, x: torch.stack([x, x * 2]).sum(0),
     "no effect": lambda m, x: F.dropout(x, 0.5, False).contiguous().clone(),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
@@ -94,7 +107,7 @@ def same(model, size, images):
 def test_a_function_is_what_it_was(name, images):
     torch.manual_seed(0)
     network = same(Called(SAME[name]), (12, 20), images)
-    assert network.multiple == {"pool": 2, "to the size of a map": 4}.get(name, 1)
+    assert network.multiple == {"pool": 2, "to the size of a map": 4, "alike at fewer places": 4}.get(name, 1)
 
 
 @pytest.mark.parametrize("name", ["residual", "hooked_block", "standardised", "weight_normed", "squeezed", "excited", "convnext", "merged", "written", "joined_unknown", "again"])
@@ -132,12 +145,31 @@ def twice(m, x):
     return m.norm(m.norm(x))
 
 
+def split_attention(x):
+    """As ResNeSt's."""
+    y = x.view(len(x), 2, 3, *x.shape[2:])
+    mean = y.sum(1).mean((2, 3), keepdim=True)
+    attention = torch.cat([mean, mean * 2], 1).view(len(x), 1, 2, -1).transpose(1, 2).softmax(1).reshape(len(x), -1).view(len(x), -1, 1, 1)
+    chosen = (y * attention.reshape(len(x), 2, 3, 1, 1)).sum(1)
+    return torch.cat([chosen, chosen], 1)
+
+
 REFUSED = {
+    "groups into the batch": (lambda m, x: x.view(len(x) * 2, 3, *x.shape[2:]).mean(1, keepdim=True).view(len(x), 2, *x.shape[2:]).repeat(1, 3, 1, 1), "view .* gives a map another shape"),
+    "a convolution of groups": (lambda m, x: F.conv2d(x.mean(1), m.fc.weight.view(6, 6, 1, 1)), r"takes a map whose channels are \(\): one dim of them is expected|forward pass fails"),
+    "products of places": (lambda m, x: torch.einsum("bchw,bcHw->bcHw", x, x), "einsum .* joins places of the image, as attention does"),
+    "products of maps": (lambda m, x: x @ x.transpose(2, 3) @ x, "transpose .* turns a map"),
+    "mirrored": (lambda m, x: x + x.flip(-1), "flip .* runs over dims -1, and so over places"),
+    "rows summed up": (lambda m, x: x.cumsum(2), "runs over .*places of the image"),
+    "deviation of all": (lambda m, x: x / x.std(), "std .* runs over dims None"),
+    "rows repeated": (lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]], "repeat .* single cells alone are known"),
+    "rows unbound": (lambda m, x: torch.stack(x.unbind(2), 2), "unbind .* cuts the image into parts|calls other functions"),
+    "as many channels as rows": (lambda m, x: x * x.mean(1, keepdim=True).repeat(1, x.shape[2], 1, 1).sum(1, keepdim=True), "depends on the image's size|as many as the image's size"),
     "attention": (lambda m, x: x * x.flatten(2).softmax(-1).view_as(x), r"flatten in the model \(test_capture.py, line \d+\) gives a map another shape"),
     "over rows": (lambda m, x: x.softmax(2), "softmax .* runs over places of the image"),
     "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of the image"),
     "mean of rows": (lambda m, x: x - x.mean(2, keepdim=True), "mean .* takes a mean over 2"),
-    "maximum of all": (lambda m, x: x / x.amax((2, 3), keepdim=True), "amax .* takes a maximum: over channels"),
+    "maximum of all": (lambda m, x: x / x.amax((2, 3), keepdim=True), "amax .* runs over dims .2, 3., and so over places of the image: over channels"),
     "grid": (lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, 2), x.shape[2:]), "pools to a grid of 2"),
     "a half": (lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5), size=x.shape[2:]), "resizes by 0.5: by a whole factor"),
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),

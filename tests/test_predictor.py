@@ -97,7 +97,7 @@ def test_nested_blocks_are_streamed_as_flat_ones():
     torch.testing.assert_close(streamed(model, "21x23", x), model(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["residuals", "pyramid", "dense", "squeezed", "excited", "pooling", "convnext", "merged"])
+@pytest.mark.parametrize("name", ["residuals", "pyramid", "dense", "squeezed", "excited", "split", "pooling", "convnext", "merged"])
 @pytest.mark.parametrize("settings", [dict(scratch="memory"), dict(room=400e3)])
 def test_networks_whose_layers_read_any_maps(name, settings):
     """Two norms on one map, maps that several segments read, joins of levels, means of the image and what is computed of them."""

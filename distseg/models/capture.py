@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from distseg.altered import altered, known
 from distseg.models.layers import first_convolution, hollow
 from distseg.models.network import Network, flat_layers, is_flat, refusals
-from distseg.models.rules import Reader
+from distseg.models.rules import DIFFERENT, Reader
 from distseg.models.trace import CanNotCapture, Trace, trace
 
-_MULTIPLES = (1, 2, 4, 8, 16, 32, 64)  # of pixels, that a network may want images to be
-_COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units of 64 pixels
+_UNITS = (64, 256)  # pixels; the second for networks that want images to be multiples of more
+_COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units
 _ODD = ((0, 1, 0), (1, 0, 1), (1, 1, 0))  # and what is added to them, in units of the multiple
 _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number of its dims
 
@@ -72,11 +72,21 @@ def capture(model: nn.Module) -> Network:
     def seen(sizes: Sequence[tuple[int, ...]], before: list[Trace]) -> list[Trace]:
         return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes, len(before)))]
 
-    sizes = [tuple(64 * n for n in counts[:dims]) for counts in _COUNTS]
-    channels, whole = _first_trace(empty, first.in_channels, sizes[0])
-    traces = seen(sizes[1:], [whole])
-    found, multiple = Reader(shapes, sizes, traces), _MULTIPLES[-1]  # what is refused at multiples of 64 is refused
-    for smaller in _MULTIPLES[:-1]:
+    channels, whole = _first_trace(empty, first.in_channels, tuple(_UNITS[0] * n for n in _COUNTS[0][:dims]))
+    refused = found = None
+    for unit in _UNITS:
+        sizes = [tuple(unit * n for n in counts[:dims]) for counts in _COUNTS]
+        traces = seen(sizes[1:], [whole]) if unit == _UNITS[0] else seen(sizes, [])
+        try:
+            found, multiple = Reader(shapes, sizes, traces), unit
+            break
+        except CanNotCapture as e:
+            refused = refused or e
+            if str(e) == DIFFERENT:
+                break
+    if found is None:
+        raise refused  # at multiples of the smaller one
+    for smaller in (2**k for k in range(unit.bit_length() - 1)):
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]
         with suppress(CanNotCapture):
             found, multiple = Reader(shapes, sizes + odd, seen(odd, traces)), smaller
@@ -89,7 +99,7 @@ def capture(model: nn.Module) -> Network:
         Reader(shapes, [*sizes, size], [*traces, trace(empty, channels, size, images)])
 
     network.check = check
-    _check_same(model, network, channels, (_SIDE[dims - 1],) * dims)
+    _check_same(model, network, channels, (max(_SIDE[dims - 1], multiple),) * dims)
     return network
 
 

@@ -154,31 +154,40 @@ class Formula(nn.Module):
     """Functions of PyTorch's that look at single cells, of one or several maps of one size: (N, C, *size), ... -> (N, C', *size).
 
     Args:
-        steps: are done one after another; at hand are the ``maps`` maps, and behind them what each step makes. The last one's is the result.
+        steps: are done one after another; at hand are the maps, and behind them what each step makes. The last one's is the result.
+        cells: of each map, what the functions want in the place of the dim C; None: one dim as it is.
         tensors: parameters and buffers by name.
         part: which of several results is meant.
         form: what the functions are called with, and make: ``maps``; maps whose channels come ``last``; of maps that are alike at all places one place,
             as an image of a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
     """
 
-    def __init__(self, steps: Sequence[Step], maps: int, tensors: Mapping[str, Tensor] = {}, part: int | None = None, form: str = "maps"):
+    def __init__(self, steps: Sequence[Step], cells: Sequence[tuple[int, ...] | None], tensors: Mapping[str, Tensor] = {}, part: int | None = None, form: str = "maps"):
         super().__init__()
-        self.steps, self.maps, self.part, self.form = tuple(steps), maps, part, form
+        self.steps, self.cells, self.part, self.form = tuple(steps), tuple(cells), part, form
         register(self, tensors)
 
     def forward(self, *maps: Tensor) -> Tensor:
-        y = _computed(self, self.steps, map(self._given, maps))
+        size = maps[0].shape[2:]
+        y = _computed(self, self.steps, map(self._given, maps, self.cells))
         y = y if self.part is None else y[self.part]
+        places = 0 if self.form == "vector" else len(size)
         if self.form == "last":
-            return y.movedim(-1, 1)
-        return y if self.form == "maps" else y.view(*y.shape[:2], *(1 for _ in maps[0].shape[2:])).expand(-1, -1, *maps[0].shape[2:])
+            return y.flatten(1 + places).movedim(-1, 1) if y.dim() > 1 + places else y.unsqueeze(1)
+        inner = y.dim() - 1 - places
+        y = y if inner == 1 else y.reshape(len(y), -1, *y.shape[1 + inner :])
+        return y if self.form == "maps" else y.view(*y.shape[:2], *(1 for _ in size)).expand(-1, -1, *size)
 
-    def _given(self, x: Tensor) -> Tensor:
+    def _given(self, x: Tensor, cell: tuple[int, ...] | None) -> Tensor:
+        places = x.shape[2:]
+        if self.form == "place":
+            x, places = x[(..., *(slice(1) for _ in places))], [1 for _ in places]
+        elif self.form == "vector":
+            x, places = x[(..., *(0 for _ in places))], []
         if self.form == "last":
-            return x.movedim(1, -1)
-        if self.form == "maps":
-            return x
-        return x[(..., *(slice(1) for _ in x.shape[2:]))] if self.form == "place" else x[(..., *(0 for _ in x.shape[2:]))]
+            x = x.movedim(1, -1)
+            return x if cell is None else x.reshape(len(x), *places, *cell)
+        return x if cell is None else x.reshape(len(x), *cell, *places)
 
     def extra_repr(self) -> str:
         return ", ".join(getattr(step.function, "__name__", str(step.function)) for step in self.steps)

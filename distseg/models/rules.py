@@ -5,6 +5,7 @@ A rule has the function's name and arguments; maps of the image come as :class:`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable, Mapping, Sequence
@@ -37,10 +38,12 @@ class Value:
     Attributes:
         shapes: (N, C, *size) in each trace.
         form: in which the user's code has it at this point (:class:`distseg.models.layers.Formula`).
+        cell: what it has there in the place of the dim C, such as (groups, C / groups).
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
+    cell: tuple[int, ...]
     form: str = "maps"
 
     @property
@@ -50,6 +53,11 @@ class Value:
     @property
     def channels(self) -> int:
         return self.shapes[0][1]
+
+    @property
+    def plain(self) -> bool:
+        """Whether its channels are one dim."""
+        return len(self.cell) == 1
 
 
 @dataclass(frozen=True)
@@ -75,20 +83,20 @@ class Reader:
         self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:
-            raise CanNotCapture(_DIFFERENT)
+            raise CanNotCapture(DIFFERENT)
         numbers = _of_image(traces[0])
         self._modules = {".".join(path[: depth + 1]) for n in numbers for path in [calls[n].module.split(".")] for depth in range(len(path))}
         self._homes = {module: found for module in {calls[n].module for n in numbers} - {""} if (found := _main_call(module, calls, numbers)) is not None}
         self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
-        self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)))}
+        self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)), (-1,))}
         for self.number in numbers:
             self.current = [t.calls[self.number] for t in traces]
             try:
                 self._read()
             except Differ:
-                raise CanNotCapture(_DIFFERENT) from None
+                raise CanNotCapture(DIFFERENT) from None
         result = self.values.get(traces[0].result)
-        if result is None or result.form != "maps" or result.sizes != tuple(map(tuple, sizes)):
+        if result is None or result.form != "maps" or not result.plain or result.sizes != tuple(map(tuple, sizes)):
             made = "x".join(map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part]))
             raise CanNotCapture(f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the size")
         if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
@@ -126,10 +134,10 @@ class Reader:
         if not self.call.graded:
             raise self.refusal("runs without gradients (torch.no_grad, or an autograd.Function of your own, whose gradient is not known): that is not known here; use detach()")
         rule = vars(Rules).get(self.call.name)
-        if rule is None and self.call.name not in POINTWISE:
+        if rule is None and self.call.name not in (*POINTWISE, *_OVER_CHANNELS):
             raise self.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
         try:
-            made = rule(self, *args, **kwargs) if rule else self.formula(args, kwargs)
+            made = rule(self, *args, **kwargs) if rule else self.formula(args, kwargs) if self.call.name in POINTWISE else self.over_dims(args, kwargs)
         except TypeError as e:
             if "argument" not in str(e):
                 raise
@@ -157,11 +165,18 @@ class Reader:
         return CanNotCapture(f"{self.call} {why}")
 
     def map(self, x: Any, *forms: str) -> Value:
-        """An argument that is to be a map, in one of these forms."""
+        """An argument that is to be a map with one dim of channels, in one of these forms."""
+        x = self.cells(x, *forms or ("maps",))
+        if not x.plain:
+            raise self.refusal(f"takes {_FORMS[x.form]} whose channels are {x.cell}: one dim of them is expected")
+        return x
+
+    def cells(self, x: Any, *forms: str) -> Value:
+        """An argument that is to be a map, in one of these forms, whatever its cells are."""
         if not isinstance(x, Value):
             what = "what is computed of parameters alone" if isinstance(x, (Made, Kept)) else "stacked maps" if isinstance(x, Stack) else repr(x)
             raise self.refusal(f"takes {what} where a map of the image is expected")
-        if x.form not in (forms or ("maps",)):
+        if x.form not in (forms or _FORMS):
             raise self.refusal(f"takes {_FORMS[x.form]}, of which it is not known")
         return x
 
@@ -178,9 +193,16 @@ class Reader:
         return {name: self.fixed(x, name) for name, x in settings.items()}
 
     def axis(self, dim: int, x: Value) -> int:
-        """Of (N, C, *size), whichever form the user's code has it in."""
-        order = [0, *range(2, self.dims + 2), 1] if x.form == "last" else range(self.dims + 2)
+        """Of (N, C, *size), whichever form the user's code has it in; 1 for each dim of a cell."""
+        cell, places = [1] * len(x.cell), [] if x.form == "vector" else list(range(2, self.dims + 2))
+        order = [0, *places, *cell] if x.form == "last" else [0, *cell, *places]
+        if not isinstance(dim, int) or not -len(order) <= dim < len(order):
+            raise self.refusal(f"is told dim {dim} of {len(order)}")
         return order[dim]
+
+    def all_of_cell(self, dim: Any, x: Value) -> bool:
+        """Whether a dim, or several, are those of channels."""
+        return dim is not None and all(self.axis(d, x) == 1 for d in (dim if isinstance(dim, tuple) else (dim,)))
 
     def shape_of(self, x: Any) -> tuple[int, ...]:
         """An argument that is to be a parameter, or computed from such."""
@@ -188,28 +210,32 @@ class Reader:
             raise self.refusal("has a weight that is computed from the image")
         return self.shapes[x.name] if isinstance(x, Kept) else self.traces[0].calls[x.call].shapes[x.part]
 
-    def made(self, form: str, like: Value, part: int = 0) -> tuple[tuple[int, ...], ...]:
-        """(N, C, *size) of what the call makes in a form, in each trace; of one place, at all places of the map that it is ``like``."""
-        found = []
+    def made(self, form: str, like: Value, part: int = 0) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+        """(N, C, *size) of what the call makes in a form, in each trace, and its cell; of one place, at all places of the map that it is ``like``."""
+        found, cells, places = [], set(), 0 if form == "vector" else self.dims
         for call, trace, shape in zip(self.current, self.traces, like.shapes):
-            raw = call.shapes[part]
-            rank, places = {"maps": (self.dims + 2, raw[2:]), "last": (self.dims + 2, raw[1:-1])}.get(form, (self.dims + 2 if form == "place" else 2, shape[2:]))
-            ones = form == "place" and any(n != 1 for n in raw[2:])
-            if len(raw) != rank or raw[0] != trace.batch or ones:
-                raise self.refusal(f"makes {raw} of {_FORMS[form]} of {shape}, which is none")
-            found.append((raw[0], raw[-1] if form == "last" else raw[1], *places))
-        return tuple(found)
+            batch, *rest = call.shapes[part] or (0,)
+            size, cell = (rest[:places], rest[places:]) if form == "last" else (rest[len(rest) - places :], rest[: len(rest) - places])
+            if form in ("place", "vector"):
+                size = shape[2:] if all(n == 1 for n in size) else None
+            if batch != trace.batch or len(rest) < places or size is None:
+                raise self.refusal(f"makes {call.shapes[part]} of {_FORMS[form]} of {shape}, which is none")
+            found.append((batch, math.prod(cell), *size))
+            cells.add(tuple(cell))
+        if len(cells) > 1:
+            raise self.refusal(f"makes maps of {' and '.join(map(str, cells))} channels, as many as the image's size says: that is not known here")
+        return tuple(found), cells.pop()
 
     # what layers are made of
 
     def emit(self, make: Callable[[dict[str, Tensor]], nn.Module], reads: Sequence[Value], tensors: Mapping[str, Kept] = {}, part: int = 0, form: str | None = None) -> Value:
         """A layer: ``make`` is given its tensors by their names in the layer; ``part``: which of the call's results it makes."""
         form = form or reads[0].form
-        shapes = self.made(form, reads[0], part)
+        shapes, cell = self.made(form, reads[0], part)
         name, used = self._name(), {name: kept.name for name, kept in tensors.items()}
         self._add(name, lambda tensor: make({own: tensor(user) for own, user in used.items()}), reads)
         self.names.update({f"{name}.{own}": user for own, user in used.items()})
-        return Value(name, shapes, form)
+        return Value(name, shapes, cell, form)
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
         self.layers[name] = make, tuple(x.name for x in reads)
@@ -245,23 +271,33 @@ class Reader:
         """Of a function that looks at single cells."""
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         forms = {x.form for x in maps}
+        if forms == {"maps", "place"} and len({x.sizes for x in maps}) > 1:
+            sizes = next(x.sizes for x in maps if x.form == "maps")
+            there = {x: self.resized(x, sizes) for x in maps if x.form == "place"}
+            args, kwargs = self._replaced(args, there), self._replaced(kwargs, there)
+            maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         form = forms.pop() if len(forms) == 1 else "maps" if forms == {"maps", "place"} else None
-        if form is None or len({x.sizes for x in maps}) > 1:
+        if form is None or len({x.sizes for x in maps}) > 1 or len({len(x.cell) for x in maps}) > 1:
             raise self.refusal(f"joins {' and '.join(f'{_FORMS[x.form]} of {x.shapes[0]}' for x in maps) or 'no map'}")
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         if self.call.name not in _WEIGHTS_BY_CHANNEL:
             for x in found_in((args, kwargs), Made, Kept):
                 shape = self.shape_of(x)
-                if any(n != 1 for n in (shape[:-1] if form == "last" else shape[-self.dims :] if form != "vector" else shape[:-1])):
+                behind = len(maps[0].cell) if form in ("last", "vector") else 0  # of the dims of places
+                if any(n != 1 for n in (shape[: len(shape) - behind] if behind else shape[-self.dims :])):
                     raise self.refusal(f"takes a tensor of {shape} with a value for each place of the image: positions are not known here")
         places: dict[Made, int] = {}
         written = lambda tree: self._written(tree, maps, own, steps, places)
         given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
         last = written(args), written(given)  # what it is computed from comes before
         steps.append(Step(_out_of_place(self.call.function), *last))
-        make = lambda found: Formula(tuple(steps), len(maps), found, part, form)
-        return self.emit(make, maps, own, part or 0, form)
+        cells = tuple(None if x.plain else x.cell for x in maps)
+        make = lambda found: Formula(tuple(steps), cells, found, part, form)
+        made = self.emit(make, maps, own, part or 0, form)
+        if made.sizes != maps[0].sizes:
+            raise self.refusal(f"makes {self.call.shapes[part or 0]} of {_FORMS[form]} of {maps[0].shapes[0]}: single cells alone are known")
+        return made
 
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
         """How a weight comes of parameters, which join ``own``."""
@@ -344,39 +380,105 @@ class Reader:
 
     def turned(self, x: Any, order: Sequence[int]) -> Value:
         """Its channels elsewhere."""
-        x, order = self.any_form(x), [d % (self.dims + 2) for d in order]
-        if x.form in ("maps", "last"):
-            now, first = [self.axis(d, x) for d in order], list(range(self.dims + 2))
-            if now == first:
-                return replace(x, form="maps")
-            if now == [0, *first[2:], 1]:
-                return replace(x, form="last")
-        raise self.refusal("turns a map: of its dims, channels alone may come last")
+        x = self.cells(x)
+        rank = 1 + len(x.cell) + (0 if x.form == "vector" else self.dims)
+        order = [d % rank for d in order]
+        now, cell, places = [self.axis(d, x) for d in order], [1] * len(x.cell), list(range(2, 2 + rank - 1 - len(x.cell)))
+        form = x.form if x.form in ("place", "vector") else "maps"
+        if now == [0, *places, *cell] and x.form in ("maps", "last"):
+            form = "last"
+        elif now != [0, *cell, *places]:
+            raise self.refusal("turns a map: of its dims, channels may come last, and be turned among themselves")
+        inner = [d for d in order if self.axis(d, x) == 1]
+        if inner == sorted(inner):
+            return replace(x, form=form)
+        turned = [d if self.axis(d, x) != 1 else None for d in range(rank)]  # the user's form stays, its cells are turned
+        rest = iter(inner)
+        return self.turned_cells(x, tuple(next(rest) if d is None else d for d in turned), form)
+
+    def turned_cells(self, x: Value, order: tuple[int, ...], form: str) -> Value:
+        """The dims of its cells among themselves."""
+        first = min(d for d in range(len(order)) if self.axis(d, x) == 1)
+        cell = tuple(x.cell[d - first] for d in order if self.axis(d, x) == 1)
+        make = lambda _: Formula((Step(torch.permute, (Map(0), order), {}),), (x.cell,), {}, None, x.form)
+        name = self._name()
+        self._add(name, make, [x])
+        return replace(x, name=name, cell=cell, form=form)
 
     def reshaped(self, x: Any) -> Value:
         """The same numbers in another form."""
-        x = self.any_form(x)
+        x = self.cells(x)
         forms = ("place", "vector") if x.form in ("place", "vector") else (x.form,)
         for form in forms:
             try:
-                if self.made(form, x) == x.shapes:
-                    return replace(x, form=form)
+                shapes, cell = self.made(form, x)
+                if shapes == x.shapes:
+                    return replace(x, form=form, cell=cell)
             except CanNotCapture:
                 continue
         raise self.refusal(f"gives {_FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
 
-    def spread(self, x: Value) -> Value | None:
-        """What is alike at all places, as a map of these; None where it is of others."""
-        shapes = tuple(c.shapes[0] for c in self.current)
-        return replace(x, form="maps") if x.form == "place" and shapes == x.shapes else None
+    def spread(self, x: Value) -> Value:
+        """What is alike at all places, as the map that the call makes of it."""
+        shapes = [c.shapes[0] for c in self.current]
+        if any(shape[: 1 + len(x.cell)] != (n, *x.cell) or len(shape) != self.rank(x) for shape, (n, *_) in zip(shapes, x.shapes)):
+            raise self.refusal("spreads what is alike at all places in a way that is not known here")
+        return replace(self.resized(x, tuple(shape[1 + len(x.cell) :] for shape in shapes)), form="maps")
+
+    def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
+        """What is alike at all places, at those of a map that has whole times as many, or as few, of them."""
+        if sizes == x.sizes:
+            return x
+        pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
+        for make, large, small in ((lambda by: nn.Upsample(scale_factor=tuple(map(float, by))), sizes, x.sizes), (lambda by: pool(by if self.dims > 1 else by[0]), x.sizes, sizes)):
+            factors = {tuple(n // m if n % m == 0 else 0 for n, m in zip(*pair)) for pair in zip(large, small)}
+            if len(factors) == 1 and all(by := factors.pop()):
+                name = self._name()
+                self._add(name, lambda _, make=make, by=by: make(by), [x])
+                return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
+        raise self.refusal(f"spreads what is alike at all places of {x.shapes[0]} over a map of {sizes[0]}: whole times as many places, or as few, are known")
+
+    def _replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
+        if isinstance(tree, tuple):
+            return tuple(self._replaced(x, by) for x in tree)
+        if isinstance(tree, dict):
+            return {key: self._replaced(x, by) for key, x in tree.items()}
+        return by.get(tree, tree) if isinstance(tree, Value) else tree
 
     def parts(self, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
-        if self.axis(dim, self.any_form(x)) != 1:
+        if self.axis(dim, self.cells(x)) != 1:
             raise self.refusal("cuts the image into parts: along its channels it is known")
         return tuple(self.formula(args, {}, part) for part in range(len(self.call.shapes)))
 
+    def of_channels(self, x: Value, index: list) -> bool:
+        """Whether an index takes all of the batch and of the places."""
+        if not all(i is Ellipsis or isinstance(i, (slice, int)) for i in index) or index.count(Ellipsis) > 1 or _has_sizes(tuple(index)):
+            return False
+        at = index.index(Ellipsis) if Ellipsis in index else len(index)
+        rest = index[at + 1 :]
+        every = [*index[:at], *[slice(None)] * (self.rank(x) - at - len(rest)), *rest]
+        return len(every) == self.rank(x) and all(i == slice(None) for d, i in enumerate(every) if self.axis(d, x) != 1)
+
+    def parts_of_cell(self, x: Any, args: tuple, dim: int) -> Value:
+        """Some of its channels."""
+        if self.axis(dim, self.cells(x)) != 1 or _has_sizes(args[2:]):
+            raise self.refusal("takes a part of the image, or of the batch: of the channels it is known")
+        return self.formula(args, {})
+
+    def rank(self, x: Any) -> int:
+        """Dims of the user's tensor."""
+        x = self.cells(x)
+        return 1 + len(x.cell) + (0 if x.form == "vector" else self.dims)
+
+    def over_dims(self, args: tuple, kwargs: dict) -> Value:
+        """Of a function that is told dims."""
+        dim = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) == 2 or len(args) > 1 and isinstance(args[1], tuple) else args[1:] or None))
+        if not self.all_of_cell(dim, self.cells(args[0])):
+            raise self.refusal(f"runs over dims {dim}, and so over places of the image: over channels it is known")
+        return self.formula(args, kwargs)
+
     def over_channels(self, x: Any, args: tuple, dim: int) -> Value:
-        x = self.map(x, "maps", "last")
+        x = self.cells(x)
         if self.axis(dim, x) != 1:
             raise self.refusal("runs over places of the image: over channels it is known")
         return self.formula(args, {})
@@ -384,7 +486,7 @@ class Reader:
     def mean_of(self, x: Value, form: str) -> Value:
         """Over all places."""
         made = self.emit(lambda _: Mean(), [x], form=form)
-        if made.shapes != x.shapes:
+        if made.shapes != x.shapes or made.cell != x.cell:
             raise self.refusal(f"makes {self.call.shapes[0]}, which is no mean of {x.shapes[0]}")
         return made
 
@@ -397,10 +499,11 @@ class Reader:
         return n if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1 else (n[0] if isinstance(n, tuple) else n,) * self.dims
 
 
-_DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
+DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
 _DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 _FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "vector": "a vector of the image"}
-_WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "linear", "conv1d", "conv2d", "conv3d", "group_norm")
+_WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")
+_OVER_CHANNELS = {"amax", "amin", "std", "var", "logsumexp", "prod", "cumsum", "flip"}  # where the dims that they are told are those of channels
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
 _FRESH = {"new_empty", "empty_like", "new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like"}
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
@@ -463,21 +566,52 @@ class Rules:
         return self.layer(nn.GroupNorm, x, num_groups, x.channels, eps, weight is not None, tensors=dict(weight=weight, bias=bias))
 
     def layer_norm(self: Reader, input, normalized_shape, weight=None, bias=None, eps=1e-5):
-        x = self.map(input, "last", "vector")
-        if tuple(normalized_shape) != (x.channels,):
+        x, over = self.cells(input, "last", "vector"), tuple(normalized_shape)
+        if over != x.cell[len(x.cell) - len(over) :]:
             raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
-        return self.formula((x, normalized_shape, weight, bias, eps), {})
+        return self.formula((x, over, weight, bias, eps), {})
 
     def linear(self: Reader, input, weight, bias=None):
-        return self.formula((self.map(input, "last", "vector"), weight, bias), {})
+        return self.formula((self.cells(input, "last", "vector"), weight, bias), {})
+
+    def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
+        x, over = self.cells(input, "last", "vector"), tuple(normalized_shape)
+        if over != x.cell[len(x.cell) - len(over) :]:
+            raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
+        return self.formula((x, over, weight, eps), {})
+
+    def matmul(self: Reader, input, other):
+        x = self.cells(input, "last", "vector")
+        if isinstance(other, Value) or len(self.shape_of(other)) != 2:
+            raise self.refusal("multiplies maps, as attention does: a map whose channels come last by a matrix of weights is known")
+        return self.formula((x, other), {})
+
+    __matmul__ = matmul
+
+    def einsum(self: Reader, equation, *operands):
+        given = operands[0] if isinstance(operands[0], tuple) else operands
+        read, _, written = equation.replace(" ", "").partition("->")
+        places = {labels[-self.dims :] for labels, x in zip(read.split(","), given) if isinstance(x, Value) and x.form == "maps"}
+        batch = {labels[:1] for labels, x in zip(read.split(","), given) if isinstance(x, Value)}
+        others = "".join(labels for labels, x in zip(read.split(","), given) if not isinstance(x, Value))
+        of_cells = len(places) == 1 and len(batch) == 1 and "." not in equation and all(isinstance(x, (Kept, Made)) or x.form == "maps" for x in given)
+        if not of_cells or written[:1] not in batch or written[-self.dims :] not in places or set(others) & set("".join(places | batch)):
+            raise self.refusal("joins places of the image, as attention does: over channels alone, as bchw,kc->bkhw, it is known")
+        return self.formula((equation, *given), {})
+
+    def repeat(self: Reader, input, *sizes):
+        return self.formula((self.cells(input), *sizes), {})
+
+    def repeat_interleave(self: Reader, input, repeats, dim=None):
+        return self.over_channels(input, (input, repeats, dim), dim)
 
     def relu(self: Reader, input, inplace=False):
-        x = self.any_form(input)
-        return self.layer(nn.ReLU, x) if x.form == "maps" else self.formula((x,), {})
+        x = self.cells(input)
+        return self.layer(nn.ReLU, x) if x.form == "maps" and x.plain else self.formula((x,), {})
 
     def leaky_relu(self: Reader, input, negative_slope=0.01, inplace=False):
-        x = self.any_form(input)
-        return self.layer(nn.LeakyReLU, x, negative_slope) if x.form == "maps" else self.formula((x, negative_slope), {})
+        x = self.cells(input)
+        return self.layer(nn.LeakyReLU, x, negative_slope) if x.form == "maps" and x.plain else self.formula((x, negative_slope), {})
 
     def dropout(self: Reader, input, p=0.5, training=True, inplace=False):
         return self.drop(nn.Dropout, input, p, training)
@@ -518,32 +652,27 @@ class Rules:
     adaptive_avg_pool1d = adaptive_avg_pool3d = adaptive_avg_pool2d
 
     def mean(self: Reader, input, dim=None, keepdim=False, dtype=None):
-        x = self.map(input, "maps", "last")
-        over = {self.axis(d, x) for d in (dim if isinstance(dim, tuple) else (dim,)) if d is not None}
-        if over == set(range(2, self.dims + 2)) and not (keepdim and x.form == "last"):
-            return self.mean_of(replace(x, form="maps"), "place" if keepdim else "vector")
-        if over == {1} and keepdim:
+        x = self.cells(input)
+        if self.all_of_cell(dim, x):
             return self.formula((x, dim, keepdim), {})
-        raise self.refusal(f"takes a mean over {dim}: over all places, or over channels with keepdim=True, it is known")
-
-    def amax(self: Reader, input, dim=None, keepdim=False):
-        if not isinstance(dim, int) or self.axis(dim, self.map(input, "maps", "last")) != 1 or not keepdim:
-            raise self.refusal("takes a maximum: over channels with keepdim=True it is known")
-        return self.formula((input, dim, keepdim), {})
+        over = {self.axis(d, x) for d in (dim if isinstance(dim, tuple) else (dim,)) if d is not None}
+        if x.form in ("maps", "last") and over == set(range(2, self.dims + 2)) and not (keepdim and x.form == "last"):
+            return self.mean_of(replace(x, form="maps"), "place" if keepdim else "vector")
+        raise self.refusal(f"takes a mean over {dim}: over all places, or over channels, it is known")
 
     def max(self: Reader, input, dim=None, keepdim=False):
         if isinstance(dim, Value):
             return self.formula((input, dim), {})
-        if not isinstance(dim, int) or self.axis(dim, self.map(input, "maps", "last")) != 1 or not keepdim:
-            raise self.refusal("takes a maximum: over channels with keepdim=True it is known")
+        if not self.all_of_cell(dim, self.cells(input)):
+            raise self.refusal("takes a maximum: over channels it is known")
         return self.formula((input, dim, keepdim), {}, part=0)
+
+    min = max
 
     def interpolate(self: Reader, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None, antialias=False):
         x = self.map(input, "maps", "place")
         if x.form == "place":
-            if (found := self.spread(x)) is None:
-                raise self.refusal("spreads what is alike at all places over a map of another size: that is not known here")
-            return found
+            return self.spread(x)
         if mode == "area":
             raise self.refusal("has mode area: nearest, bilinear and bicubic are known")
         factors = {tuple(m / n for m, n in zip(c.shapes[0][2:], had)) for c, had in zip(self.current, x.sizes)}
@@ -591,12 +720,20 @@ class Rules:
     concat = concatenate = cat
 
     def stack(self: Reader, tensors, dim=0):
-        if dim != 0 or any(not isinstance(x, Value) or x.form != "maps" for x in tensors):
-            raise self.refusal("stacks maps: along a new first dim, to be summed over that, it is known")
-        return Stack(tuple(tensors))
+        maps = [self.cells(x) for x in tensors]
+        if dim == 0 and all(x.form == "maps" for x in maps):
+            return Stack(tuple(maps))
+        joined = replace(maps[0], cell=(*maps[0].cell, 1))
+        if self.axis(dim, joined) != 1:
+            raise self.refusal("stacks maps: along a new dim of channels, or along a new first one, to be summed over that, it is known")
+        return self.formula((tuple(maps), dim), {})
 
     def sum(self: Reader, input, dim=None, keepdim=False):
-        if not isinstance(input, Stack) or dim != 0 or keepdim or len({x.shapes for x in input.maps}) > 1:
+        if not isinstance(input, Stack):
+            if not self.all_of_cell(dim, self.cells(input)):
+                raise self.refusal("takes a sum: over channels, or over maps that were stacked, it is known")
+            return self.formula((input, dim, keepdim), {})
+        if dim != 0 or keepdim or len({x.shapes for x in input.maps}) > 1 or not all(x.plain for x in input.maps):
             raise self.refusal("takes a sum: over maps that were stacked it is known")
         return self.emit(lambda _: Sum(), input.maps)
 
@@ -618,7 +755,7 @@ class Rules:
 
     def add(self: Reader, input, other, alpha=1):
         both = [input, other]
-        if alpha == 1 and all(isinstance(x, Value) and x.form in ("maps", "last") for x in both) and (input.shapes, input.form) == (other.shapes, other.form):
+        if alpha == 1 and all(isinstance(x, Value) and x.form in ("maps", "last") for x in both) and (input.shapes, input.form, input.cell) == (other.shapes, other.form, other.cell):
             return self.emit(lambda _: Sum(), both)
         return self.formula((input, other), {} if alpha == 1 else {"alpha": alpha})
 
@@ -631,14 +768,14 @@ class Rules:
         return self.turned(input, dims[0] if isinstance(dims[0], tuple) else dims)
 
     def transpose(self: Reader, input, dim0, dim1):
-        dims = list(range(self.dims + 2))
+        dims = list(range(self.rank(input)))
         dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
         return self.turned(input, dims)
 
     swapaxes = transpose
 
     def movedim(self: Reader, input, source, destination):
-        rank = self.dims + 2
+        rank = self.rank(input)
         dims = [d for d in range(rank) if d != source % rank]
         dims.insert(destination % rank, source % rank)
         return self.turned(input, dims)
@@ -651,19 +788,16 @@ class Rules:
     def flatten(self: Reader, input, start_dim=0, end_dim=-1):
         return self.reshaped(input)
 
-    reshape = squeeze = unsqueeze = view
+    reshape = squeeze = unsqueeze = unflatten = view
 
     def expand(self: Reader, input, *sizes):
-        x = self.map(input, "place")
-        if (found := self.spread(x)) is None:
-            raise self.refusal("spreads what is alike at all places over a map of another size: that is not known here")
-        return found
+        return self.spread(self.cells(input, "place"))
 
     expand_as = expand
 
     def softmax(self: Reader, input, dim=None, **more):
-        x = self.any_form(input)
-        if dim is None or (self.axis(dim, x) if x.form != "vector" else dim % 2) != 1:
+        x = self.cells(input)
+        if dim is None or self.axis(dim, x) != 1:
             raise self.refusal("runs over places of the image, as attention does: over channels it is known")
         return self.formula((x,), dict(dim=dim))
 
@@ -675,16 +809,22 @@ class Rules:
     def split(self: Reader, tensor, split_size, dim=0):
         return self.parts(tensor, (tensor, split_size, dim), dim)
 
+    def unbind(self: Reader, input, dim=0):
+        return self.parts(input, (input, dim), dim)
+
+    def select(self: Reader, input, dim, index):
+        return self.parts_of_cell(input, (input, dim, index), dim)
+
+    def narrow(self: Reader, input, dim, start, length):
+        return self.parts_of_cell(input, (input, dim, start, length), dim)
+
     def __getitem__(self: Reader, input, index):
-        index, x = index if isinstance(index, tuple) else (index,), self.any_form(input)
-        if x.form in ("place", "vector"):
+        index, x = index if isinstance(index, tuple) else (index,), self.cells(input)
+        if x.form in ("place", "vector") and any(i is None or isinstance(i, int) for i in index):
             return self.reshaped(x)
-        whole = lambda i: i is Ellipsis or i == slice(None)
-        axis = self.dims + 1 if x.form == "last" else 1
-        channels = len(index) <= self.dims + 2 and Ellipsis not in index[: axis + 1] and all(whole(i) for d, i in enumerate(index) if d != axis)
-        if not channels or not all(isinstance(i, slice) or i is Ellipsis for i in index) or _has_sizes(index):
-            raise self.refusal("takes a part of the image, or of the batch: of the channels, as x[:, 2:5], it is known")
-        return self.formula((x, index), {})
+        if self.of_channels(x, [i for i in index if i is not None]):
+            return self.formula((x, index), {})
+        raise self.refusal("takes a part of the image, or of the batch: of the channels, as x[:, 2:5], it is known")
 
 
 def _with_tensors(layer: nn.Module, found: dict[str, Tensor], alike: bool) -> nn.Module:

@@ -32,7 +32,7 @@ def test_a_report(comm):
 
 
 def wrong_gradient(engine):
-    engine.gradients.buckets[0][3] *= 1 + 1e-9
+    engine.gradients.parts[0].view(-1)[3] *= 1 + 1e-9
 
 
 def wrong_weight(engine):
@@ -96,7 +96,7 @@ def test_a_nan_in_one_gradient_fails_the_whole(comm, monkeypatch):
 
     def wrong(self, own):
         loss = right(self, own)
-        self.gradients.buckets[0][0] = math.nan
+        self.gradients.parts[0][0] = math.nan
         return loss
 
     monkeypatch.setattr(Engine, "backward", wrong)

@@ -208,7 +208,7 @@ TABLE = {
     "fields for a number": (file("fields-for-number.yaml"), "fields-for-number.yaml, line 2: model.depth holds fields or lists of lists"),
     "a number for a section": (file("number-for-section.yaml"), "number-for-section.yaml, line 1: here is no field of model"),
     "a tag that would run": (file("tag.yaml"), "tag.yaml, line 2: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused"),
-    "a class to import": (file("class.yaml"), "class.yaml, line 2: 'model.class_path' is no setting: choose name, depth"),
+    "a class to import": (file("class.yaml"), "class.yaml, line 2: 'model.class_path' is no setting: choose name, args, depth"),
     "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is no section"),
     "a section that holds itself": (file("itself.yaml"), "itself.yaml, line 2: model.depth holds fields"),
     "laughs in quotes": (file("quoted-laughs.yaml"), "--loss.class_weights is .*refers to itself"),

@@ -134,7 +134,7 @@ class Reader:
         if not self.call.graded:
             raise self.refusal("runs without gradients (torch.no_grad, or an autograd.Function of your own, whose gradient is not known): that is not known here; use detach()")
         rule = vars(Rules).get(self.call.name)
-        if rule is None and self.call.name not in (*POINTWISE, *_OVER_CHANNELS):
+        if rule is None and self.call.name not in POINTWISE and self.call.name not in _OVER_CHANNELS:
             raise self.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
         try:
             made = rule(self, *args, **kwargs) if rule else self.formula(args, kwargs) if self.call.name in POINTWISE else self.over_dims(args, kwargs)
@@ -392,9 +392,8 @@ class Reader:
         inner = [d for d in order if self.axis(d, x) == 1]
         if inner == sorted(inner):
             return replace(x, form=form)
-        turned = [d if self.axis(d, x) != 1 else None for d in range(rank)]  # the user's form stays, its cells are turned
-        rest = iter(inner)
-        return self.turned_cells(x, tuple(next(rest) if d is None else d for d in turned), form)
+        rest = iter(inner)  # the user's form stays, its cells are turned
+        return self.turned_cells(x, tuple(next(rest) if self.axis(d, x) == 1 else d for d in range(rank)), form)
 
     def turned_cells(self, x: Value, order: tuple[int, ...], form: str) -> Value:
         """The dims of its cells among themselves."""
@@ -459,12 +458,6 @@ class Reader:
         every = [*index[:at], *[slice(None)] * (self.rank(x) - at - len(rest)), *rest]
         return len(every) == self.rank(x) and all(i == slice(None) for d, i in enumerate(every) if self.axis(d, x) != 1)
 
-    def parts_of_cell(self, x: Any, args: tuple, dim: int) -> Value:
-        """Some of its channels."""
-        if self.axis(dim, self.cells(x)) != 1 or _has_sizes(args[2:]):
-            raise self.refusal("takes a part of the image, or of the batch: of the channels it is known")
-        return self.formula(args, {})
-
     def rank(self, x: Any) -> int:
         """Dims of the user's tensor."""
         x = self.cells(x)
@@ -477,11 +470,18 @@ class Reader:
             raise self.refusal(f"runs over dims {dim}, and so over places of the image: over channels it is known")
         return self.formula(args, kwargs)
 
-    def over_channels(self, x: Any, args: tuple, dim: int) -> Value:
+    def over_channels(self, x: Any, args: tuple, dim: int, why: str = "runs over places of the image: over channels it is known") -> Value:
         x = self.cells(x)
         if self.axis(dim, x) != 1:
-            raise self.refusal("runs over places of the image: over channels it is known")
+            raise self.refusal(why)
         return self.formula(args, {})
+
+    def over_last(self, x: Any, normalized_shape: Sequence[int]) -> tuple[Value, tuple[int, ...]]:
+        """A map whose channels come last, and the last of their dims, which statistics are taken over."""
+        x, over = self.cells(x, "last", "vector"), tuple(normalized_shape)
+        if over != x.cell[len(x.cell) - len(over) :]:
+            raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
+        return x, over
 
     def mean_of(self, x: Value, form: str) -> Value:
         """Over all places."""
@@ -500,6 +500,7 @@ class Reader:
 
 
 DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
+_PART = "takes a part of the image, or of the batch: of the channels it is known"
 _DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 _FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "vector": "a vector of the image"}
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")
@@ -566,19 +567,13 @@ class Rules:
         return self.layer(nn.GroupNorm, x, num_groups, x.channels, eps, weight is not None, tensors=dict(weight=weight, bias=bias))
 
     def layer_norm(self: Reader, input, normalized_shape, weight=None, bias=None, eps=1e-5):
-        x, over = self.cells(input, "last", "vector"), tuple(normalized_shape)
-        if over != x.cell[len(x.cell) - len(over) :]:
-            raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
-        return self.formula((x, over, weight, bias, eps), {})
+        return self.formula((*self.over_last(input, normalized_shape), weight, bias, eps), {})
 
     def linear(self: Reader, input, weight, bias=None):
         return self.formula((self.cells(input, "last", "vector"), weight, bias), {})
 
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
-        x, over = self.cells(input, "last", "vector"), tuple(normalized_shape)
-        if over != x.cell[len(x.cell) - len(over) :]:
-            raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
-        return self.formula((x, over, weight, eps), {})
+        return self.formula((*self.over_last(input, normalized_shape), weight, eps), {})
 
     def matmul(self: Reader, input, other):
         x = self.cells(input, "last", "vector")
@@ -813,10 +808,10 @@ class Rules:
         return self.parts(input, (input, dim), dim)
 
     def select(self: Reader, input, dim, index):
-        return self.parts_of_cell(input, (input, dim, index), dim)
+        return self.over_channels(input, (input, dim, index), dim, _PART)
 
     def narrow(self: Reader, input, dim, start, length):
-        return self.parts_of_cell(input, (input, dim, start, length), dim)
+        return self.over_channels(input, (input, dim, start, length), dim, _PART)
 
     def __getitem__(self: Reader, input, index):
         index, x = index if isinstance(index, tuple) else (index,), self.cells(input)

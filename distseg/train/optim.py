@@ -19,8 +19,12 @@ T = TypeVar("T")
 
 def of_part(settings: Mapping[str, T] | None, name: str, default: T) -> T:
     """What ``optim.rates`` or ``optim.thaw`` say of a parameter: the value of the last part that it belongs to."""
-    fitting = [value for part, value in (settings or {}).items() if fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")]
+    fitting = [value for part, value in (settings or {}).items() if _belongs(name, part)]
     return fitting[-1] if fitting else default
+
+
+def _belongs(name: str, part: str) -> bool:
+    return fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")
 
 
 def freeze(model: nn.Module, config: OptimConfig) -> None:
@@ -31,7 +35,7 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
     """
     parameters = user_names(model.named_parameters(remove_duplicate=False), model)
     for setting, parts in (("rates", config.rates), ("thaw", config.thaw)):
-        if unknown := [part for part in parts or () if all(of_part({part: True}, name, False) is False for name in parameters)]:
+        if unknown := [part for part in parts or () if not any(_belongs(name, part) for name in parameters)]:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
             raise ValueError(f"optim.{setting} names {unknown[0]!r}, but this network has no such part: its parameters begin with {', '.join(tops[:8])}{', ...' * (len(tops) > 8)}")
     for name, parameter in parameters.items():

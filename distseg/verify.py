@@ -135,7 +135,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcome | None:
     """The stages' parts put together, by the user's ``names``, on the first rank of each pipeline."""
-    parts = mesh.pipeline.gather(own)
+    parts = mesh.pipeline.gather(own) if mesh.pipeline.size > 1 else [own]
     if parts is None:
         return None
     merged = {field: {names.get(k, k): v for part in parts for k, v in getattr(part, field).items()} for field in ("gradients", "weights", "buffers")}

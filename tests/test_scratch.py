@@ -39,6 +39,18 @@ def test_windows(folder, layout, dtype, box):
     stored.close()
 
 
+@pytest.mark.parametrize("layout", FORMATS)
+def test_what_goes_to_another_rank_lies_alike_in_files_and_in_memory(tmp_path, layout):
+    box, whole = Box((7, 12), (9, 41)), torch.randn(2, 5, *BOX.size)
+    file, memory = Map(BOX, like(torch.float32, layout), tmp_path), Map(BOX, like(torch.float32, layout))
+    for stored in (file, memory):
+        stored.write(BOX, whole)
+    assert torch.equal(file.take(box).view(-1), memory.take(box).view(-1))
+    memory.put(box, file.take(box).add_(1))
+    file.put(box, memory.take(box))
+    assert torch.equal(file.read(BOX), memory.read(BOX))
+
+
 def test_volumes(folder):
     box = Box((0, 0, 2), (4, 6, 9))
     stored, whole = Map(box, torch.empty(1, 3, 2, 2, 2), folder), torch.randn(1, 3, *box.size)

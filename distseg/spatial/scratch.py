@@ -1,7 +1,9 @@
 """Feature maps larger than memory, in files that no name leads to: they are gone when the process is, however it ends.
 
 Windows are read and written row by row, not mapped: a full disk then is an error with a name instead of a signal, and what the
-operating system caches is not this process's memory. Or maps lie in the host's memory.
+operating system caches is not this process's memory. A file has the channels of a cell side by side, so that a row of a window is
+one run of bytes; to turn a window around in memory takes less time than to call for its rows channel by channel. Or maps lie in
+the host's memory.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Map:
         self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
         self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
         self.images, self.channels = like.shape[:2]
-        self.row = (self.channels if self.last else 1) * like.element_size()  # bytes of a cell of the last dim
+        self.cell = self.channels * like.element_size()  # bytes
         self.bytes = self.bytes_of(box)
         self._file = self._values = None
         if folder is None:
@@ -80,7 +82,7 @@ class Map:
 
     def bytes_of(self, box: Box) -> int:
         """Of a part of the map."""
-        return math.prod(self.outer) * box.pixels * self.row
+        return self.images * box.pixels * self.cell
 
     @property
     def in_memory(self) -> int:
@@ -106,30 +108,36 @@ class Map:
         return (x.movedim(-1, 1) if self.last else x).to(self.device, non_blocking=True)
 
     def _move(self, how, values: Tensor, box: Box, what: str) -> None:
-        """Between ``values`` and the part ``box`` of the map, by runs of cells that lie side by side in both."""
-        inner = box.relative_to(self.box)
+        """Between ``values`` and the part ``box`` of the map, in a file by runs of cells that lie side by side."""
+        reads = how is os.preadv
         if self._values is not None:
             there = self._part(box)
-            values.copy_(there) if how is os.preadv else there.copy_(values)
+            values.copy_(there) if reads else there.copy_(values)
             return
-        flat = memoryview(values.view(torch.uint8).numpy().reshape(-1)) if values.numel() else memoryview(b"")
-        offset = 0
-        for place, length in _runs(math.prod(self.outer), inner, self.box.size, self.row):
+        cells = values if self.last else values.movedim(1, -1)
+        lying = cells if cells.is_contiguous() else torch.empty(cells.shape, dtype=cells.dtype)
+        if lying is not cells and not reads:
+            lying.copy_(cells)
+        flat, offset = memoryview(lying.view(-1).view(torch.uint8).numpy()), 0
+        for place, length in _runs(self.images, box.relative_to(self.box), self.box.size, self.cell):
             _all(how, self._file.fileno(), flat[offset : offset + length], place, what)
             offset += length
+        if lying is not cells and reads:
+            cells.copy_(lying)
 
 
-def _runs(outer: int, box: Box, size: tuple[int, ...], cell: int):
-    """(place, length) in bytes of the runs that make up a box of each of ``outer`` arrays of ``size`` cells, one after another."""
-    split = len(size)  # dims from here on are whole
-    while split > 1 and box.size[split - 1] == size[split - 1]:
+def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
+    """(place, length) in bytes of the runs that make up a box of each of ``arrays`` arrays of ``size`` cells, one after another."""
+    split, part = len(size), box.size  # dims from ``split`` on are whole
+    while split > 1 and part[split - 1] == size[split - 1]:
         split -= 1
     strides = [cell * math.prod(size[d + 1 :]) for d in range(len(size))]
-    first = sum(a * s for a, s in zip(box.start, strides))
-    for array in range(outer):
-        for index in product(*(range(n) for n in box.size[: split - 1])):
-            place = array * cell * math.prod(size) + first + sum(i * s for i, s in zip(index, strides))
-            yield place, box.size[split - 1] * strides[split - 1]
+    first, length = sum(a * s for a, s in zip(box.start, strides)), part[split - 1] * strides[split - 1]
+    if not length:
+        return
+    for array in range(arrays):
+        for index in product(*(range(n) for n in part[: split - 1])):
+            yield array * cell * math.prod(size) + first + sum(i * s for i, s in zip(index, strides)), length
 
 
 def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:

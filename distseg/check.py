@@ -16,6 +16,7 @@ from torch import nn
 from distseg.config import Config
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
+from distseg.models.layers import VectorNorm
 from distseg.spatial.norm import NORMS, STATISTICAL, kind_of, tracks
 from distseg.loss import is_linear
 
@@ -163,7 +164,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
-    vectors = [name for name, m in facts.norms if getattr(m, "alike", False)]
+    vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
     if vectors and together < 2 and not config.spatial.frozen_norm:
         raise ValueError(
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes statistics of one vector an image, so it needs at least 2 images in a batch: "

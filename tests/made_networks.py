@@ -216,6 +216,25 @@ def pooling(in_channels, out_channels):
     return _around(Pooling(4), in_channels, out_channels)
 
 
+class Pyramid(nn.Module):
+    """Pools of an image to grids of several sizes, as PSPNet's, one of them with a batch norm."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.one, self.two, self.norm, self.three = nn.Conv2d(channels, 2, 1), nn.Conv2d(channels, 3, 1, bias=False), nn.BatchNorm2d(3), nn.Conv2d(channels, 2, 3, padding=1)
+        self.join = nn.Conv2d(channels + 7, channels, 3, padding=1)
+
+    def forward(self, x):
+        one = F.interpolate(self.one(F.adaptive_avg_pool2d(x, 1)), x.shape[2:], mode="bilinear")
+        two = F.interpolate(F.relu(self.norm(self.two(F.adaptive_avg_pool2d(x, 2)))), x.shape[2:], mode="bilinear", align_corners=True)
+        three = F.interpolate(self.three(F.adaptive_avg_pool2d(x, (3, 2))), x.shape[2:], mode="bicubic")
+        return self.join(torch.cat((x, one, two, three), 1))
+
+
+def pyramid_pool(in_channels, out_channels):
+    return _around(Pyramid(4), in_channels, out_channels)
+
+
 def convnext(in_channels, out_channels):
     return _around(ConvNext(4), in_channels, out_channels)
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -116,10 +117,103 @@ class Sum(Join):
 
 
 class Mean(nn.Module):
-    """The mean of each channel over an image, at each of its places: (N, C, *size) -> (N, C, *size)."""
+    """Of each channel over an image, or over each part of it: (N, C, *size) -> (N, C * parts, 1, ...), a *vector* of the image.
+
+    A vector has one place, and is the same wherever the image is looked at. A channel's parts lie side by side.
+
+    Args:
+        grid: into how many parts each dim is cut, as ``nn.AdaptiveAvgPool2d`` cuts it; by default the image is one.
+        total: sums instead of means.
+    """
+
+    def __init__(self, grid: Sequence[int] = (), total: bool = False):
+        super().__init__()
+        self.grid, self.total = tuple(grid), total
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.mean(tuple(range(2, x.dim())), keepdim=True).expand_as(x)
+        dims = tuple(range(2, x.dim()))
+        if not self.grid:
+            return x.sum(dims, keepdim=True) if self.total else x.mean(dims, keepdim=True)
+        pool = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(dims) - 1]
+        return as_vector(pool(x, self.grid), len(dims))
+
+    def extra_repr(self) -> str:
+        return f"grid={self.grid}" * bool(self.grid) + "total" * self.total
+
+
+class Spread(nn.Module):
+    """A vector of the image at all places of a map, resized as ``F.interpolate`` does where it is a grid: (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size).
+
+    Args:
+        grid: into how many parts the vector has each channel cut.
+        settings: ``mode`` and ``align_corners``.
+    """
+
+    def __init__(self, grid: Sequence[int] = (), **settings):
+        super().__init__()
+        self.grid, self.settings = tuple(grid), settings
+
+    def forward(self, like: Tensor, x: Tensor) -> Tensor:
+        size = like.shape[2:]
+        return self.part(x, size, [range(n) for n in size])
+
+    def part(self, x: Tensor, size: Sequence[int], places: Sequence[range]) -> Tensor:
+        """Of a map of this size only some ``places`` of each dim."""
+        if not self.grid:
+            return x.expand(-1, -1, *map(len, places))
+        y = x.reshape(len(x), -1, *self.grid)
+        for dim, (k, n, wanted) in enumerate(zip(self.grid, size, places), 2):
+            shares = self._shares(k, n).to(x.device)[:, wanted.start : wanted.stop]
+            y = torch.tensordot(y.movedim(dim, -1), shares.to(y.dtype), 1).movedim(-1, dim)
+        return y
+
+    def _shares(self, k: int, n: int) -> Tensor:
+        """What each of k cells has in each of the n that they become, (k, n): resizing is linear, and goes dim by dim."""
+        mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(self.settings["mode"], self.settings["mode"])
+        ones = torch.eye(k, dtype=torch.float64).view(1, k, k, 1)
+        return F.interpolate(ones, size=(n, 1), mode=mode, align_corners=self.settings["align_corners"])[0, :, :, 0]
+
+    def extra_repr(self) -> str:
+        return f"grid={self.grid}" * bool(self.grid)
+
+
+class VectorNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm of vectors, as ``nn.BatchNorm1d`` of (N, C), or as ``nn.BatchNorm2d`` of (N, C, *grid): (N, C * parts, 1, ...) -> (N, C * parts, 1, ...).
+
+    Args:
+        parts: of each channel.
+    """
+
+    def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
+        super().__init__(channels, *args, **kwargs)
+        self.parts = parts
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(len(x), self.num_features, -1)).view_as(x)
+
+
+class Restride(nn.Module):
+    """A vector, where maps have whole ``by`` times as many places, or (``fewer``) as few: what it is called with."""
+
+    def __init__(self, by: Sequence[int], fewer: bool):
+        super().__init__()
+        self.by, self.fewer = tuple(by), fewer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def as_vector(x: Tensor, dims: int) -> Tensor:
+    """(N, ...) -> (N, ?, 1, ...), of an image with so many dims."""
+    return x.reshape(len(x), -1, *(1,) * dims)
+
+
+def is_vector(x: Tensor, size: Sequence[int]) -> bool:
+    """Whether a tensor that stands for ``size`` cells of a map has one place for all of them."""
+    return x.shape[2:].numel() == 1 and any(n > 1 for n in size)
 
 
 class DropImage(nn.Module):
@@ -158,8 +252,8 @@ class Formula(nn.Module):
         cells: of each map, what the functions want in the place of the dim C; None: one dim as it is.
         tensors: parameters and buffers by name.
         part: which of several results is meant.
-        form: what the functions are called with, and make: ``maps``; maps whose channels come ``last``; of maps that are alike at all places one place,
-            as an image of a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
+        form: what the functions are called with, and make: ``maps``, vectors of the image (N, C, 1, ...) perhaps among them; maps whose channels come
+            ``last``; vectors alone, as a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
     """
 
     def __init__(self, steps: Sequence[Step], cells: Sequence[tuple[int, ...] | None], tensors: Mapping[str, Tensor] = {}, part: int | None = None, form: str = "maps"):
@@ -168,22 +262,21 @@ class Formula(nn.Module):
         register(self, tensors)
 
     def forward(self, *maps: Tensor) -> Tensor:
-        size = maps[0].shape[2:]
+        dims = maps[0].dim() - 2
         y = _computed(self, self.steps, map(self._given, maps, self.cells))
         y = y if self.part is None else y[self.part]
-        places = 0 if self.form == "vector" else len(size)
+        if self.form == "vector":
+            return as_vector(y, dims)
+        places = dims
         if self.form == "last":
             return y.flatten(1 + places).movedim(-1, 1) if y.dim() > 1 + places else y.unsqueeze(1)
         inner = y.dim() - 1 - places
-        y = y if inner == 1 else y.reshape(len(y), -1, *y.shape[1 + inner :])
-        return y if self.form == "maps" else y.view(*y.shape[:2], *(1 for _ in size)).expand(-1, -1, *size)
+        return y if inner == 1 else y.reshape(len(y), -1, *y.shape[1 + inner :])
 
     def _given(self, x: Tensor, cell: tuple[int, ...] | None) -> Tensor:
         places = x.shape[2:]
-        if self.form == "place":
-            x, places = x[(..., *(slice(1) for _ in places))], [1 for _ in places]
-        elif self.form == "vector":
-            x, places = x[(..., *(0 for _ in places))], []
+        if self.form == "vector":
+            return x.reshape(x.shape[:2] if cell is None else (len(x), *cell))
         if self.form == "last":
             x = x.movedim(1, -1)
             return x if cell is None else x.reshape(len(x), *places, *cell)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.altered import hooked
-from distseg.models.layers import Pop, Stash, first_convolution, outline, register, skip_store
+from distseg.models.layers import Pop, Stash, first_convolution, is_vector, outline, register, skip_store
 
 IMAGE = "image"
 T = TypeVar("T")
@@ -252,10 +252,10 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def channels_of_maps(model: nn.Module) -> list[int]:
-    """The channels of the maps of a flat network."""
+    """The channels of the maps of a flat network; 0 of a vector of the image, which takes no memory to speak of."""
     first = first_convolution(model)
     maps = [torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)]
     with skip_store({}):
         for call in calls_of(outline(model)):
             maps.append(call.layer(*(maps[source] for source in call.inputs)))
-    return [x.shape[1] for x in maps]
+    return [0 if is_vector(x, maps[0].shape[2:]) else x.shape[1] for x in maps]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.models.layers import Cat, Derived, DropImage, Formula, Map, Mean, Own, Step, Sum
+from distseg.models.layers import Cat, Derived, DropImage, Formula, Map, Mean, Own, Restride, Spread, Step, Sum, VectorNorm
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
@@ -253,14 +253,14 @@ class Reader:
             unique = f"{name}_{count}"
         return unique
 
-    def layer(self, kind: type, x: Value, *args, tensors: Mapping[str, Any] = {}, alike: bool = False, **kwargs) -> Value:
-        """One of PyTorch's own, with the user's tensors, or with weights that are computed from them; ``alike``: a norm of what is the same at all places."""
+    def layer(self, kind: type, x: Value, *args, tensors: Mapping[str, Any] = {}, **kwargs) -> Value:
+        """One of PyTorch's own, or of ours, with the user's tensors, or with weights that are computed from them."""
         tensors = {name: value for name, value in tensors.items() if value is not None}
         if any(isinstance(value, Value) for value in tensors.values()):
             raise self.refusal("has a weight that is computed from the image")
         plain = lambda: kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
         if not any(isinstance(value, Made) for value in tensors.values()):
-            return self.emit(lambda found: _with_tensors(plain(), found, alike), [x], tensors)
+            return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors)
         if not issubclass(kind, nn.modules.conv._ConvNd):
             raise self.refusal("has a weight that is computed from parameters: of convolutions that is known")
         own: dict[str, Kept] = {}
@@ -417,23 +417,45 @@ class Reader:
                 continue
         raise self.refusal(f"gives {_FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
 
-    def spread(self, x: Value) -> Value:
-        """What is alike at all places, as the map that the call makes of it."""
-        shapes = [c.shapes[0] for c in self.current]
-        if any(shape[: 1 + len(x.cell)] != (n, *x.cell) or len(shape) != self.rank(x) for shape, (n, *_) in zip(shapes, x.shapes)):
+    def is_grid(self, x: Any) -> bool:
+        """Whether it is a grid of an image, (N, C, *grid)."""
+        return isinstance(x, Value) and x.form == "vector" and len(x.cell) == 1 + self.dims
+
+    def spread(self, x: Value, **settings) -> Value:
+        """A vector as the map that the call makes of it; a grid by these ``settings``."""
+        grid, shapes = x.cell[1:] if settings else (), [c.shapes[0] for c in self.current]
+        cell = x.cell[:1] if settings else x.cell
+        if any(shape[: 1 + len(cell)] != (n, *cell) or len(shape) != 1 + len(cell) + self.dims for shape, (n, *_) in zip(shapes, x.shapes)):
             raise self.refusal("spreads what is alike at all places in a way that is not known here")
-        return replace(self.resized(x, tuple(shape[1 + len(x.cell) :] for shape in shapes)), form="maps")
+        if settings and (settings["mode"] == "area" or set(shape[2:] for shape in shapes) == {grid}):
+            raise self.refusal("resizes a grid of the image by mode area, or to another grid: nearest, bilinear and bicubic are known, to a map")
+        sizes = tuple(shape[1 + len(cell) :] for shape in shapes)
+        like, vector = self.like(sizes), self.resized(x, sizes)
+        name = self._name()
+        self._add(name, lambda _: Spread(grid, **settings), [like, vector])
+        return Value(name, tuple((n, math.prod(cell), *size) for (n, *_), size in zip(x.shapes, sizes)), cell)
+
+    def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
+        """A map with so many places; made by a pooling where there is none."""
+        maps = [v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps"]
+        if found := next((v for v in maps if v.sizes == sizes), None):
+            return found
+        for v in maps:
+            by = _whole_times(v.sizes, sizes)
+            if by is not None:
+                name = f"{self._name()}_like"
+                self._add(name, lambda _: (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1](by if self.dims > 1 else by[0]), [v])
+                return replace(v, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)))
+        raise self.refusal(f"spreads what is alike at all places over {sizes[0]}, as many as no other map has")
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """What is alike at all places, at those of a map that has whole times as many, or as few, of them."""
+        """A vector, where maps have whole times as many, or as few, places."""
         if sizes == x.sizes:
             return x
-        pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
-        for make, large, small in ((lambda by: nn.Upsample(scale_factor=tuple(map(float, by))), sizes, x.sizes), (lambda by: pool(by if self.dims > 1 else by[0]), x.sizes, sizes)):
-            factors = {tuple(n // m if n % m == 0 else 0 for n, m in zip(*pair)) for pair in zip(large, small)}
-            if len(factors) == 1 and all(by := factors.pop()):
-                name = self._name()
-                self._add(name, lambda _, make=make, by=by: make(by), [x])
+        for fewer, by in ((False, _whole_times(sizes, x.sizes)), (True, _whole_times(x.sizes, sizes))):
+            if by is not None:
+                name = f"{self._name()}_places"
+                self._add(name, lambda _, by=by, fewer=fewer: Restride(by, fewer), [x])
                 return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
         raise self.refusal(f"spreads what is alike at all places of {x.shapes[0]} over a map of {sizes[0]}: whole times as many places, or as few, are known")
 
@@ -483,9 +505,9 @@ class Reader:
             raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
         return x, over
 
-    def mean_of(self, x: Value, form: str) -> Value:
-        """Over all places."""
-        made = self.emit(lambda _: Mean(), [x], form=form)
+    def mean_of(self, x: Value, form: str, total: bool = False) -> Value:
+        """Over all places; or the sum."""
+        made = self.emit(lambda _: Mean(total=total), [x], form=form)
         if made.shapes != x.shapes or made.cell != x.cell:
             raise self.refusal(f"makes {self.call.shapes[0]}, which is no mean of {x.shapes[0]}")
         return made
@@ -521,6 +543,8 @@ class Rules:
     """By the name of a function, the layer that it is; arguments are those of the function."""
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        if self.is_grid(input):
+            return self.formula((input, weight, bias, stride, padding, dilation, groups), {})
         x, kernel = self.map(input, "maps", "place"), self.shape_of(weight)
         if x.form == "place":
             return self.formula((input, weight, bias, stride, padding, dilation, groups), {})
@@ -539,7 +563,10 @@ class Rules:
     conv_transpose1d = conv_transpose3d = conv_transpose2d
 
     def batch_norm(self: Reader, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-        x = self.map(input, "maps", "place", "vector")  # of what is alike at all places the statistics over all images and places are those over the images
+        x = self.cells(input, "maps", "place", "vector")
+        channels = x.channels if x.plain else x.cell[0]
+        if not x.plain and not self.is_grid(x):
+            raise self.refusal(f"takes {_FORMS[x.form]} whose channels are {x.cell}: one dim of them is expected")
         if not training and running_mean is not None:
             raise self.refusal("takes its running statistics in training: set spatial.frozen_norm, which has all batch norms do so")
         self.check_affine(weight, bias)
@@ -548,8 +575,10 @@ class Rules:
         tensors = dict(weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
         if isinstance(running_mean, Kept) and (count := f"{running_mean.name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")) in self.shapes:
             tensors["num_batches_tracked"] = Kept(count)
-        kind = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1]
-        return self.layer(kind, x, x.channels, eps, momentum, weight is not None, running_mean is not None, tensors=tensors, alike=x.form != "maps")
+        kind, more = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1], {}
+        if x.form != "maps":
+            kind, more = VectorNorm, dict(parts=x.channels // channels)
+        return self.layer(kind, x, channels, eps, momentum, weight is not None, running_mean is not None, tensors=tensors, **more)
 
     def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
         x = self.map(input)
@@ -636,13 +665,16 @@ class Rules:
     avg_pool1d = avg_pool3d = avg_pool2d
 
     def adaptive_avg_pool2d(self: Reader, input, output_size):
-        x = self.map(input)
+        x = self.map(input, "maps", "place")
         sizes = {c.shapes[0][2:] for c in self.current}
         if sizes == {(1,) * self.dims}:
-            return self.mean_of(x, "place")
-        if all(c.shapes[0] == shape for c, shape in zip(self.current, x.shapes)):
+            return x if x.form == "place" else self.mean_of(x, "place")
+        if x.form == "maps" and all(c.shapes[0] == shape for c, shape in zip(self.current, x.shapes)):
             return x
-        raise self.refusal(f"pools to a grid of {output_size}, whose cells depend on the image's size: of 1 cell it is known")
+        if x.form == "place" or len(sizes) > 1:
+            raise self.refusal(f"pools to {output_size}, whose cells depend on the image's size: to a grid of so many cells, as (2, 2), it is known")
+        (grid,) = sizes
+        return self.emit(lambda _: Mean(grid), [x], form="vector")
 
     adaptive_avg_pool1d = adaptive_avg_pool3d = adaptive_avg_pool2d
 
@@ -665,6 +697,8 @@ class Rules:
     min = max
 
     def interpolate(self: Reader, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None, antialias=False):
+        if self.is_grid(input):
+            return self.spread(input, mode=mode, align_corners=align_corners)
         x = self.map(input, "maps", "place")
         if x.form == "place":
             return self.spread(x)
@@ -786,7 +820,10 @@ class Rules:
     reshape = squeeze = unsqueeze = unflatten = view
 
     def expand(self: Reader, input, *sizes):
-        return self.spread(self.cells(input, "place"))
+        x = self.cells(input, "place")
+        if all(c.shapes[0] == (shape[0], *x.cell, *(1,) * self.dims) for c, shape in zip(self.current, x.shapes)):
+            return x
+        return self.spread(x)
 
     expand_as = expand
 
@@ -822,9 +859,7 @@ class Rules:
         raise self.refusal("takes a part of the image, or of the batch: of the channels, as x[:, 2:5], it is known")
 
 
-def _with_tensors(layer: nn.Module, found: dict[str, Tensor], alike: bool) -> nn.Module:
-    if alike:
-        layer.alike = True
+def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
     for name, tensor in found.items():
         if name in layer._buffers:
             layer._buffers[name] = tensor
@@ -833,6 +868,12 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor], alike: bool) -> nn
     if "num_batches_tracked" not in found and getattr(layer, "num_batches_tracked", None) is not None:
         layer.num_batches_tracked = torch.zeros((), dtype=torch.long)
     return layer
+
+
+def _whole_times(large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """By which all sizes are larger than others, along each dim; None where that is no whole number, or not the same one."""
+    factors = {tuple(n // m if n % m == 0 else 0 for n, m in zip(*pair)) for pair in zip(large, small)}
+    return factors.pop() if len(factors) == 1 and all(next(iter(factors))) else None
 
 
 def _itself(x: Tensor) -> Tensor:

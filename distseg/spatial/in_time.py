@@ -42,7 +42,7 @@ from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import Pending
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
-from distseg.spatial.scratch import Map, check_room
+from distseg.spatial.scratch import Map, check_room, map_of
 from distseg.spatial.transfer import Receiving, Sending, Transfers
 from distseg.watch import beat
 
@@ -459,7 +459,7 @@ class Walk:
     def statistic(self, op: Statistic) -> None:
         for number in self._norms_of(op.position):
             norm = self.layers[number]
-            self.norms[number] = Pending(norm, norm.statistics(self._moments.pop(number)))
+            self.norms[number] = norm.pending(norm.statistics(self._moments.pop(number)))
 
     def settle(self, op: Settle) -> None:
         for number in self._norms_of(op.position):
@@ -504,7 +504,7 @@ class Walk:
     def expect_gradient(self, op: ExpectGradient) -> None:
         for i in self._blocks():
             box = self.cut.made(i, op.position)
-            coming = Receiving(box, lambda like, box=box: Map(box, self._here(like), self.executor.folder))  # all of it comes
+            coming = Receiving(box, lambda like, box=box: map_of(box, self._here(like), self.executor.folder, gradient=True))  # all of it comes
             self._returning.setdefault((i, op.position), []).append(self.transfers.begin(coming, op.source, 2 * op.position + 1))
 
     def send(self, op: Send) -> None:
@@ -557,7 +557,7 @@ class Walk:
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
-            maps[i, position] = Map(self.cut.held(i, position), like, self.executor.folder, zero=maps is self.gradients)
+            maps[i, position] = map_of(self.cut.held(i, position), like, self.executor.folder, gradient=maps is self.gradients)
         return maps[i, position]
 
     def _here(self, like: Tensor) -> Tensor:

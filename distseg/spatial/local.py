@@ -22,7 +22,7 @@ from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, Derived, DropImage, Formula, Mean, Pop, Stash, Sum
+from distseg.models.layers import Cat, Derived, DropImage, Formula, Mean, Pop, Restride, Spread, Stash, Sum, is_vector
 from distseg.models.network import Call
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
@@ -61,7 +61,7 @@ def node_of(call: Call, dims: int) -> Node:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
     """
     name, layer = call.name, call.layer
-    if isinstance(layer, (Stash, Pop)) or type(layer) in (Cat, Sum, Formula):
+    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, Sum, Formula):
         return Node(name, call.inputs)
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
@@ -117,6 +117,8 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
     """
     if isinstance(layer, Derived):
         layer = layer.filled()
+    if isinstance(layer, Spread):
+        return layer.part(others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)])
     if others:
         return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
     function = _function_of(type(layer))
@@ -131,8 +133,8 @@ def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, Part], Tensor]
 
 
 def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
-    """The part of ``x`` on ``wanted``, a view."""
-    if have == wanted:
+    """The part of ``x`` on ``wanted``, a view; of a vector all."""
+    if have == wanted or is_vector(x, have.size):
         return x
     return x[(..., *wanted.relative_to(have).slices)]
 
@@ -313,6 +315,10 @@ def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part:
     return _from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
 
 
+def _restride_footprints(layer: Restride, dims: int) -> tuple[Footprint, ...]:
+    return tuple(Gather(f, f) if layer.fewer else Scatter(f, f) for f in layer.by)
+
+
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[Footprint, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflection or replication")
@@ -368,6 +374,7 @@ _FOOTPRINTS = (
     ((*_MAX, *_AVG), _pool_footprints),
     (nn.Upsample, _up_footprints),
     (nn.PixelShuffle, _shuffle_footprints),
+    (Restride, _restride_footprints),
     ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
 )
 _RUN = ((_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad))

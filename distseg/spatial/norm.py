@@ -17,6 +17,8 @@ own, which on today's machines are what a norm costs.
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from typing import Iterable, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
-from distseg.models.layers import Mean
+from distseg.models.layers import Mean, VectorNorm, as_vector
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
@@ -59,7 +61,7 @@ class DistributedNorm(nn.Module):
         self.tracks = tracks(norm)
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
-        self.alike = getattr(norm, "alike", False)  # at all places of an image: of vectors, in the user's code
+        self.parts = norm.parts if isinstance(norm, VectorNorm) else None  # of each channel of a vector; None: its input is a map
         self.frozen = False
         self.slope = 1.0
         self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
@@ -75,11 +77,17 @@ class DistributedNorm(nn.Module):
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
         """The same windows normalised: a list of (B, C, *size), one each place of the context."""
+        if self.parts is not None:
+            return [as_vector(y, x.dim() - 2) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
         if self.is_local(xs):
             return [self.local(xs[0])]
         if len(xs) == 1 and self.is_whole(xs[0]):
             return [_WholeNorm.apply(self, self.weight, self.bias, xs[0])]
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
+
+    def opened(self, x: Tensor) -> Tensor:
+        """Its input with one dim of channels: the parts of a vector's are places."""
+        return x if self.parts is None else x.reshape(len(x), -1, self.parts, *(1,) * (x.dim() - 3))
 
     def is_local(self, xs: list[Tensor]) -> bool:
         """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
@@ -88,7 +96,7 @@ class DistributedNorm(nn.Module):
         GPU, where autocast has it answer in float32.
         """
         x = xs[0]
-        if compiled.available(x) or not self.live or self.alike or (self.training and self.dropout):
+        if compiled.available(x) or not self.live or (self.training and self.dropout):
             return False
         alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
         if not alone or x.dtype == torch.float64:
@@ -97,7 +105,7 @@ class DistributedNorm(nn.Module):
 
     def is_whole(self, x: Tensor) -> bool:
         """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
-        return compiled.available(x) and self.live and not self.alike and self.comm.size == 1 and (self.context.per_window or self.context.owns_all(x.shape[2:]))
+        return compiled.available(x) and self.live and self.comm.size == 1 and (self.context.per_window or self.context.owns_all(x.shape[2:]))
 
     def local(self, x: Tensor) -> Tensor:
         """The norm of whole images (B, C, *size) by PyTorch."""
@@ -130,7 +138,13 @@ class DistributedNorm(nn.Module):
 
     def own(self, x: Tensor, index: int) -> Box:
         """These cells, counted in ``x``."""
-        return Box.whole(x.shape[2:]) if self.context.per_window else self.context.region(index, self.stride).own
+        return Box.whole(x.shape[2:]) if self.context.per_window or self.parts is not None else self.context.region(index, self.stride).own
+
+    def times(self, index: int) -> int:
+        """How many places of the image its input stands for in window ``index``, each of which has it once."""
+        if self.parts is None or self.context.per_window:
+            return 1
+        return self.context.places[index].tile.pixels if self.context.regions is None else self.context.regions[index].owned.pixels
 
     def rows(self, index: int) -> list[int]:
         """The row of the statistics for each image of window ``index``."""
@@ -155,17 +169,14 @@ class DistributedNorm(nn.Module):
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         """Moments of the channels of window ``index``, image by image."""
-        owned = self.owned(x, index)
-        parts = [self._of_place(owned[b]) if self.alike else of_channels(owned[b : b + 1]) for b in range(len(x))]
+        owned, times = self.owned(self.opened(x), index), self.times(index)
+        parts = [of_channels(owned[b : b + 1]) for b in range(len(x))]
+        if times != 1:
+            parts = [Moments(part.count * times, part.mean, part.m2 * times) for part in parts]
         if mask is not None:
             parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
-        pixels = owned.shape[2:].numel()
+        pixels = owned.shape[2:].numel() * times
         return [Contribution(row, part, pixels) for row, part in zip(self.rows(index), parts)]
-
-    def _of_place(self, image: Tensor) -> Moments:
-        """Of an image (C, *size) that is alike at all places: no digit of what two images differ by is lost."""
-        mean = image[(..., *(0 for _ in image.shape[1:]))].double()
-        return Moments(torch.tensor(float(image.shape[1:].numel()), dtype=torch.float64, device=image.device), mean, torch.zeros_like(mean))
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
@@ -220,32 +231,78 @@ class DistributedNorm(nn.Module):
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
 
-    def tilt_and_shift(self, c: "Coefficients", s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
-        """Of -r / N * (s1 + xhat * s2), by which the gradient of owned pixels differs; ``s1`` and ``s2`` divided by N."""
-        return -c.hat * c.hat * s2, -c.hat * (s1 + c.offset * s2)
+    def tilt_and_shift(self, c: "Coefficients", s1: Tensor, s2: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
+        """Of -r / N * (s1 + xhat * s2), by which the gradient of owned pixels differs, each of which stands for so many; ``s1`` and ``s2`` divided by N."""
+        return -c.hat * c.hat * s2 * times, -c.hat * (s1 + c.offset * s2) * times
+
+    def pending(self, statistics: Moments) -> "Pending":
+        """Windows one after another, with these statistics."""
+        return Pending(self, statistics)
 
 
 class DistributedMean(DistributedNorm):
-    """The twin of :class:`distseg.models.layers.Mean`: of the statistics it gives the mean, whose gradient all owned pixels share."""
+    """The twin of :class:`distseg.models.layers.Mean`: windows -> a vector (B, C * parts, 1, ...) for each, whose gradient all owned pixels share.
 
-    def is_local(self, xs: list[Tensor]) -> bool:
-        return self.comm.size == 1 and len(xs) == 1 and self.owned(xs[0], 0).shape == xs[0].shape
+    The parts of an image are rows of its statistics, each with a count of its own.
+    """
 
-    def _local(self, x: Tensor) -> Tensor:
-        return Mean.forward(self, x)
+    def __init__(self, mean: Mean, *args):
+        super().__init__(mean, *args)
+        self.grid, self.total = mean.grid, mean.total
+        self.number = math.prod(self.grid)
 
-    def is_whole(self, x: Tensor) -> bool:
-        return False
+    def joint(self, xs: list[Tensor]) -> list[Tensor]:
+        return list(_JointMean.apply(self, *xs))
 
     def _check_count(self, count) -> None:
         pass  # of one value too
 
-    def coefficients(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None) -> list["Coefficients"]:
-        means = [statistics.mean[i] for i in self.rows(index)]
-        return [Coefficients(Affine(m, torch.zeros_like(m), m, 1.0), torch.zeros_like(m), 0.0) for m in means]
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+        nothing = torch.zeros((), dtype=torch.float64, device=x.device), *torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+        found = []
+        for n, box in enumerate(self.boxes(x, index)):
+            of_box = x[(..., *box.slices)]
+            for b, row in enumerate(self.rows(index)):
+                found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else Moments(*nothing), box.pixels))
+        return found
 
-    def tilt_and_shift(self, c: "Coefficients", s1: Tensor, s2: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(s1), s1
+    def boxes(self, x: Tensor, index: int) -> list[Box]:
+        """What is owned of each part, in cells of ``x``; parts as ``F.adaptive_avg_pool2d`` cuts them, which may share cells."""
+        own = self.own(x, index)
+        if not self.grid:
+            return [own]
+        region = None if self.context.per_window else self.context.region(index, self.stride)
+        size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
+        spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(self.grid, size)]
+        return [Box(*zip(*part)).relative_to(held).intersection(own) for part in product(*spans)]
+
+    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+        """The vector of the images of a window."""
+        means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
+        return as_vector(torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]), x.dim() - 2).to(x.dtype)
+
+    def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
+        """Add the gradient of a window's vector to ``total`` (rows, C)."""
+        for i, of_image in zip(rows, g.double()):
+            total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
+
+    def shares(self, total: Tensor, statistics: Moments) -> Tensor:
+        """What each pixel gets of that over all ranks, (rows, C)."""
+        total = add(total, self.comm)
+        return total if self.total else total / statistics.count.unsqueeze(-1)
+
+    def spread(self, shares: Tensor, x: Tensor, rows: list[int], boxes: list[Box]) -> Tensor:
+        """The gradient of a window: zero where it does not own."""
+        of_part = lambda n: as_vector(shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2)
+        if [box.size for box in boxes] == [x.shape[2:]]:
+            return of_part(0).expand_as(x)
+        dx = torch.zeros_like(x)
+        for n, box in enumerate(boxes):
+            dx[(..., *box.slices)] += of_part(n)
+        return dx
+
+    def pending(self, statistics: Moments) -> "PendingMean":
+        return PendingMean(self, statistics)
 
 
 def twin_of(layer: nn.Module) -> type[DistributedNorm]:
@@ -310,6 +367,7 @@ class _JointNorm(torch.autograd.Function):
         everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]) if norm.live else norm.known()
         ctx.norm, ctx.live, ctx.pixels = norm, norm.live, everyone.count
         ctx.rows, ctx.own = [norm.rows(j) for j in range(len(xs))], [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None
+        ctx.times = [norm.times(j) for j in range(len(xs))]
         ctx.coefficients = [norm.coefficients(x, j, everyone, masks[j]) for j, x in enumerate(xs)]
         ctx.save_for_backward(weight, *xs)
         return tuple(_normalised(x, [c.affine for c in found]) for x, found in zip(xs, ctx.coefficients))
@@ -327,10 +385,27 @@ class _JointNorm(torch.autograd.Function):
         dxs = [torch.empty_like(x) for x in xs]
         for j, b, i in images:
             c = ctx.coefficients[j][b]
-            tilt, shift = ctx.norm.tilt_and_shift(c, s1[i], s2[i]) if ctx.live else (torch.zeros_like(c.hat),) * 2
+            tilt, shift = ctx.norm.tilt_and_shift(c, s1[i], s2[i], ctx.times[j]) if ctx.live else (torch.zeros_like(c.hat),) * 2
             own = ctx.own[j] if ctx.live else _nowhere(xs[j])
             _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
+
+
+class _JointMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mean: DistributedMean, *xs):
+        ctx.mean, ctx.statistics = mean, mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)])
+        ctx.rows, ctx.boxes = [mean.rows(j) for j in range(len(xs))], [mean.boxes(x, j) for j, x in enumerate(xs)]
+        ctx.save_for_backward(*xs)  # of which the form is looked at
+        return tuple(mean.of(x, rows, ctx.statistics) for x, rows in zip(xs, ctx.rows))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        total = torch.zeros_like(ctx.statistics.mean)
+        for g, rows in zip(gs, ctx.rows):
+            ctx.mean.collect(total, g, rows)
+        shares = ctx.mean.shares(total, ctx.statistics)
+        return None, *(ctx.mean.spread(shares, *window) for window in zip(ctx.saved_tensors, ctx.rows, ctx.boxes))
 
 
 class Pending:
@@ -345,8 +420,9 @@ class Pending:
 
     def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
-        coefficients = self.norm.coefficients(x, index, self.statistics, mask)
-        return _PendingNorm.apply(self, coefficients, self.norm.rows(index), x)
+        opened = self.norm.opened(x)
+        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), opened)
+        return y.view_as(x) if opened is not x else y
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients) -> None:
         if self.dweight is None:
@@ -361,12 +437,47 @@ class Pending:
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
+        if self.norm.parts is not None:
+            shape, own, x, g = x.shape, Box.whole((self.norm.parts, *(1,) * (x.dim() - 3))), self.norm.opened(x), self.norm.opened(g)
+            return self._corrected(g, x, own, index, mask).view(shape)
+        return self._corrected(g, x, own, index, mask)
+
+    def _corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
         dx = torch.empty_like(x)
         for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
-            tilt, shift = self.norm.tilt_and_shift(c, self.s1[i], self.s2[i])
+            tilt, shift = self.norm.tilt_and_shift(c, self.s1[i], self.s2[i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
         return dx
+
+
+class PendingMean(Pending):
+    """The same of a mean."""
+
+    def __init__(self, norm: DistributedMean, statistics: Moments):
+        super().__init__(norm, statistics)
+        self.total = torch.zeros_like(statistics.mean)
+
+    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
+        return _PendingMean.apply(self, self.norm.rows(index), x)
+
+    def settle(self) -> None:
+        self.shares = self.norm.shares(self.total, self.statistics)
+
+    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
+        return g + self.norm.spread(self.shares, x, self.norm.rows(index), self.norm.boxes(x, index))
+
+
+class _PendingMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pending: PendingMean, rows: list[int], x: Tensor):
+        ctx.pending, ctx.rows = pending, rows
+        return pending.norm.of(x, rows, pending.statistics)
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.pending.norm.collect(ctx.pending.total, g, ctx.rows)
+        return None, None, None
 
 
 class _PendingNorm(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from distseg.geometry.tile import Box
 from distseg.memory_format import lies_last
+from distseg.models.layers import is_vector
 
 
 class Map:
@@ -124,6 +125,55 @@ class Map:
             offset += length
         if lying is not cells and reads:
             cells.copy_(lying)
+
+
+class VectorMap:
+    """In the place of a :class:`Map`, what is kept of a vector of the image, which is the same wherever it is read.
+
+    Args:
+        gradient: gradients are added, and read once: each place where the vector was used has its part of the sum.
+    """
+
+    in_memory = bytes = 0  # next to nothing
+
+    def __init__(self, box: Box, like: Tensor, gradient: bool = False):
+        self.box, self.dtype, self.device, self.last, self._gradient = box, like.dtype, like.device, False, gradient
+        self.images, self.channels = like.shape[:2]
+        self._values = torch.zeros(like.shape, dtype=like.dtype)
+
+    def read(self, box: Box) -> Tensor:
+        return self.take(box).to(self.device)
+
+    view = read
+
+    def write(self, box: Box, x: Tensor) -> None:
+        self.put(box, x.to("cpu"))
+
+    def add(self, box: Box, x: Tensor) -> None:
+        self._values += x.to("cpu")
+
+    def room(self, box: Box) -> Tensor:
+        return torch.empty_like(self._values)
+
+    def take(self, box: Box) -> Tensor:
+        found = self._values.clone()
+        if self._gradient:
+            self._values.zero_()
+        return found
+
+    def put(self, box: Box, values: Tensor) -> None:
+        self._values = self._values + values if self._gradient else values.clone()
+
+    def bytes_of(self, box: Box) -> int:
+        return self._values.nbytes
+
+    def close(self) -> None:
+        pass
+
+
+def map_of(box: Box, like: Tensor, folder: str | Path | None, gradient: bool = False) -> Map | VectorMap:
+    """What keeps the map that ``like`` is a part of; ``gradient``: or its gradient, to which parts are added."""
+    return VectorMap(box, like, gradient) if is_vector(like, box.size) else Map(box, like, folder, zero=gradient)
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):

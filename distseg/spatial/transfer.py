@@ -23,7 +23,7 @@ from distseg.comm.mail import message
 from distseg.comm.waits import When, waits_of
 from distseg.geometry.tile import Box, strips
 from distseg.memory_format import channels_last
-from distseg.spatial.scratch import Map
+from distseg.spatial.scratch import Map, VectorMap
 
 _STRIP = 1e6  # bytes of a message
 _UNDER_WAY = 2  # messages of a map
@@ -42,7 +42,7 @@ class Sending:
         done: whether all is sent.
     """
 
-    def __init__(self, stored: Map, box: Box | None = None, then: Callable[[], None] = lambda: None):
+    def __init__(self, stored: Map | VectorMap, box: Box | None = None, then: Callable[[], None] = lambda: None):
         box = box or stored.box
         self.stored, self.final, self.done, self._then = stored, box.start[0], False, then
         self._waiting = deque([_head(stored), *_strips(stored, box)])
@@ -78,9 +78,9 @@ class Receiving:
         there: rows before this one are there, counted as the map's box does.
     """
 
-    def __init__(self, box: Box, make: Callable[[Tensor], Map]):
+    def __init__(self, box: Box, make: Callable[[Tensor], Map | VectorMap]):
         self.box, self.there, self._make = box, box.start[0], make
-        self.stored: Map | None = None
+        self.stored: Map | VectorMap | None = None
         self._waiting: deque[Box | None] = deque([None])
         self._under_way: deque[tuple] = deque()
 
@@ -157,16 +157,16 @@ class Transfers:
         self._waits.wait(When(lambda: self.progress() or condition()), what, kind)
 
 
-def _strips(stored: Map, box: Box) -> Iterator[Box]:
-    return strips(box, _STRIP * box.pixels / max(1, stored.bytes_of(box)))
+def _strips(stored: Map | VectorMap, box: Box) -> Iterator[Box]:
+    return [box] if isinstance(stored, VectorMap) else strips(box, _STRIP * box.pixels / max(1, stored.bytes_of(box)))
 
 
-def _head(stored: Map) -> Tensor:
+def _head(stored: Map | VectorMap) -> Tensor:
     """What the other side must know to make a map like this one."""
-    return torch.tensor([stored.images, stored.channels, _TYPES.index(stored.dtype), stored.last])
+    return torch.tensor([stored.images, stored.channels, _TYPES.index(stored.dtype), 2 * isinstance(stored, VectorMap) + stored.last])
 
 
 def _like(head: Tensor, dims: int) -> Tensor:
-    images, channels, kind, last = head.tolist()
-    x = torch.empty(images, channels, *(2,) * dims, dtype=_TYPES[kind])
-    return x.contiguous(memory_format=channels_last(x.dim())) if last else x
+    images, channels, kind, lies = head.tolist()
+    x = torch.empty(images, channels, *(1 if lies == 2 else 2,) * dims, dtype=_TYPES[kind])
+    return x.contiguous(memory_format=channels_last(x.dim())) if lies == 1 else x

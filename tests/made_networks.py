@@ -235,6 +235,28 @@ def pyramid_pool(in_channels, out_channels):
     return _around(Pyramid(4), in_channels, out_channels)
 
 
+class Attended(nn.Module):
+    """Channels weighed by means and maxima of an image, as CBAM's, and by its norms, as ConvNeXt V2's, of values that many places share."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.fc, self.conv, self.scale = nn.Linear(channels, channels), nn.Conv2d(channels, channels, 3, padding=1), nn.Parameter(torch.rand(channels))
+        self.most = nn.AdaptiveMaxPool2d(1)
+
+    def forward(self, x):
+        y = F.relu(self.conv(x))
+        shared = (y * 4).clamp(max=1)
+        weights = self.fc(F.avg_pool2d(y, y.shape[2:]).flatten(1)) + self.fc(self.most(y).flatten(1)) * shared.amax((2, 3)) + self.most(shared).flatten(1)
+        y = (y * weights.sigmoid()[:, :, None, None]).permute(0, 2, 3, 1)
+        norms = y.norm(p=2, dim=(1, 2), keepdim=True)
+        y = y + self.scale * (y * (norms / (norms.mean(-1, keepdim=True) + 1e-6)))
+        return x + y.permute(0, 3, 1, 2) * torch.tanh(x.sum((2, 3), keepdim=True))
+
+
+def attended(in_channels, out_channels):
+    return _around(Attended(4), in_channels, out_channels)
+
+
 def convnext(in_channels, out_channels):
     return _around(ConvNext(4), in_channels, out_channels)
 

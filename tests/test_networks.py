@@ -27,7 +27,7 @@ WAYS = {  # name: (ranks, settings)
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
-EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "convnext", "written", "merged", "shallow", "dropped"]
+EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "attended", "convnext", "written", "merged", "shallow", "dropped"]
 EXACT += ["active_norm", "noisy_dropout", "hooked_norm", "hooked_conv", "hooked_block", "hooked_pointwise", "standardised", "blurred", "weight_normed", "joined_unknown"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",

@@ -141,6 +141,25 @@ class Mean(nn.Module):
         return f"grid={self.grid}" * bool(self.grid) + "total" * self.total
 
 
+class Max(Mean):
+    """The largest value of each channel of an image: (N, C, *size) -> (N, C, 1, ...), a vector.
+
+    Args:
+        first: of equal ones the gradient is the first place's, as of ``nn.AdaptiveMaxPool2d``; else they share it, as of ``torch.amax``.
+    """
+
+    def __init__(self, first: bool):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2)
+        return as_vector(flat.max(2)[0] if self.first else flat.amax(2), x.dim() - 2)
+
+    def extra_repr(self) -> str:
+        return f"first={self.first}"
+
+
 class Spread(nn.Module):
     """A vector of the image at all places of a map, resized as ``F.interpolate`` does where it is a grid: (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size).
 
@@ -253,7 +272,7 @@ class Formula(nn.Module):
         tensors: parameters and buffers by name.
         part: which of several results is meant.
         form: what the functions are called with, and make: ``maps``, vectors of the image (N, C, 1, ...) perhaps among them; maps whose channels come
-            ``last``; vectors alone, as a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
+            ``last``, perhaps with vectors (N, 1, ..., C); vectors alone, as a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
     """
 
     def __init__(self, steps: Sequence[Step], cells: Sequence[tuple[int, ...] | None], tensors: Mapping[str, Tensor] = {}, part: int | None = None, form: str = "maps"):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Iterable, NamedTuple
+from typing import Iterable, NamedTuple, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
-from distseg.models.layers import Mean, VectorNorm, as_vector
+from distseg.models.layers import Max, Mean, VectorNorm, as_vector
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
@@ -260,13 +260,13 @@ class DistributedMean(DistributedNorm):
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         nothing = torch.zeros((), dtype=torch.float64, device=x.device), *torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
         found = []
-        for n, box in enumerate(self.boxes(x, index)):
+        for n, box in enumerate(self.where(x, index)):
             of_box = x[(..., *box.slices)]
             for b, row in enumerate(self.rows(index)):
                 found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else Moments(*nothing), box.pixels))
         return found
 
-    def boxes(self, x: Tensor, index: int) -> list[Box]:
+    def where(self, x: Tensor, index: int) -> list[Box]:
         """What is owned of each part, in cells of ``x``; parts as ``F.adaptive_avg_pool2d`` cuts them, which may share cells."""
         own = self.own(x, index)
         if not self.grid:
@@ -291,13 +291,13 @@ class DistributedMean(DistributedNorm):
         total = add(total, self.comm)
         return total if self.total else total / statistics.count.unsqueeze(-1)
 
-    def spread(self, shares: Tensor, x: Tensor, rows: list[int], boxes: list[Box]) -> Tensor:
+    def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
         """The gradient of a window: zero where it does not own."""
         of_part = lambda n: as_vector(shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2)
-        if [box.size for box in boxes] == [x.shape[2:]]:
+        if [box.size for box in where] == [x.shape[2:]]:
             return of_part(0).expand_as(x)
         dx = torch.zeros_like(x)
-        for n, box in enumerate(boxes):
+        for n, box in enumerate(where):
             dx[(..., *box.slices)] += of_part(n)
         return dx
 
@@ -305,8 +305,70 @@ class DistributedMean(DistributedNorm):
         return PendingMean(self, statistics)
 
 
+class DistributedMax(DistributedMean):
+    """The twin of :class:`distseg.models.layers.Max`. Its statistics are ``mean``, the largest values, and ``m2``: where the first is, counted row by row, or how many there are."""
+
+    def __init__(self, largest: Max, *args):
+        super().__init__(largest, *args)
+        self.first = largest.first
+
+    def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
+        """What is owned, in cells of ``x`` and of the map, and the map's size."""
+        own = self.own(x, index)
+        if self.context.per_window:
+            return own, own, x.shape[2:]
+        region = self.context.region(index, self.stride)
+        return own, region.owned.intersection(region.held), region.size
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+        own, *place = self.where(x, index)
+        count, found = torch.tensor(float(own.pixels), dtype=torch.float64, device=x.device), []
+        for image, row in zip(x[(..., *own.slices)], self.rows(index)):
+            values = image.flatten(1)
+            largest = values.amax(1) if own.pixels else values.new_full(values.shape[:1], -math.inf)
+            there = values == largest.unsqueeze(1)
+            if not own.pixels:
+                said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
+            else:
+                said = _numbers(*place).to(x.device)[there.byte().argmax(1)] if self.first else there.sum(1)
+            found.append(Contribution(row, Moments(count, largest.double(), said.double()), own.pixels))
+        return found
+
+    def statistics(self, parts: list["Contribution"]) -> Moments:
+        rows = sorted({part.row for part in parts})
+        mine = stack([self._largest(stack([part.moments for part in parts if part.row == row])) for row in rows])
+        home = torch.device("cpu") if self.comm.size > 1 else None
+        return self._largest(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+
+    def _largest(self, parts: Moments) -> Moments:
+        """Of parts stacked along dim 0."""
+        largest = parts.mean.amax(0)
+        said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, math.inf if self.first else 0))
+        return Moments(parts.count.sum(0), largest, said.amin(0) if self.first else said.sum(0))
+
+    def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
+        return add(total, self.comm), statistics
+
+    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple[Box, Box, tuple[int, ...]]) -> Tensor:
+        (total, statistics), (own, *place), dx = shares, where, torch.zeros_like(x)
+        for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
+            if self.first:
+                there, share = _numbers(*place).to(x.device) == statistics.m2[i].unsqueeze(1), total[i]
+            else:
+                there, share = image.flatten(1) == statistics.mean[i].unsqueeze(1), total[i] / statistics.m2[i]
+            of_image += (there * share.unsqueeze(1)).view(image.shape).to(x.dtype)
+        return dx
+
+
+def _numbers(box: Box, size: Sequence[int]) -> Tensor:
+    """Of the cells of a box of a map, counted row by row."""
+    along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
+    strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
+    return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
+
+
 def twin_of(layer: nn.Module) -> type[DistributedNorm]:
-    return DistributedMean if isinstance(layer, Mean) else DistributedNorm
+    return DistributedMax if isinstance(layer, Max) else DistributedMean if isinstance(layer, Mean) else DistributedNorm
 
 
 class Contribution(NamedTuple):
@@ -395,8 +457,8 @@ class _JointMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mean: DistributedMean, *xs):
         ctx.mean, ctx.statistics = mean, mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)])
-        ctx.rows, ctx.boxes = [mean.rows(j) for j in range(len(xs))], [mean.boxes(x, j) for j, x in enumerate(xs)]
-        ctx.save_for_backward(*xs)  # of which the form is looked at
+        ctx.rows, ctx.where = [mean.rows(j) for j in range(len(xs))], [mean.where(x, j) for j, x in enumerate(xs)]
+        ctx.save_for_backward(*xs)  # of which a mean looks at the form
         return tuple(mean.of(x, rows, ctx.statistics) for x, rows in zip(xs, ctx.rows))
 
     @staticmethod
@@ -405,7 +467,7 @@ class _JointMean(torch.autograd.Function):
         for g, rows in zip(gs, ctx.rows):
             ctx.mean.collect(total, g, rows)
         shares = ctx.mean.shares(total, ctx.statistics)
-        return None, *(ctx.mean.spread(shares, *window) for window in zip(ctx.saved_tensors, ctx.rows, ctx.boxes))
+        return None, *(ctx.mean.spread(shares, *window) for window in zip(ctx.saved_tensors, ctx.rows, ctx.where))
 
 
 class Pending:
@@ -465,7 +527,7 @@ class PendingMean(Pending):
         self.shares = self.norm.shares(self.total, self.statistics)
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
-        return g + self.norm.spread(self.shares, x, self.norm.rows(index), self.norm.boxes(x, index))
+        return g + self.norm.spread(self.shares, x, self.norm.rows(index), self.norm.where(x, index))
 
 
 class _PendingMean(torch.autograd.Function):

@@ -42,7 +42,7 @@ from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import Pending
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
-from distseg.spatial.scratch import Map, check_room, map_of
+from distseg.spatial.scratch import Map, VectorMap, check_room
 from distseg.spatial.transfer import Receiving, Sending, Transfers
 from distseg.watch import beat
 
@@ -297,8 +297,8 @@ class Walk:
         self.executor, self.work, self.blocks, self.segments = executor, work, list(blocks), work.segments
         self.cut, self.span = work.cut, executor.span
         self.layers, self.transfers, self.context = executor.model.layers, executor.transfers, executor.model.context
-        self.maps: dict[tuple[int, int], Map] = {}  # by block and position, as all below
-        self.gradients: dict[tuple[int, int], Map] = {}
+        self.maps: dict[tuple[int, int], Map | VectorMap] = {}  # by block and position, as all below
+        self.gradients: dict[tuple[int, int], Map | VectorMap] = {}
         self.norms: dict[int, Pending] = {}  # by their number
         self._norms_at: dict[int, list[int]] = {}
         for number in sorted(executor.live & {number for segment in work.mine for number in work.segments[segment].nodes}):
@@ -504,7 +504,7 @@ class Walk:
     def expect_gradient(self, op: ExpectGradient) -> None:
         for i in self._blocks():
             box = self.cut.made(i, op.position)
-            coming = Receiving(box, lambda like, box=box: map_of(box, self._here(like), self.executor.folder, gradient=True))  # all of it comes
+            coming = Receiving(box, lambda like, box=box: self._made(box, op.position, self._here(like), gradient=True))  # all of it comes
             self._returning.setdefault((i, op.position), []).append(self.transfers.begin(coming, op.source, 2 * op.position + 1))
 
     def send(self, op: Send) -> None:
@@ -557,8 +557,14 @@ class Walk:
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
-            maps[i, position] = map_of(self.cut.held(i, position), like, self.executor.folder, gradient=maps is self.gradients)
+            maps[i, position] = self._made(self.cut.held(i, position), position, like, gradient=maps is self.gradients)
         return maps[i, position]
+
+    def _made(self, box: Box, position: int, like: Tensor, gradient: bool) -> Map | VectorMap:
+        """What keeps a map, or its gradient, to which parts are added."""
+        if position in self.executor.model.vectors:
+            return VectorMap(box, like, gradient)
+        return Map(box, like, self.executor.folder, zero=gradient)
 
     def _here(self, like: Tensor) -> Tensor:
         return like.to(self.executor.devices[0])

@@ -50,6 +50,8 @@ class TiledModel(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.model, self.context, self.reach, self.inputs, self.exchange, self.graph, self.kinds, self.channels = model, context, reach, inputs, exchange, graph, kinds, channels
+        self.vectors = {number for number, count in enumerate(channels) if not count}
+        """The maps that are vectors of the image."""
         self.flat = inputs is not None
         self.layers = [layer for _, layer in flat_layers(model)] if self.flat else None
         # Of the whole model, also where only some of its layers are kept:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from distseg.geometry.tile import Box
 from distseg.memory_format import lies_last
-from distseg.models.layers import is_vector
 
 
 class Map:
@@ -169,11 +168,6 @@ class VectorMap:
 
     def close(self) -> None:
         pass
-
-
-def map_of(box: Box, like: Tensor, folder: str | Path | None, gradient: bool = False) -> Map | VectorMap:
-    """What keeps the map that ``like`` is a part of; ``gradient``: or its gradient, to which parts are added."""
-    return VectorMap(box, like, gradient) if is_vector(like, box.size) else Map(box, like, folder, zero=gradient)
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):

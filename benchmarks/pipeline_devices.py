@@ -140,7 +140,7 @@ def plain(setting: Setting, micro_batches: int) -> Callable[[], float]:
             loss = F.cross_entropy(model(x), y, ignore_index=config.loss.ignore_index, reduction="sum") / valid
             loss.backward()
             total += loss.item()
-        torch.nn.utils.get_total_norm([p.grad for p in parameters]).item()
+        torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
         optimizer.step()
         return total
 

@@ -100,7 +100,7 @@ def plain_step(setting: Setting) -> Callable[[], float]:
             logits = model(x)
         loss = F.cross_entropy(logits.float(), labels[None], ignore_index=config.loss.ignore_index)
         loss.backward()
-        torch.nn.utils.get_total_norm([p.grad for p in parameters]).item()
+        torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
         optimizer.step()
         return loss.item()
 

@@ -15,6 +15,7 @@ _HOME = {
     "load": "distseg.trained",
     "Cat": "distseg.models.layers",
     "Sum": "distseg.models.layers",
+    "padded": "distseg.models.layers",
     "receptive_field": "distseg.spatial.graph",
     "Mesh": "distseg.mesh",
     "Config": "distseg.config",

@@ -72,6 +72,8 @@ class ModelConfig:
     name: str = "unet"
     """``unet``, a name of ``distseg models``, or your own function as ``package.module:function`` (called with ``args`` and the fields below that are set)."""
     args: Optional[Dict[str, Union[bool, int, float, str, list, None]]] = None
+    pad: Optional[int] = None
+    """Of your own function: images are given zeros behind, up to a multiple of so many pixels, and the result is cut to them."""
     """Arguments of your own function by name, such as ``{encoder_name: resnet34, encoder_weights: null}``. Bands and classes are given it besides, as ``in_channels`` and ``out_channels`` or what else it calls them."""
     depth: Optional[int] = None
     """Number of poolings; the total stride is 2^depth."""
@@ -95,6 +97,8 @@ class ModelConfig:
     def __post_init__(self):
         if self.args is not None and ":" not in self.name:
             raise ValueError(f"model.args are those of your own function, package.module:function, but model.name is {self.name}: use the fields of model, such as model.depth")
+        if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
+            raise ValueError(f"model.pad is {self.pad}, but it is the multiple of pixels, from 2 to 256, that a network of your own wants; distseg's take images of any size")
         _between(self, -_LARGEST, _LARGEST, "seed", "depth", "num_convs", "base_channels", "in_channels", "out_channels", "groups")
 
 

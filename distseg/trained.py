@@ -15,6 +15,7 @@ from torch import nn
 from distseg.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.config import ModelConfig
 from distseg.models.capture import as_network
+from distseg.models.layers import padded
 from distseg.models.zoo import build_model
 
 TAKEN = {
@@ -108,6 +109,8 @@ def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -
         if "name" not in found:
             raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
         model = build_model(ModelConfig(**found), *manifest["channels"])
+    elif (multiple := manifest["config"]["model"].get("pad")) is not None:
+        model = padded(model, multiple)
     load_weights(checkpoint, as_network(model))
     return model.eval()
 

@@ -257,6 +257,37 @@ def attended(in_channels, out_channels):
     return _around(Attended(4), in_channels, out_channels)
 
 
+class Levels(nn.Module):
+    """Two levels whose maps are joined as they are: images must be multiples of 4 pixels."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.up, self.norm, self.head = nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4), nn.Conv2d(8, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        a = F.relu(self.a(x))
+        b = F.relu(self.norm(self.b(F.max_pool2d(a, 2))))
+        c = F.interpolate(F.relu(self.c(F.max_pool2d(b, 2))), scale_factor=2, mode="bilinear")
+        return self.head(torch.cat((a, self.up(torch.cat((b, c), 1))), 1))
+
+
+class Filled(Levels):
+    """The same for any images."""
+
+    def forward(self, x):
+        height, width = x.shape[-2:]
+        return super().forward(F.pad(x, (0, -width % 4, 0, (4 - height % 4) % 4)))[:, :, :height, :width]
+
+
+def levels(in_channels, out_channels):
+    return Levels(in_channels, out_channels)
+
+
+def filled(in_channels, out_channels):
+    return Filled(in_channels, out_channels)
+
+
 def convnext(in_channels, out_channels):
     return _around(ConvNext(4), in_channels, out_channels)
 

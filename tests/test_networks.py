@@ -27,7 +27,7 @@ WAYS = {  # name: (ranks, settings)
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
-EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "attended", "convnext", "written", "merged", "shallow", "dropped"]
+EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "attended", "filled", "convnext", "written", "merged", "shallow", "dropped"]
 EXACT += ["active_norm", "noisy_dropout", "hooked_norm", "hooked_conv", "hooked_block", "hooked_pointwise", "standardised", "blurred", "weight_normed", "joined_unknown"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",
@@ -67,6 +67,20 @@ def test_batch_norm_of_vectors(comm):
             assert error_of("pooling", comm, {**settings, "images": 2}) <= TOLERANCE, way
 
 
+@pytest.mark.parallel([1, 2])
+def test_images_of_any_size(comm):
+    """Where a network wants multiples of some pixels: refused, or filled up as model.pad says."""
+    settings = dict(tiles_per_rank=(2, 2), in_time="spill") if comm.size == 1 else dict(tiles="1x2", exchange_every="1")
+    for pad in (None, 4, 8, 6):
+        plan = config(**settings)
+        plan = replace(plan, model=ModelConfig(f"{made_networks.__name__}:levels", in_channels=3, out_channels=3, pad=pad))
+        if pad in (None, 6):
+            with pytest.raises(ValueError, match="sizes are multiples of 4 pixels, and an image has 25x37: set model.pad to 4" if pad is None else "its forward pass fails on an image of"):
+                verify(plan, comm, Extents("25x37"))
+        else:
+            assert verify(plan, comm, Extents("25x37"))["max_error"] <= TOLERANCE if comm.rank == 0 else verify(plan, comm, Extents("25x37")) is None
+
+
 @pytest.mark.parallel(1)
 def test_a_mean_is_live_where_norms_are_frozen(comm):
     """In all segments, and refused where nothing may be."""
@@ -78,5 +92,5 @@ def test_a_mean_is_live_where_norms_are_frozen(comm):
 
 def error_of(name: str, comm, settings: dict) -> float:
     plan = replace(config(**settings), model=ModelConfig(f"{made_networks.__name__}:{name}", in_channels=3, out_channels=3))
-    report = verify(plan, comm, Extents("24x32" if name in ("replicating", "merged") else "24x34"))
+    report = verify(plan, comm, Extents({"replicating": "24x32", "merged": "24x32", "filled": "25x37"}.get(name, "24x34")))
     return comm.bcast(report and report["max_error"])

@@ -7,7 +7,7 @@ import torch
 
 from distseg.geometry.tile import Box
 from distseg.spatial import scratch
-from distseg.spatial.scratch import Map, check_room
+from distseg.spatial.scratch import Map, VectorMap, check_room
 
 BOX = Box((3, 10), (20, 41))
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
@@ -87,3 +87,21 @@ def test_a_folder_that_can_not_be_written(folder):
         Map(BOX, like(torch.float32, "NCHW"), folder)
     with pytest.raises(OSError, match="spatial.scratch"):
         check_room("/nowhere/at/all", 1)
+
+
+def test_a_vector_is_the_same_everywhere():
+    stored, x = VectorMap(BOX, torch.empty(2, 5, 1, 1)), torch.randn(2, 5, 1, 1)
+    for box in (BOX, Box((7, 12), (8, 13))):
+        stored.write(box, x)
+    assert torch.equal(stored.read(Box((3, 10), (4, 12))), x) and stored.bytes == stored.in_memory == 0
+
+
+def test_the_gradient_of_a_vector_is_read_once():
+    """So that tiles that each go back through it give the sum once."""
+    stored, parts = VectorMap(BOX, torch.empty(2, 5, 1, 1), gradient=True), [torch.randn(2, 5, 1, 1) for _ in range(3)]
+    for part in parts[:2]:
+        stored.add(BOX, part)
+    assert torch.equal(stored.read(Box((3, 10), (4, 12))), parts[0] + parts[1]) and not stored.read(BOX).any()
+    stored.write(BOX, parts[1])
+    stored.write(BOX, parts[2])
+    assert torch.equal(stored.take(BOX), parts[1] + parts[2]) and not stored.take(BOX).any()

@@ -6,7 +6,7 @@ import torch
 from distseg.comm.waits import Ranks, Waits
 from distseg.geometry.tile import Box, strips
 from distseg.spatial import transfer
-from distseg.spatial.scratch import Map
+from distseg.spatial.scratch import Map, VectorMap
 from distseg.spatial.transfer import Receiving, Sending, Transfers
 
 BOX = Box((3, 10), (20, 41))
@@ -46,6 +46,23 @@ def test_a_map_comes_as_it_is(comm, tmp_path, dtype, layout):
         coming = transfers.begin(receiving(found, tmp_path), 0, 7)
         transfers.wait_for(coming, 20, "it")
         assert (found[0].read(BOX) == x).all() and (found[0].dtype, found[0].last) == (dtype, layout == "NHWC")
+
+
+@pytest.mark.parallel(2)
+def test_a_vector_comes_once_it_is_final(comm):
+    transfers, x = Transfers(comm), torch.randn(2, 5, 1, 1, generator=torch.Generator().manual_seed(3))
+    if comm.rank == 0:
+        stored = VectorMap(BOX, x)
+        sending = transfers.begin(Sending(stored), 1, 7)
+        sending.final = BOX.stop[0] - 1
+        transfers.progress()
+        stored.write(BOX, x)
+        sending.final = BOX.stop[0]
+        transfers.flush()
+    else:
+        coming = transfers.begin(Receiving(BOX, lambda like: VectorMap(BOX, like)), 0, 7)
+        transfers.wait_for(coming, 5, "it")
+        assert torch.equal(coming.stored.read(BOX), x) and coming.there == BOX.stop[0]
 
 
 @pytest.mark.parallel(2)

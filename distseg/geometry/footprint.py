@@ -51,6 +51,16 @@ class Gather:
 
 
 @dataclass(frozen=True)
+class Fill(Gather):
+    """As many cells behind as make a ``multiple``."""
+
+    multiple: int = 1
+
+    def size(self, n: int) -> int:
+        return -(-n // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True)
 class Scatter:
     """kernel k, stride s, dilation d; ``before`` cells are cut off the result's beginning, the rest off its end, but for ``extra``."""
 

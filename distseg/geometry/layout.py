@@ -266,7 +266,7 @@ def reach_of(graph: Graph, dims: int) -> Reach:
 
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
-    stride = math.lcm(*(scale.numerator for scale in _scales(graph, dim)))
+    stride = math.lcm(*(scale.numerator for scale in _scales(graph, dim)), *(getattr(node.along(dim), "multiple", 1) for node in graph))
     sizes = lambda n: [size for size, _ in _maps(graph, dim, n, (0, n))]
     a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
     _, held = needs_along(graph, range(len(graph)), dim, sizes(2 * a), [(a, a + stride)])

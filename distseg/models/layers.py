@@ -116,6 +116,28 @@ class Sum(Join):
         return sum(maps[1:], maps[0])
 
 
+class Fill(nn.Module):
+    """Zeros behind, so that sizes are multiples of so many pixels: (N, C, *size) -> (N, C, *larger)."""
+
+    def __init__(self, multiple: int):
+        super().__init__()
+        self.multiple = multiple
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, [side for n in reversed(x.shape[2:]) for side in (0, -n % self.multiple)])
+
+    def extra_repr(self) -> str:
+        return str(self.multiple)
+
+
+class CutTo(Join):
+    """The part of a map that has the size of another: (N, C, *larger), (N, ?, *size) -> (N, C, *size)."""
+
+    @staticmethod
+    def joined(x: Tensor, like: Tensor) -> Tensor:
+        return x
+
+
 class Mean(nn.Module):
     """Of each channel over an image, or over each part of it: (N, C, *size) -> (N, C * parts, 1, ...), a *vector* of the image.
 
@@ -417,7 +439,7 @@ def _weightless(x: Tensor) -> Tensor:
 
 def _joined(join: Callable, *maps: Tensor) -> Tensor:
     """What layers that join make of several maps."""
-    x, channels = maps[-1], sum(m.shape[1] for m in maps) if join in (Pop.joined, Cat.joined) else maps[-1].shape[1]
+    x, channels = maps[-1], sum(m.shape[1] for m in maps) if join in (Pop.joined, Cat.joined) else maps[0].shape[1]
     return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
@@ -426,6 +448,21 @@ def _resized(layer: nn.Upsample, x: Tensor) -> Tensor:
     each = wanted if isinstance(wanted, tuple) else (wanted,) * dims
     size = each if layer.size is not None else (math.floor(n * by) for n, by in zip(x.shape[2:], each))
     return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device="meta")
+
+
+def padded(model: nn.Module, multiple: int) -> nn.Module:
+    """The same module for images of any size: it is given them with zeros behind, up to a multiple of so many pixels, and its result is cut to them.
+
+    Weights and their names stay. ``model`` is changed: its class becomes one of its own.
+    """
+    base = type(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = base.forward(self, F.pad(x, [side for n in reversed(x.shape[2:]) for side in (0, -n % multiple)]))
+        return y[(..., *(slice(0, n) for n in x.shape[2:]))]
+
+    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": __name__})
+    return model
 
 
 def channels_of(model: nn.Module) -> tuple[int, int]:

@@ -231,8 +231,8 @@ def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") ->
     multiple = getattr(model, "multiple", 1)
     if any(n % multiple for n in size):
         raise ValueError(
-            f"this network takes images whose sizes are multiples of {multiple} pixels, and {what} has {'x'.join(map(str, size))}: set data.crop to such a size, "
-            "cut or pad the images, or let the network's forward pad them itself"
+            f"this network takes images whose sizes are multiples of {multiple} pixels, and {what} has {'x'.join(map(str, size))}: set model.pad to {multiple} "
+            "(from Python distseg.padded), cut the images, or set data.crop to such a size"
         )
 
 

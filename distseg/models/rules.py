@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.models.layers import Cat, Derived, DropImage, Formula, Map, Max, Mean, Own, Restride, Spread, Step, Sum, VectorNorm
+from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, Map, Max, Mean, Own, Restride, Spread, Step, Sum, VectorNorm
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
@@ -417,6 +417,8 @@ class Reader:
                     return replace(x, form=form, cell=cell)
             except CanNotCapture:
                 continue
+        if x.form not in _VECTORS and math.prod(x.sizes[0]) in self.call.shapes[0]:
+            raise self.refusal("makes one dim of all places, as attention between places does: that is not known here; leave it out")
         raise self.refusal(f"gives {_FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
 
     def is_grid(self, x: Any) -> bool:
@@ -437,12 +439,15 @@ class Reader:
         self._add(name, lambda _: Spread(grid, **settings), [like, vector])
         return Value(name, tuple((n, math.prod(cell), *size) for (n, *_), size in zip(x.shapes, sizes)), cell)
 
+    def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
+        """A map with so many places."""
+        return next((v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps" and v.sizes == sizes), None)
+
     def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """A map with so many places; made by a pooling where there is none."""
-        maps = [v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps"]
-        if found := next((v for v in maps if v.sizes == sizes), None):
+        """The same; made by a pooling where there is none."""
+        if found := self.same_places(sizes):
             return found
-        for v in maps:
+        for v in [v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps"]:
             by = _whole_times(v.sizes, sizes)
             if by is not None:
                 name = f"{self._name()}_like"
@@ -525,6 +530,31 @@ class Reader:
         """Whether a kernel is as large as the image."""
         return all(self.each(_of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
 
+    def filled(self, x: Value, pad: tuple) -> int | None:
+        """The multiple up to which a padding fills the image from behind, where it depends on its size so."""
+        if not _has_sizes(pad):
+            return None
+        each = [(*_of_trace(pad, n), *(0,) * (2 * self.dims - len(pad))) for n in range(len(x.sizes))]
+        pairs = [(n, behind) for size, sides in zip(x.sizes, each) for n, behind in zip(reversed(size), sides[1::2])]
+        if any(any(sides[::2]) or len(sides) > 2 * self.dims for sides in each):
+            return None
+        return next((m for m in range(2, _LARGEST_MULTIPLE + 1) if all(-n % m == behind for n, behind in pairs)), None)
+
+    def cut_to(self, x: Value, index: list) -> Value | None:
+        """The part from the first place on, of the size of another map."""
+        each = [_whole_index(_of_trace(tuple(index), n), self.rank(x)) for n in range(len(x.sizes))]
+        first = lambda i: isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1) and (i.stop is None or i.stop >= 0)
+        if x.form != "maps" or any(i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -self.dims]) for i in each):
+            return None
+        sizes = tuple(c.shapes[0][-self.dims :] for c in self.current)
+        if sizes == x.sizes:
+            return x
+        like, name = self.same_places(sizes), self._name()
+        if like is None:
+            return None
+        self._add(name, lambda _: CutTo(), [x, like])
+        return Value(name, tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)), x.cell)
+
     def check_affine(self, weight: Any, bias: Any) -> None:
         if (weight is None) != (bias is None):
             raise self.refusal("has a weight without a bias, or a bias without a weight: give it both or neither")
@@ -538,6 +568,7 @@ DIFFERENT = "it calls other functions with other sizes of images: what its code 
 _PART = "takes a part of the image, or of the batch: of the channels it is known"
 _DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 _FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "last place": "what is alike at all places, with channels last", "vector": "a vector of the image"}
+_LARGEST_MULTIPLE = 256  # that a padding is looked at for
 _LAST, _VECTORS = ("last", "last place"), ("place", "last place", "vector")
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")
 _OVER_CHANNELS = {"amin", "std", "var", "logsumexp", "prod", "cumsum", "flip"}  # where the dims that they are told are those of channels
@@ -776,7 +807,11 @@ class Rules:
         return self.layer(nn.PixelShuffle, self.map(input), upscale_factor)
 
     def pad(self: Reader, input, pad, mode="constant", value=None):
-        x, pad = self.map(input), self.fixed(tuple(pad), "padding")
+        x, pad = self.map(input), tuple(pad)
+        if (multiple := self.filled(x, pad)) is not None and mode == "constant" and not value:
+            return self.emit(lambda _: Fill(multiple), [x])
+        if _has_sizes(pad):
+            raise self.refusal("has a padding that depends on the image's size: zeros behind, up to a multiple of some pixels, are known")
         if not any(pad):
             return x
         if any(pad[2 * self.dims :]):
@@ -909,6 +944,8 @@ class Rules:
             return self.reshaped(x)
         if self.of_channels(x, [i for i in index if i is not None]):
             return self.formula((x, index), {})
+        if (made := self.cut_to(x, list(index))) is not None:
+            return made
         raise self.refusal("takes a part of the image, or of the batch: of the channels, as x[:, 2:5], it is known")
 
 
@@ -927,6 +964,14 @@ def _whole_times(large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ..
     """By which all sizes are larger than others, along each dim; None where that is no whole number, or not the same one."""
     factors = {tuple(n // m if n % m == 0 else 0 for n, m in zip(*pair)) for pair in zip(large, small)}
     return factors.pop() if len(factors) == 1 and all(next(iter(factors))) else None
+
+
+def _whole_index(index: tuple, rank: int) -> list | None:
+    """With an entry for each of so many dims; None where it has others than slices."""
+    if sum(i is Ellipsis for i in index) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return None
+    at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
+    return [*index[:at], *[slice(None)] * (rank - len(index) + (at < len(index))), *index[at + 1 :]]
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from distseg.config import ModelConfig
 from distseg.models.capture import as_network
 from distseg.models.gigapixel import gigapixel
+from distseg.models.layers import padded
 from distseg.models.own import built, own_builder
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
@@ -81,7 +82,8 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
     if ":" in config.name:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            return built(config.name, own_builder(config.name), arguments, config.args or {})
+            model = built(config.name, own_builder(config.name), arguments, config.args or {})
+            return model if config.pad is None else padded(model, config.pad)
     builder = _builder(config.name)
     try:
         with torch.device("meta"):

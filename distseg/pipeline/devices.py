@@ -17,9 +17,10 @@ import importlib.util
 from typing import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distseg.config import Config, PipelineConfig
+from distseg.models.layers import CutTo, Spread
 from distseg.program.partition import Edge, Partition
 from distseg.pipeline.stage import LOSS, Stage
 from distseg.spatial.piece import Unit
@@ -163,6 +164,7 @@ def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
     # By the whole edge: a name may come again behind its pop, where torchgpipe wants another.
     incoming, outgoing = ({str(e): e.map for e in edges if e not in (before, behind)} for edges in (stage.incoming, stage.outgoing))
     result = LOSS if stage.head else behind.map
+    sizes_only = any(isinstance(stage.model.layers[number], (CutTo, Spread)) for number in stage.layers or ())
 
     @skippable(stash=list(outgoing), pop=list(incoming))
     class Layer(nn.Module):
@@ -174,9 +176,23 @@ def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
                 outputs = stage.run(current(), inputs)
             for edge, source in outgoing.items():
                 yield stash(edge, outputs[source][0])
-            return outputs[result][0]
+            made = outputs[result][0]
+            return _Beside.apply(made, *(inputs[source][0] for source in incoming.values())) if sizes_only else made
 
     return Layer()
+
+
+class _Beside(torch.autograd.Function):
+    """The first of several tensors. The others have a gradient then, which torchgpipe wants of all that travels, also of a map whose size alone is looked at."""
+
+    @staticmethod
+    def forward(ctx, made: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, *map(torch.zeros_like, ctx.saved_tensors)
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:

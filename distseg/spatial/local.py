@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
+from distseg.geometry import footprint
 from distseg.geometry.footprint import Align, Footprint, Gather, Interpolate, Scatter
 from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, Derived, DropImage, Formula, Mean, Pop, Restride, Spread, Stash, Sum, is_vector
+from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, Mean, Pop, Restride, Spread, Stash, Sum, is_vector
 from distseg.models.network import Call
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
@@ -61,7 +62,7 @@ def node_of(call: Call, dims: int) -> Node:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
     """
     name, layer = call.name, call.layer
-    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, Sum, Formula):
+    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula):
         return Node(name, call.inputs)
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
@@ -147,7 +148,7 @@ def fill_of(layer: nn.Module) -> float | None:
         return -math.inf
     if isinstance(layer, nn.modules.padding._ConstantPadNd):
         return layer.value
-    return 0.0 if isinstance(layer, _AVG) else None
+    return 0.0 if isinstance(layer, (*_AVG, Fill)) else None
 
 
 def fuses(layer: nn.Module) -> bool:
@@ -315,6 +316,14 @@ def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part:
     return _from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
 
 
+def _fill_footprints(layer: Fill, dims: int) -> tuple[Footprint, ...]:
+    return (footprint.Fill(multiple=layer.multiple),) * dims
+
+
+def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
+    return _padded(*_fitted(x, have, part.raw))
+
+
 def _restride_footprints(layer: Restride, dims: int) -> tuple[Footprint, ...]:
     return tuple(Gather(f, f) if layer.fewer else Scatter(f, f) for f in layer.by)
 
@@ -375,6 +384,7 @@ _FOOTPRINTS = (
     (nn.Upsample, _up_footprints),
     (nn.PixelShuffle, _shuffle_footprints),
     (Restride, _restride_footprints),
+    (Fill, _fill_footprints),
     ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
 )
-_RUN = ((_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad))
+_RUN = ((_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad), (Fill, _fill))

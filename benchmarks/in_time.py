@@ -45,7 +45,8 @@ NETWORKS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
-    parser.add_argument("--network", choices=NETWORKS, default="unet-16")
+    parser.add_argument("--network", default="unet-16", help=f"{', '.join(NETWORKS)}, or another as package.module:function, with its own norms (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=1, help="in a batch; a batch norm of vectors wants two (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="sides of square images (default: %(default)s)")
     parser.add_argument("--plain", type=int, nargs="*", default=[512, 768, 1024, 1536], help="sides for plain PyTorch (default: %(default)s)")
     parser.add_argument("--memory", default="1GB")
@@ -63,21 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.sizes, options.plain, options.memory, options.precision, options.seconds = [64], [64], "2GB", "fp32", 0
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        stores = {side: _store(Path(folder) / f"{side}.h5", side) for side in {*options.sizes, *options.plain}}
+        stores = {side: _store(Path(folder) / f"{side}.h5", side, options.images) for side in {*options.sizes, *options.plain}}
         for mode, sides in [*((mode, options.sizes) for mode in options.modes), ("plain", options.plain)]:
             for side in sides:
                 rows.append(_row(mode, side, _run(options, mode, stores[side], folder)))
                 print(rows[-1], file=sys.stderr, flush=True)
     extrapolated = _extrapolated(rows, max(options.sizes))
+    ours, own = "spill: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm", "spill: its norms in training mode; plain: the module itself"
     notes = (
-        f"{options.network}, batch 1, {options.precision}, --memory {options.memory}; spill: instance norm in training mode; recompute: no norm; "
-        f"plain: PyTorch's layers, instance norm, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
+        f"{options.network}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
     )
-    parameters = {"network": NETWORKS[options.network], "memory": options.memory, "precision": options.precision, "extrapolated [GB]": extrapolated}
+    parameters = {"network": NETWORKS.get(options.network, options.network), "images": options.images, "memory": options.memory, "precision": options.precision, "extrapolated [GB]": extrapolated}
     report(options.name, QUESTION, Rows(rows), options, parameters, notes, lambda path: draw(rows, options, path))
 
 
-def _store(path: Path, side: int) -> str:
+def _store(path: Path, side: int, images: int) -> str:
     from PIL import Image
 
     from distseg.data.blue_marble import land_mask, source_folder
@@ -88,22 +89,25 @@ def _store(path: Path, side: int) -> str:
     bands = [*np.asarray(resized).transpose(2, 0, 1), np.asarray(resized.convert("L"))]
     labels = (land_mask(folder / "lsmask_1.25min_f.bin", (side, side)) == 1).astype(np.uint8)
     with StoreWriter(path, ("water", "land"), ("red", "green", "blue", "luminance")) as writer:
-        target = writer.add_image("earth", (side, side), np.uint8, "train", labels=True)
-        target.write(Box.whole((side, side)), np.stack(bands), labels)
+        for number in range(images):  # turned by a part of the earth each
+            target = writer.add_image(f"earth{number}", (side, side), np.uint8, "train", labels=True)
+            turned = lambda x: np.roll(x, number * side // images, -1)
+            target.write(Box.whole((side, side)), turned(np.stack(bands)), turned(labels))
     return str(path)
 
 
 def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
-    flags = ["--job", mode, "--store", store, "--network", options.network, "--memory", options.memory, "--precision", options.precision]
+    flags = ["--job", mode, "--store", store, "--network", options.network, "--images", str(options.images), "--memory", options.memory, "--precision", options.precision]
     return run_ranks(1, ["-m", "benchmarks.in_time", *flags, "--scratch", folder, "--seconds", str(options.seconds)], threads=torch.get_num_threads(), timeout=7200)
 
 
 def _config(options: argparse.Namespace, mode: str) -> Config:
     norm = "none" if mode == "recompute" else "instance"
-    model = ModelConfig(**NETWORKS[options.network], in_channels=4, out_channels=1, norm=norm)
+    known = dict(NETWORKS[options.network], norm=norm) if options.network in NETWORKS else dict(name=options.network)
+    model = ModelConfig(**known, in_channels=4, out_channels=1)
     spatial = SpatialConfig() if mode == "plain" else SpatialConfig(in_time=mode, scratch=options.scratch)
     run = RunConfig() if mode == "plain" else RunConfig(memory=options.memory)
-    return Config(model=model, mesh=MeshConfig(), spatial=spatial, loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=options.store), optim=OptimConfig("adam"), run=run)
+    return Config(model=model, mesh=MeshConfig(), spatial=spatial, loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=options.store, images=options.images), optim=OptimConfig("adam"), run=run)
 
 
 def _job(options: argparse.Namespace) -> None:
@@ -114,7 +118,7 @@ def _job(options: argparse.Namespace) -> None:
     comm = world()
     device = set_up(comm, "cpu", torch.get_num_threads())
     model = outline_model(config.model)
-    mesh, size = Mesh(comm, 1, Extents((1, 1)), 1), store.size("earth")
+    mesh, size = Mesh(comm, 1, Extents((1, 1)), 1), store.size("earth0")
     engine = Engine(config, mesh, model, size, device, options.precision, last)
     loader = step_loader(config, store, mesh, engine)
     seconds, stored = [], 0
@@ -132,8 +136,9 @@ def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
     model = build_model(config.model).train()
     place_model(model, torch.device("cpu"), options.precision, options.precision == "bf16")
     optimizer, cast = make_optimizer(config.optim, dict(model.named_parameters())), autocast(options.precision, torch.device("cpu"))
-    box = Box.whole(store.size("earth"))
-    x, labels = torch.from_numpy(store.read_normalised("earth", box))[None], torch.from_numpy(store.labels("earth", box))[None, None].float()
+    box, names = Box.whole(store.size("earth0")), [f"earth{number}" for number in range(options.images)]
+    x, labels = (torch.from_numpy(np.stack([read(name, box) for name in names])) for read in (store.read_normalised, store.labels))
+    labels = labels.unsqueeze(1).float()
     x = x.contiguous(memory_format=torch.channels_last) if options.precision == "bf16" else x
     seconds = []
     for _ in range(2):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from distseg.altered import altered, known
 from distseg.models.layers import first_convolution, hollow
 from distseg.models.network import Network, flat_layers, is_flat, refusals
-from distseg.models.rules import DIFFERENT, Reader
+from distseg.models.reader import DIFFERENT, Reader
+from distseg.models.rules import made
 from distseg.models.trace import CanNotCapture, Trace, trace
 
 _UNITS = (64, 256)  # pixels; the second for networks that want images to be multiples of more
@@ -78,7 +79,7 @@ def capture(model: nn.Module) -> Network:
         sizes = [tuple(unit * n for n in counts[:dims]) for counts in _COUNTS]
         traces = seen(sizes[1:], [whole]) if unit == _UNITS[0] else seen(sizes, [])
         try:
-            found, multiple = Reader(shapes, sizes, traces), unit
+            found, multiple = Reader(shapes, sizes, traces, made), unit
             break
         except CanNotCapture as e:
             refused = refused or e
@@ -89,14 +90,14 @@ def capture(model: nn.Module) -> Network:
     for smaller in (2**k for k in range(unit.bit_length() - 1)):
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]
         with suppress(CanNotCapture):
-            found, multiple = Reader(shapes, sizes + odd, seen(odd, traces)), smaller
+            found, multiple = Reader(shapes, sizes + odd, seen(odd, traces), made), smaller
             break
     network = found.network(model)
     network.multiple = multiple
 
     @cache
     def check(size: tuple[int, ...], images: int) -> None:
-        Reader(shapes, [*sizes, size], [*traces, trace(empty, channels, size, images)])
+        Reader(shapes, [*sizes, size], [*traces, trace(empty, channels, size, images)], made)
 
     network.check = check
     _check_same(model, network, channels, (max(_SIDE[dims - 1], multiple),) * dims)

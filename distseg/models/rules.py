@@ -1,580 +1,39 @@
 """Which layer a call of PyTorch's is: a rule for each function that looks beyond single cells, a list of those that do not.
 
-A rule has the function's name and arguments; maps of the image come as :class:`Value`, and it gives that of its result.
+A rule has the function's name and arguments; maps of the image come as :class:`distseg.models.reader.Value`, and it gives that of its result.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, Map, Max, Mean, Own, Restride, Spread, Step, Sum, VectorNorm
-from distseg.models.network import IMAGE, Dropped, Network
-from distseg.models.trace import IMAGE as PIXELS
-from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
+from distseg.models.layers import Cat, Fill, Formula, Map, Max, Mean, Step, Sum, VectorNorm
+from distseg.models.reader import FORMS, LAST, VECTORS, Reader, Stack, Value, has_sizes
+from distseg.models.trace import Kept, Made
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """In the place of a number that follows the size of the image, or of the batch."""
+def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
+    """The value, or values, of what the call at hand makes.
 
-    each: tuple
-
-
-class Differ(Exception):
-    """Two traces are not of the same calls."""
-
-
-@dataclass(frozen=True)
-class Value:
-    """A map: what the layer ``name`` makes.
-
-    Attributes:
-        shapes: (N, C, *size) in each trace.
-        form: in which the user's code has it at this point (:class:`distseg.models.layers.Formula`).
-        cell: what it has there in the place of the dim C, such as (groups, C / groups).
+    Raises:
+        CanNotCapture: naming the call, and what would help.
     """
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    cell: tuple[int, ...]
-    form: str = "maps"
-
-    @property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(shape[2:] for shape in self.shapes)
-
-    @property
-    def channels(self) -> int:
-        return self.shapes[0][1]
-
-    @property
-    def plain(self) -> bool:
-        """Whether its channels are one dim."""
-        return len(self.cell) == 1
+    name = reader.call.name
+    if rule := vars(Rules).get(name):
+        return rule(reader, *args, **kwargs)
+    if name in POINTWISE:
+        return reader.formula(args, kwargs)
+    if name in _OVER_CHANNELS:
+        return reader.over_dims(args, kwargs)
+    raise reader.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Maps side by side in a new first dim."""
-
-    maps: tuple[Value, ...]
-
-
-class Reader:
-    """The layers of some traces of one network.
-
-    Args:
-        shapes: of its parameters and buffers, by name.
-        sizes: of the image of each trace.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[tuple[int, ...]], traces: Sequence[Trace]):
-        self.shapes, self.dims, self.traces = shapes, len(sizes[0]), traces
-        self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
-        self.names: dict[str, str] = {}
-        self.dropouts: dict[int, Dropped] = {}
-        self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
-        calls = traces[0].calls
-        if len({(len(t.calls), t.result) for t in traces}) > 1:
-            raise CanNotCapture(DIFFERENT)
-        numbers = _of_image(traces[0])
-        self._modules = {".".join(path[: depth + 1]) for n in numbers for path in [calls[n].module.split(".")] for depth in range(len(path))}
-        self._homes = {module: found for module in {calls[n].module for n in numbers} - {""} if (found := _main_call(module, calls, numbers)) is not None}
-        self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
-        self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)), (-1,))}
-        for self.number in numbers:
-            self.current = [t.calls[self.number] for t in traces]
-            try:
-                self._read()
-            except Differ:
-                raise CanNotCapture(DIFFERENT) from None
-        result = self.values.get(traces[0].result)
-        if result is None or result.form != "maps" or not result.plain or result.sizes != tuple(map(tuple, sizes)):
-            made = "x".join(map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part]))
-            raise CanNotCapture(f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the size")
-        if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
-            self._add("result", lambda tensor: nn.Identity(), [result])
-
-    def network(self, model: nn.Module) -> Network:
-        """With the model's own parameters and buffers."""
-        tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-        layers = {name: make(tensors.__getitem__) for name, (make, _) in self.layers.items()}
-        network = Network(layers, {name: reads for name, (_, reads) in self.layers.items()})
-        used = set(self.names.values())
-        unused = {name: tensor for name, tensor in tensors.items() if name not in used and tensor.is_floating_point()}
-        network.hold_unused({name.replace(".", "_"): tensor for name, tensor in unused.items()})
-        self.names.update({f"unused.{name.replace('.', '_')}": name for name in unused})
-        network.names = {own: user for own, user in self.names.items() if own != user}
-        network.dropouts = self.dropouts
-        return network
-
-    # the call that is read
-
-    @property
-    def call(self) -> Called:
-        return self.current[0]
-
-    def _read(self) -> None:
-        if len({c.name for c in self.current}) > 1:
-            raise Differ
-        args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
-        if self.call.name in _FRESH or not found_in((args, kwargs), Value, Stack):
-            return  # nothing of the image is in it
-        if self.call.name in _RANDOM:
-            raise self.refusal(_DRAWS)
-        if any(name in kwargs and kwargs[name] is not None for name in ("dtype", "out")):
-            raise self.refusal("is told a type, or a tensor, for its result: leave types to train.precision")
-        if not self.call.graded:
-            raise self.refusal("runs without gradients (torch.no_grad, or an autograd.Function of your own, whose gradient is not known): that is not known here; use detach()")
-        rule = vars(Rules).get(self.call.name)
-        if rule is None and self.call.name not in POINTWISE and self.call.name not in _OVER_CHANNELS:
-            raise self.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
-        try:
-            made = rule(self, *args, **kwargs) if rule else self.formula(args, kwargs) if self.call.name in POINTWISE else self.over_dims(args, kwargs)
-        except TypeError as e:
-            if "argument" not in str(e):
-                raise
-            raise self.refusal(f"is called in a way that is not known ({e})") from None
-        for part, value in enumerate(made if isinstance(made, tuple) else (made,)):
-            self.values[Made(self.number, part)] = value
-
-    def _merged(self, each: Sequence[Any]) -> Any:
-        """What all traces have alike, maps as values; numbers that differ as sizes."""
-        first = each[0]
-        if isinstance(first, tuple):
-            if len({len(x) for x in each}) > 1:
-                raise Differ
-            return tuple(map(self._merged, zip(*each)))
-        if isinstance(first, dict):
-            return {key: self._merged([x[key] for x in each]) for key in first}
-        if isinstance(first, Made):
-            if any(x != first for x in each):
-                raise Differ
-            return self.values.get(first, first)
-        alike = all(type(x) is type(first) and bool(x == first) for x in each)
-        return first if alike else Sizes(tuple(each))
-
-    def refusal(self, why: str) -> CanNotCapture:
-        return CanNotCapture(f"{self.call} {why}")
-
-    def map(self, x: Any, *forms: str) -> Value:
-        """An argument that is to be a map with one dim of channels, in one of these forms."""
-        x = self.cells(x, *forms or ("maps",))
-        if not x.plain:
-            raise self.refusal(f"takes {_FORMS[x.form]} whose channels are {x.cell}: one dim of them is expected")
-        return x
-
-    def cells(self, x: Any, *forms: str) -> Value:
-        """An argument that is to be a map, in one of these forms, whatever its cells are."""
-        if not isinstance(x, Value):
-            what = "what is computed of parameters alone" if isinstance(x, (Made, Kept)) else "stacked maps" if isinstance(x, Stack) else repr(x)
-            raise self.refusal(f"takes {what} where a map of the image is expected")
-        if x.form not in (forms or _FORMS):
-            raise self.refusal(f"takes {_FORMS[x.form]}, of which it is not known")
-        return x
-
-    def any_form(self, x: Any) -> Value:
-        return self.map(x, *_FORMS)
-
-    def fixed(self, x: Any, what: str) -> Any:
-        """A setting, which must not follow the image's size."""
-        if _has_sizes(x):
-            raise self.refusal(f"has a {what} that depends on the image's size")
-        return x
-
-    def fixed_all(self, settings: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.fixed(x, name) for name, x in settings.items()}
-
-    def axis(self, dim: int, x: Value) -> int:
-        """Of (N, C, *size), whichever form the user's code has it in; 1 for each dim of a cell."""
-        cell, places = [1] * len(x.cell), [] if x.form == "vector" else list(range(2, self.dims + 2))
-        order = [0, *places, *cell] if x.form in _LAST else [0, *cell, *places]
-        if not isinstance(dim, int) or not -len(order) <= dim < len(order):
-            raise self.refusal(f"is told dim {dim} of {len(order)}")
-        return order[dim]
-
-    def all_of_cell(self, dim: Any, x: Value) -> bool:
-        """Whether a dim, or several, are those of channels."""
-        return dim is not None and all(self.axis(d, x) == 1 for d in (dim if isinstance(dim, tuple) else (dim,)))
-
-    def shape_of(self, x: Any) -> tuple[int, ...]:
-        """An argument that is to be a parameter, or computed from such."""
-        if isinstance(x, Value):
-            raise self.refusal("has a weight that is computed from the image")
-        return self.shapes[x.name] if isinstance(x, Kept) else self.traces[0].calls[x.call].shapes[x.part]
-
-    def made(self, form: str, like: Value, part: int = 0) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """(N, C, *size) of what the call makes in a form, in each trace, and its cell; of one place, at all places of the map that it is ``like``."""
-        found, cells, places = [], set(), 0 if form == "vector" else self.dims
-        for call, trace, shape in zip(self.current, self.traces, like.shapes):
-            batch, *rest = call.shapes[part] or (0,)
-            size, cell = (rest[:places], rest[places:]) if form in _LAST else (rest[len(rest) - places :], rest[: len(rest) - places])
-            if form in _VECTORS:
-                size = shape[2:] if all(n == 1 for n in size) else None
-            if batch != trace.batch or len(rest) < places or size is None:
-                raise self.refusal(f"makes {call.shapes[part]} of {_FORMS[form]} of {shape}, which is none")
-            found.append((batch, math.prod(cell), *size))
-            cells.add(tuple(cell))
-        if len(cells) > 1:
-            raise self.refusal(f"makes maps of {' and '.join(map(str, cells))} channels, as many as the image's size says: that is not known here")
-        return tuple(found), cells.pop()
-
-    # what layers are made of
-
-    def emit(self, make: Callable[[dict[str, Tensor]], nn.Module], reads: Sequence[Value], tensors: Mapping[str, Kept] = {}, part: int = 0, form: str | None = None) -> Value:
-        """A layer: ``make`` is given its tensors by their names in the layer; ``part``: which of the call's results it makes."""
-        form = form or reads[0].form
-        shapes, cell = self.made(form, reads[0], part)
-        name, used = self._name(), {name: kept.name for name, kept in tensors.items()}
-        self._add(name, lambda tensor: make({own: tensor(user) for own, user in used.items()}), reads)
-        self.names.update({f"{name}.{own}": user for own, user in used.items()})
-        return Value(name, shapes, cell, form)
-
-    def _add(self, name: str, make, reads: Sequence[Value]) -> None:
-        self.layers[name] = make, tuple(x.name for x in reads)
-
-    def _name(self) -> str:
-        """The module's, for the call that has its weights, or its only one; else its name and the function's."""
-        module, function = self.call.module, self.call.name.strip("_")
-        if module in self._homes:
-            name = module if self._homes[module] == self.number else f"{module}_{function}"
-        else:
-            name = f"{module}.{function}".lstrip(".")
-        unique, count = name, 1
-        while unique in self.layers or unique in self._modules and unique != module:
-            count += 1
-            unique = f"{name}_{count}"
-        return unique
-
-    def layer(self, kind: type, x: Value, *args, tensors: Mapping[str, Any] = {}, **kwargs) -> Value:
-        """One of PyTorch's own, or of ours, with the user's tensors, or with weights that are computed from them."""
-        tensors = {name: value for name, value in tensors.items() if value is not None}
-        if any(isinstance(value, Value) for value in tensors.values()):
-            raise self.refusal("has a weight that is computed from the image")
-        plain = lambda: kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
-        if not any(isinstance(value, Made) for value in tensors.values()):
-            return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors)
-        if not issubclass(kind, nn.modules.conv._ConvNd):
-            raise self.refusal("has a weight that is computed from parameters: of convolutions that is known")
-        own: dict[str, Kept] = {}
-        weights = {name: self._computed(value, own) for name, value in tensors.items()}
-        return self.emit(lambda found: Derived(plain(), weights, found), [x], own)
-
-    def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Of a function that looks at single cells."""
-        maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
-        forms = {x.form for x in maps}
-        spread = forms in ({"maps", "place"}, {"last", "last place"})
-        if spread and len({x.sizes for x in maps}) > 1:
-            sizes = next(x.sizes for x in maps if x.form not in _VECTORS)
-            there = {x: self.resized(x, sizes) for x in maps if x.form in _VECTORS}
-            args, kwargs = self._replaced(args, there), self._replaced(kwargs, there)
-            maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
-        form = forms.pop() if len(forms) == 1 else min(forms, key=len) if spread else None
-        if form is None or len({x.sizes for x in maps}) > 1 or len({len(x.cell) for x in maps}) > 1:
-            raise self.refusal(f"joins {' and '.join(f'{_FORMS[x.form]} of {x.shapes[0]}' for x in maps) or 'no map'}")
-        own: dict[str, Kept] = {}
-        steps: list[Step] = []
-        if self.call.name not in _WEIGHTS_BY_CHANNEL:
-            for x in found_in((args, kwargs), Made, Kept):
-                shape = self.shape_of(x)
-                behind = len(maps[0].cell) if form in (*_LAST, "vector") else 0  # of the dims of places
-                if any(n != 1 for n in (shape[: len(shape) - behind] if behind else shape[-self.dims :])):
-                    raise self.refusal(f"takes a tensor of {shape} with a value for each place of the image: positions are not known here")
-        places: dict[Made, int] = {}
-        written = lambda tree: self._written(tree, maps, own, steps, places)
-        given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
-        last = written(args), written(given)  # what it is computed from comes before
-        steps.append(Step(_out_of_place(self.call.function), *last))
-        cells = tuple(None if x.plain else x.cell for x in maps)
-        make = lambda found: Formula(tuple(steps), cells, found, part, "last" if form in _LAST else form)
-        made = self.emit(make, maps, own, part or 0, form)
-        if made.sizes != maps[0].sizes:
-            raise self.refusal(f"makes {self.call.shapes[part or 0]} of {_FORMS[form]} of {maps[0].shapes[0]}: single cells alone are known")
-        return made
-
-    def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
-        """How a weight comes of parameters, which join ``own``."""
-        steps: list[Step] = []
-        written = self._written(value, (), own, steps, {})
-        return (*steps, Step(_itself, (written,), {})) if isinstance(value, Kept) else tuple(steps)
-
-    def _written(self, tree: Any, maps: Sequence[Value], own: dict[str, Kept], steps: list[Step], places: dict[Made, int]) -> Any:
-        """Arguments as a layer keeps them; what is computed of parameters alone joins ``steps``, once each: ``places`` tell where."""
-        again = lambda x: self._written(x, maps, own, steps, places)
-        match tree:
-            case Value():
-                return Map(list(maps).index(tree))
-            case Kept():
-                name = tree.name.rpartition(".")[2]
-                if own.setdefault(name, tree) != tree:
-                    own[name := tree.name.replace(".", "_")] = tree
-                return Own(name)
-            case Made():
-                if tree in places:
-                    return Map(places[tree])
-                if tree in self.values:
-                    raise self.refusal("takes a tensor of its own that is like a map of the image: that is not known here")
-                call = self.traces[0].calls[tree.call]
-                if call.name in _RANDOM:
-                    raise self.refusal(f"takes what {call} makes, which {'is a tensor of its own: that is not known here' if 'empty' in call.name else _DRAWS}")
-                if not call.graded:
-                    raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
-                if tree.part or not found_in((call.args, call.kwargs), Kept, Made):
-                    raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: positions are not known here")
-                step = Step(_out_of_place(call.function), again(call.args), again(call.kwargs))
-                places[tree] = len(maps) + len(steps)
-                steps.append(step)
-                return Map(places[tree])
-            case tuple():
-                return tuple(map(again, tree))
-            case dict():
-                return {key: again(x) for key, x in tree.items()}
-            case Sizes():
-                raise self.refusal("has a number that depends on the image's size")
-        return tree
-
-    # kinds of call
-
-    def drop(self, kind: type, x: Any, p: float, training: bool) -> Any:
-        """A dropout."""
-        x = self.any_form(x)
-        if not training or x.form in _VECTORS and p == 0:
-            return x
-        if x.form in _VECTORS:
-            raise self.refusal("drops what belongs to the whole image: that is not known here; leave it out")
-        made = self.layer(kind, x, p)
-        self.dropouts[self._draws[self.number]] = Dropped(made.name, x.form == "last")
-        return made
-
-    def dropped_images(self, x: Value, factor: Made) -> Value | None:
-        """Stochastic depth: a map by a random 0 or 1 for each image, perhaps divided by how often it is 1."""
-        found, calls = factor, self.traces[0].calls
-        divided = None
-        if calls[found.call].name in ("div", "true_divide") and isinstance(calls[found.call].args[0], Made):
-            found, divided = calls[found.call].args
-        call = calls[found.call]
-        if call.name == "bernoulli" and len(call.args) > 1 and isinstance(call.args[1], float):
-            draw, keep = found, call.args[1]
-        elif call.name == "floor" and calls[call.args[0].call].name == "add":  # of a number from 0 to 1, and how often it is kept
-            parts = calls[call.args[0].call].args
-            draw, keep = next((x for x in parts if isinstance(x, Made)), None), next((x for x in parts if isinstance(x, float)), None)
-            if draw is None or keep is None or calls[draw.call].name != "rand":
-                return None
-        else:
-            return None
-        one_an_image = all(t.calls[found.call].shapes[0] == (t.batch, *(1,) * (self.dims + 1)) for t in self.traces)
-        if not one_an_image or divided not in (None, keep) or x.form != "maps":
-            return None
-        before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
-        kept, evaluated = (1.0 if divided is None else 1 / keep), (keep if before == keep and divided is None else 1.0)
-        made = self.emit(lambda _: DropImage(1 - keep, kept, evaluated), [x])
-        self.dropouts[self._draws[draw.call]] = Dropped(made.name, False)
-        return made
-
-    def turned(self, x: Any, order: Sequence[int]) -> Value:
-        """Its channels elsewhere."""
-        x = self.cells(x)
-        rank = 1 + len(x.cell) + (0 if x.form == "vector" else self.dims)
-        order = [d % rank for d in order]
-        now, cell, places = [self.axis(d, x) for d in order], [1] * len(x.cell), list(range(2, 2 + rank - 1 - len(x.cell)))
-        first, last = ("place", "last place") if x.form in _VECTORS else ("maps", "last")
-        form = "vector" if x.form == "vector" else first
-        if now == [0, *places, *cell] and form != "vector":
-            form = last
-        elif now != [0, *cell, *places]:
-            raise self.refusal("turns a map: of its dims, channels may come last, and be turned among themselves")
-        inner = [d for d in order if self.axis(d, x) == 1]
-        if inner == sorted(inner):
-            return replace(x, form=form)
-        rest = iter(inner)  # the user's form stays, its cells are turned
-        return self.turned_cells(x, tuple(next(rest) if self.axis(d, x) == 1 else d for d in range(rank)), form)
-
-    def turned_cells(self, x: Value, order: tuple[int, ...], form: str) -> Value:
-        """The dims of its cells among themselves."""
-        first = min(d for d in range(len(order)) if self.axis(d, x) == 1)
-        cell = tuple(x.cell[d - first] for d in order if self.axis(d, x) == 1)
-        make = lambda _: Formula((Step(torch.permute, (Map(0), order), {}),), (x.cell,), {}, None, "last" if x.form in _LAST else x.form)
-        name = self._name()
-        self._add(name, make, [x])
-        return replace(x, name=name, cell=cell, form=form)
-
-    def reshaped(self, x: Any) -> Value:
-        """The same numbers in another form."""
-        x = self.cells(x)
-        forms = sorted(_VECTORS, key=lambda form: form != x.form or form == "vector") if x.form in _VECTORS else (x.form,)
-        for form in forms:
-            try:
-                shapes, cell = self.made(form, x)
-                if shapes == x.shapes:
-                    return replace(x, form=form, cell=cell)
-            except CanNotCapture:
-                continue
-        if x.form not in _VECTORS and math.prod(x.sizes[0]) in self.call.shapes[0]:
-            raise self.refusal("makes one dim of all places, as attention between places does: that is not known here; leave it out")
-        raise self.refusal(f"gives {_FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
-
-    def is_grid(self, x: Any) -> bool:
-        """Whether it is a grid of an image, (N, C, *grid)."""
-        return isinstance(x, Value) and x.form == "vector" and len(x.cell) == 1 + self.dims
-
-    def spread(self, x: Value, **settings) -> Value:
-        """A vector as the map that the call makes of it; a grid by these ``settings``."""
-        grid, shapes = x.cell[1:] if settings else (), [c.shapes[0] for c in self.current]
-        cell = x.cell[:1] if settings else x.cell
-        if any(shape[: 1 + len(cell)] != (n, *cell) or len(shape) != 1 + len(cell) + self.dims for shape, (n, *_) in zip(shapes, x.shapes)):
-            raise self.refusal("spreads what is alike at all places in a way that is not known here")
-        if settings and (settings["mode"] == "area" or set(shape[2:] for shape in shapes) == {grid}):
-            raise self.refusal("resizes a grid of the image by mode area, or to another grid: nearest, bilinear and bicubic are known, to a map")
-        sizes = tuple(shape[1 + len(cell) :] for shape in shapes)
-        like, vector = self.like(sizes), self.resized(x, sizes)
-        name = self._name()
-        self._add(name, lambda _: Spread(grid, **settings), [like, vector])
-        return Value(name, tuple((n, math.prod(cell), *size) for (n, *_), size in zip(x.shapes, sizes)), cell)
-
-    def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
-        """A map with so many places."""
-        return next((v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps" and v.sizes == sizes), None)
-
-    def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """The same; made by a pooling where there is none."""
-        if found := self.same_places(sizes):
-            return found
-        for v in [v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps"]:
-            by = _whole_times(v.sizes, sizes)
-            if by is not None:
-                name = f"{self._name()}_like"
-                self._add(name, lambda _: (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1](by if self.dims > 1 else by[0]), [v])
-                return replace(v, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)))
-        raise self.refusal(f"spreads what is alike at all places over {sizes[0]}, as many as no other map has")
-
-    def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """A vector, where maps have whole times as many, or as few, places."""
-        if sizes == x.sizes:
-            return x
-        for fewer, by in ((False, _whole_times(sizes, x.sizes)), (True, _whole_times(x.sizes, sizes))):
-            if by is not None:
-                name = f"{self._name()}_places"
-                self._add(name, lambda _, by=by, fewer=fewer: Restride(by, fewer), [x])
-                return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
-        raise self.refusal(f"spreads what is alike at all places of {x.shapes[0]} over a map of {sizes[0]}: whole times as many places, or as few, are known")
-
-    def _replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
-        if isinstance(tree, tuple):
-            return tuple(self._replaced(x, by) for x in tree)
-        if isinstance(tree, dict):
-            return {key: self._replaced(x, by) for key, x in tree.items()}
-        return by.get(tree, tree) if isinstance(tree, Value) else tree
-
-    def parts(self, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
-        if self.axis(dim, self.cells(x)) != 1:
-            raise self.refusal("cuts the image into parts: along its channels it is known")
-        return tuple(self.formula(args, {}, part) for part in range(len(self.call.shapes)))
-
-    def of_channels(self, x: Value, index: list) -> bool:
-        """Whether an index takes all of the batch and of the places."""
-        if not all(i is Ellipsis or isinstance(i, (slice, int)) for i in index) or index.count(Ellipsis) > 1 or _has_sizes(tuple(index)):
-            return False
-        at = index.index(Ellipsis) if Ellipsis in index else len(index)
-        rest = index[at + 1 :]
-        every = [*index[:at], *[slice(None)] * (self.rank(x) - at - len(rest)), *rest]
-        return len(every) == self.rank(x) and all(i == slice(None) for d, i in enumerate(every) if self.axis(d, x) != 1)
-
-    def rank(self, x: Any) -> int:
-        """Dims of the user's tensor."""
-        x = self.cells(x)
-        return 1 + len(x.cell) + (0 if x.form == "vector" else self.dims)
-
-    def over_dims(self, args: tuple, kwargs: dict) -> Value:
-        """Of a function that is told dims."""
-        dim = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) == 2 or len(args) > 1 and isinstance(args[1], tuple) else args[1:] or None))
-        if not self.all_of_cell(dim, self.cells(args[0])):
-            raise self.refusal(f"runs over dims {dim}, and so over places of the image: over channels it is known")
-        return self.formula(args, kwargs)
-
-    def over_channels(self, x: Any, args: tuple, dim: int, why: str = "runs over places of the image: over channels it is known") -> Value:
-        x = self.cells(x)
-        if self.axis(dim, x) != 1:
-            raise self.refusal(why)
-        return self.formula(args, {})
-
-    def over_last(self, x: Any, normalized_shape: Sequence[int]) -> tuple[Value, tuple[int, ...]]:
-        """A map whose channels come last, and the last of their dims, which statistics are taken over."""
-        x, over = self.cells(x, "last", "vector"), tuple(normalized_shape)
-        if over != x.cell[len(x.cell) - len(over) :]:
-            raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
-        return x, over
-
-    def over_places(self, make: Callable[[], nn.Module], x: Value, dim: Any, keepdim: bool) -> Value | None:
-        """What a function makes that is told dims, where those are all of the image's; else None."""
-        over = {self.axis(d, x) for d in (dim if isinstance(dim, tuple) else (dim,)) if d is not None}
-        if x.form in ("maps", "last") and over == set(range(2, self.dims + 2)):
-            return self.of_image(make, x, "last place" if x.form == "last" and keepdim else "place" if keepdim else "vector")
-        return None
-
-    def of_image(self, make: Callable[[], nn.Module], x: Value, form: str) -> Value:
-        """A mean over the image, or what is like one."""
-        made = self.emit(lambda _: make(), [replace(x, form="maps")], form=form)
-        if made.shapes != x.shapes or made.cell != x.cell:
-            raise self.refusal(f"makes {self.call.shapes[0]}, which is no mean of {x.shapes[0]}")
-        return made
-
-    def whole(self, kernel: Any, x: Value) -> bool:
-        """Whether a kernel is as large as the image."""
-        return all(self.each(_of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
-
-    def filled(self, x: Value, pad: tuple) -> int | None:
-        """The multiple up to which a padding fills the image from behind, where it depends on its size so."""
-        if not _has_sizes(pad):
-            return None
-        each = [(*_of_trace(pad, n), *(0,) * (2 * self.dims - len(pad))) for n in range(len(x.sizes))]
-        pairs = [(n, behind) for size, sides in zip(x.sizes, each) for n, behind in zip(reversed(size), sides[1::2])]
-        if any(any(sides[::2]) or len(sides) > 2 * self.dims for sides in each):
-            return None
-        return next((m for m in range(2, _LARGEST_MULTIPLE + 1) if all(-n % m == behind for n, behind in pairs)), None)
-
-    def cut_to(self, x: Value, index: list) -> Value | None:
-        """The part from the first place on, of the size of another map."""
-        each = [_whole_index(_of_trace(tuple(index), n), self.rank(x)) for n in range(len(x.sizes))]
-        first = lambda i: isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1) and (i.stop is None or i.stop >= 0)
-        if x.form != "maps" or any(i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -self.dims]) for i in each):
-            return None
-        sizes = tuple(c.shapes[0][-self.dims :] for c in self.current)
-        if sizes == x.sizes:
-            return x
-        like, name = self.same_places(sizes), self._name()
-        if like is None:
-            return None
-        self._add(name, lambda _: CutTo(), [x, like])
-        return Value(name, tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)), x.cell)
-
-    def check_affine(self, weight: Any, bias: Any) -> None:
-        if (weight is None) != (bias is None):
-            raise self.refusal("has a weight without a bias, or a bias without a weight: give it both or neither")
-
-    def each(self, n: Any) -> Any:
-        """A setting for each dim."""
-        return n if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1 else (n[0] if isinstance(n, tuple) else n,) * self.dims
-
-
-DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
 _PART = "takes a part of the image, or of the batch: of the channels it is known"
-_DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
-_FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "last place": "what is alike at all places, with channels last", "vector": "a vector of the image"}
-_LARGEST_MULTIPLE = 256  # that a padding is looked at for
-_LAST, _VECTORS = ("last", "last place"), ("place", "last place", "vector")
-_WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")
 _OVER_CHANNELS = {"amin", "std", "var", "logsumexp", "prod", "cumsum", "flip"}  # where the dims that they are told are those of channels
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
-_FRESH = {"new_empty", "empty_like", "new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like"}
-_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 POINTWISE = {
     *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink prelu").split(),
     *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
@@ -611,7 +70,7 @@ class Rules:
         x = self.cells(input, "maps", "place", "vector")
         channels = x.channels if x.plain else x.cell[0]
         if not x.plain and not self.is_grid(x):
-            raise self.refusal(f"takes {_FORMS[x.form]} whose channels are {x.cell}: one dim of them is expected")
+            raise self.refusal(f"takes {FORMS[x.form]} whose channels are {x.cell}: one dim of them is expected")
         if not training and running_mean is not None:
             raise self.refusal("takes its running statistics in training: set spatial.frozen_norm, which has all batch norms do so")
         self.check_affine(weight, bias)
@@ -644,13 +103,13 @@ class Rules:
         return self.formula((*self.over_last(input, normalized_shape), weight, bias, eps), {})
 
     def linear(self: Reader, input, weight, bias=None):
-        return self.formula((self.cells(input, *_LAST, "vector"), weight, bias), {})
+        return self.formula((self.cells(input, *LAST, "vector"), weight, bias), {})
 
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
         return self.formula((*self.over_last(input, normalized_shape), weight, eps), {})
 
     def matmul(self: Reader, input, other):
-        x = self.cells(input, *_LAST, "vector")
+        x = self.cells(input, *LAST, "vector")
         if isinstance(other, Value) or len(self.shape_of(other)) != 2:
             raise self.refusal("multiplies maps, as attention does: a map whose channels come last by a matrix of weights is known")
         return self.formula((x, other), {})
@@ -695,7 +154,7 @@ class Rules:
             raise self.refusal("returns the places of the maxima, which are those of a tile, not of the image")
         settings = dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding, dilation=dilation)
         kind, x = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1], self.map(input)
-        if _has_sizes(kernel_size) and self.whole(kernel_size, x) and padding in (0, (0,) * self.dims):
+        if has_sizes(kernel_size) and self.whole(kernel_size, x) and padding in (0, (0,) * self.dims):
             return self.of_image(lambda: Max(first=True), x, "place")
         return self.layer(kind, x, ceil_mode=ceil_mode, **self.fixed_all(settings))
 
@@ -703,7 +162,7 @@ class Rules:
 
     def avg_pool2d(self: Reader, input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
         x, settings = self.map(input), dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding)
-        if _has_sizes(kernel_size) and self.whole(kernel_size, x) and padding in (0, (0,) * self.dims):
+        if has_sizes(kernel_size) and self.whole(kernel_size, x) and padding in (0, (0,) * self.dims):
             return self.of_image(Mean, x, "place")
         kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
         more = {} if self.dims == 1 else dict(divisor_override=divisor_override)
@@ -810,7 +269,7 @@ class Rules:
         x, pad = self.map(input), tuple(pad)
         if (multiple := self.filled(x, pad)) is not None and mode == "constant" and not value:
             return self.emit(lambda _: Fill(multiple), [x])
-        if _has_sizes(pad):
+        if has_sizes(pad):
             raise self.refusal("has a padding that depends on the image's size: zeros behind, up to a multiple of some pixels, are known")
         if not any(pad):
             return x
@@ -940,7 +399,7 @@ class Rules:
 
     def __getitem__(self: Reader, input, index):
         index, x = index if isinstance(index, tuple) else (index,), self.cells(input)
-        if x.form in _VECTORS and any(i is None or isinstance(i, int) for i in index):
+        if x.form in VECTORS and any(i is None or isinstance(i, int) for i in index):
             return self.reshaped(x)
         if self.of_channels(x, [i for i in index if i is not None]):
             return self.formula((x, index), {})
@@ -949,91 +408,7 @@ class Rules:
         raise self.refusal("takes a part of the image, or of the batch: of the channels, as x[:, 2:5], it is known")
 
 
-def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
-    for name, tensor in found.items():
-        if name in layer._buffers:
-            layer._buffers[name] = tensor
-        else:
-            setattr(layer, name, tensor)
-    if "num_batches_tracked" not in found and getattr(layer, "num_batches_tracked", None) is not None:
-        layer.num_batches_tracked = torch.zeros((), dtype=torch.long)
-    return layer
-
-
-def _whole_times(large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """By which all sizes are larger than others, along each dim; None where that is no whole number, or not the same one."""
-    factors = {tuple(n // m if n % m == 0 else 0 for n, m in zip(*pair)) for pair in zip(large, small)}
-    return factors.pop() if len(factors) == 1 and all(next(iter(factors))) else None
-
-
-def _whole_index(index: tuple, rank: int) -> list | None:
-    """With an entry for each of so many dims; None where it has others than slices."""
-    if sum(i is Ellipsis for i in index) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
-        return None
-    at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
-    return [*index[:at], *[slice(None)] * (rank - len(index) + (at < len(index))), *index[at + 1 :]]
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
 def _root(x: Tensor) -> Tensor:
     """Of squares, whose gradient is 0 where they are."""
     some = x > 0
     return x.where(some, 1).sqrt() * some
-
-
-def _property(name: str, x: Tensor, *_) -> Tensor:
-    return getattr(x, name)
-
-
-def _out_of_place(function: Callable) -> Callable:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":  # of a property, which can't be copied
-        return partial(_property, function.__self__.__name__)
-    if name.startswith("__i") and name.endswith("__"):
-        return getattr(Tensor, f"__{name[3:]}")
-    if name.endswith("_") and not name.startswith("__"):
-        for home in (Tensor, torch, F):
-            if getattr(home, name, None) is function:
-                return getattr(home, name[:-1])
-    return function
-
-
-def _has_sizes(tree) -> bool:
-    if isinstance(tree, slice):
-        return any(map(_has_sizes, (tree.start, tree.stop, tree.step)))
-    return isinstance(tree, Sizes) or isinstance(tree, tuple) and any(map(_has_sizes, tree))
-
-
-def _of_trace(tree, number: int):
-    """As it was in one trace."""
-    if isinstance(tree, tuple):
-        return tuple(_of_trace(x, number) for x in tree)
-    return tree.each[number] if isinstance(tree, Sizes) else tree
-
-
-def _of_image(found: Trace) -> list[int]:
-    """The calls that depend on the image and that the result depends on, in order."""
-    used = lambda call: found_in((call.args, call.kwargs), Made)
-    needed, left = set(), [found.result.call]
-    while left:
-        number = left.pop()
-        if number >= 0 and number not in needed:
-            needed.add(number)
-            left += [made.call for made in used(found.calls[number])]
-    of_image = {PIXELS.call}
-    for number in sorted(needed):
-        if any(made.call in of_image for made in used(found.calls[number])):
-            of_image.add(number)
-    return sorted(of_image - {PIXELS.call})
-
-
-def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
-    """The call of a module, which calls no others, that its weights go into; of one without weights its only call."""
-    if any(calls[n].module.startswith(f"{module}.") for n in numbers):
-        return None
-    own = [n for n in numbers if calls[n].module == module]
-    weighted = [n for n in own if any(kept.name.rpartition(".")[0] == module for kept in found_in((calls[n].args, calls[n].kwargs), Kept))]
-    return weighted[0] if len(weighted) == 1 else own[0] if len(own) == 1 else None

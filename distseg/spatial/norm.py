@@ -17,9 +17,7 @@ own, which on today's machines are what a norm costs.
 
 from __future__ import annotations
 
-import math
-from itertools import product
-from typing import Iterable, NamedTuple, Sequence
+from typing import Iterable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +28,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
-from distseg.models.layers import Max, Mean, VectorNorm, as_vector
+from distseg.models.layers import Mean, VectorNorm, as_vector
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
@@ -240,137 +238,6 @@ class DistributedNorm(nn.Module):
         return Pending(self, statistics)
 
 
-class DistributedMean(DistributedNorm):
-    """The twin of :class:`distseg.models.layers.Mean`: windows -> a vector (B, C * parts, 1, ...) for each, whose gradient all owned pixels share.
-
-    The parts of an image are rows of its statistics, each with a count of its own.
-    """
-
-    def __init__(self, mean: Mean, *args):
-        super().__init__(mean, *args)
-        self.grid, self.total = mean.grid, mean.total
-        self.number = math.prod(self.grid)
-
-    def joint(self, xs: list[Tensor]) -> list[Tensor]:
-        return list(_JointMean.apply(self, *xs))
-
-    def _check_count(self, count) -> None:
-        pass  # of one value too
-
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
-        nothing = torch.zeros((), dtype=torch.float64, device=x.device), *torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
-        found = []
-        for n, box in enumerate(self.where(x, index)):
-            of_box = x[(..., *box.slices)]
-            for b, row in enumerate(self.rows(index)):
-                found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else Moments(*nothing), box.pixels))
-        return found
-
-    def where(self, x: Tensor, index: int) -> list[Box]:
-        """What is owned of each part, in cells of ``x``; parts as ``F.adaptive_avg_pool2d`` cuts them, which may share cells."""
-        own = self.own(x, index)
-        if not self.grid:
-            return [own]
-        region = None if self.context.per_window else self.context.region(index, self.stride)
-        size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
-        spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(self.grid, size)]
-        return [Box(*zip(*part)).relative_to(held).intersection(own) for part in product(*spans)]
-
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
-        """The vector of the images of a window."""
-        means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
-        return as_vector(torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]), x.dim() - 2).to(x.dtype)
-
-    def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
-        """Add the gradient of a window's vector to ``total`` (rows, C)."""
-        for i, of_image in zip(rows, g.double()):
-            total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
-
-    def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """What each pixel gets of that over all ranks, (rows, C)."""
-        total = add(total, self.comm)
-        return total if self.total else total / statistics.count.unsqueeze(-1)
-
-    def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
-        """The gradient of a window: zero where it does not own."""
-        of_part = lambda n: as_vector(shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2)
-        if [box.size for box in where] == [x.shape[2:]]:
-            return of_part(0).expand_as(x)
-        dx = torch.zeros_like(x)
-        for n, box in enumerate(where):
-            dx[(..., *box.slices)] += of_part(n)
-        return dx
-
-    def pending(self, statistics: Moments) -> "PendingMean":
-        return PendingMean(self, statistics)
-
-
-class DistributedMax(DistributedMean):
-    """The twin of :class:`distseg.models.layers.Max`. Its statistics are ``mean``, the largest values, and ``m2``: where the first is, counted row by row, or how many there are."""
-
-    def __init__(self, largest: Max, *args):
-        super().__init__(largest, *args)
-        self.first = largest.first
-
-    def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
-        """What is owned, in cells of ``x`` and of the map, and the map's size."""
-        own = self.own(x, index)
-        if self.context.per_window:
-            return own, own, x.shape[2:]
-        region = self.context.region(index, self.stride)
-        return own, region.owned.intersection(region.held), region.size
-
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
-        own, *place = self.where(x, index)
-        count, found = torch.tensor(float(own.pixels), dtype=torch.float64, device=x.device), []
-        for image, row in zip(x[(..., *own.slices)], self.rows(index)):
-            values = image.flatten(1)
-            largest = values.amax(1) if own.pixels else values.new_full(values.shape[:1], -math.inf)
-            there = values == largest.unsqueeze(1)
-            if not own.pixels:
-                said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
-            else:
-                said = _numbers(*place).to(x.device)[there.byte().argmax(1)] if self.first else there.sum(1)
-            found.append(Contribution(row, Moments(count, largest.double(), said.double()), own.pixels))
-        return found
-
-    def statistics(self, parts: list["Contribution"]) -> Moments:
-        rows = sorted({part.row for part in parts})
-        mine = stack([self._largest(stack([part.moments for part in parts if part.row == row])) for row in rows])
-        home = torch.device("cpu") if self.comm.size > 1 else None
-        return self._largest(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
-
-    def _largest(self, parts: Moments) -> Moments:
-        """Of parts stacked along dim 0."""
-        largest = parts.mean.amax(0)
-        said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, math.inf if self.first else 0))
-        return Moments(parts.count.sum(0), largest, said.amin(0) if self.first else said.sum(0))
-
-    def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
-        return add(total, self.comm), statistics
-
-    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple[Box, Box, tuple[int, ...]]) -> Tensor:
-        (total, statistics), (own, *place), dx = shares, where, torch.zeros_like(x)
-        for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
-            if self.first:
-                there, share = _numbers(*place).to(x.device) == statistics.m2[i].unsqueeze(1), total[i]
-            else:
-                there, share = image.flatten(1) == statistics.mean[i].unsqueeze(1), total[i] / statistics.m2[i]
-            of_image += (there * share.unsqueeze(1)).view(image.shape).to(x.dtype)
-        return dx
-
-
-def _numbers(box: Box, size: Sequence[int]) -> Tensor:
-    """Of the cells of a box of a map, counted row by row."""
-    along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
-    strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
-    return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
-
-
-def twin_of(layer: nn.Module) -> type[DistributedNorm]:
-    return DistributedMax if isinstance(layer, Max) else DistributedMean if isinstance(layer, Mean) else DistributedNorm
-
-
 class Contribution(NamedTuple):
     """What an image of a window adds to the statistics: their row, the moments of its channels, and the pixels these are of."""
 
@@ -453,23 +320,6 @@ class _JointNorm(torch.autograd.Function):
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
 
 
-class _JointMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, mean: DistributedMean, *xs):
-        ctx.mean, ctx.statistics = mean, mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)])
-        ctx.rows, ctx.where = [mean.rows(j) for j in range(len(xs))], [mean.where(x, j) for j, x in enumerate(xs)]
-        ctx.save_for_backward(*xs)  # of which a mean looks at the form
-        return tuple(mean.of(x, rows, ctx.statistics) for x, rows in zip(xs, ctx.rows))
-
-    @staticmethod
-    def backward(ctx, *gs):
-        total = torch.zeros_like(ctx.statistics.mean)
-        for g, rows in zip(gs, ctx.rows):
-            ctx.mean.collect(total, g, rows)
-        shares = ctx.mean.shares(total, ctx.statistics)
-        return None, *(ctx.mean.spread(shares, *window) for window in zip(ctx.saved_tensors, ctx.rows, ctx.where))
-
-
 class Pending:
     """The backward pass of a live norm whose windows come one after another: what the statistics collect, until all are through.
 
@@ -511,35 +361,6 @@ class Pending:
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
         return dx
-
-
-class PendingMean(Pending):
-    """The same of a mean."""
-
-    def __init__(self, norm: DistributedMean, statistics: Moments):
-        super().__init__(norm, statistics)
-        self.total = torch.zeros_like(statistics.mean)
-
-    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
-        return _PendingMean.apply(self, self.norm.rows(index), x)
-
-    def settle(self) -> None:
-        self.shares = self.norm.shares(self.total, self.statistics)
-
-    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
-        return g + self.norm.spread(self.shares, x, self.norm.rows(index), self.norm.where(x, index))
-
-
-class _PendingMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, pending: PendingMean, rows: list[int], x: Tensor):
-        ctx.pending, ctx.rows = pending, rows
-        return pending.norm.of(x, rows, pending.statistics)
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.pending.norm.collect(ctx.pending.total, g, ctx.rows)
-        return None, None, None
 
 
 class _PendingNorm(torch.autograd.Function):

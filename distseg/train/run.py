@@ -19,6 +19,8 @@ from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store import Store
 from distseg.disk import locked
+from distseg.extents import Extents
+from distseg.geometry.tile import owned_tiles
 from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.zoo import outline_model
@@ -183,6 +185,8 @@ class Run:
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
+        elif not isinstance(engine.gradient_step, InTimeStep):
+            lines += self._overlap()
         if isinstance(engine.gradient_step, InTimeStep):
             lines.append(engine.gradient_step.executor.describe(self.image))
         if engine.partition:
@@ -191,6 +195,20 @@ class Run:
             lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
         lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
         return lines + list(self.init.lines if self.init else ()) + [f"note: {text}" for text in self._notes]
+
+
+    def _overlap(self) -> list[str]:
+        """A word on windows that are mostly halo."""
+        tile, window = owned_tiles(self.image, self.config.mesh.tiles, owned_per_rank(self.config), self.mesh.tile, self.engine.reading)[0]
+        if window.pixels <= _MUCH * tile.pixels:
+            return []
+        return [
+            f"note: for tiles of {Extents(tile.size)} windows of {Extents(window.size)} are read and computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
+            "spatial.exchange_every 1, or level, tiles exchange borders instead"
+        ]
+
+
+_MUCH = 1.5  # times the pixels of a tile, above which a window is
 
 
 def lock_run(output: Path) -> IO:

@@ -108,7 +108,7 @@ NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     **{f"smp_Unet_{encoder.replace('-', '_')}": _smp("Unet", encoder, **_THIN) for encoder in _ENCODERS},
     "smp_Unet_convnext_atto": _smp("Unet", "tu-convnext_atto", encoder_depth=4, decoder_channels=(32, 16, 16, 8)),
     **{f"smp_{name}": _smp(name, "resnet18") for name in ("UnetPlusPlus", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "MAnet", "UPerNet")},
-    "smp_Unet_scse": _smp("Unet", "resnet18", decoder_attention_type="scse", **_THIN),
+    "smp_Unet_scse": _smp("Unet", "resnet18", decoder_attention_type="scse"),
     "smp_Linknet_mobilenet": _smp("Linknet", "mobilenet_v2"),
     "smp_FPN_cat": _smp("FPN", "resnet18", decoder_merge_policy="cat"),
     "smp_Segformer": _smp("Segformer", "mit_b0"),

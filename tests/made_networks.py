@@ -288,6 +288,33 @@ def filled(in_channels, out_channels):
     return Filled(in_channels, out_channels)
 
 
+class Tokens(nn.Module):
+    """Attention between all places of a deep map, whose calls are not followed."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.norm, self.attention, self.drop = nn.LayerNorm(channels), nn.MultiheadAttention(channels, 2, batch_first=True), nn.Dropout2d(0.3)
+        self.batch, self.squeeze = nn.BatchNorm2d(channels), nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x):
+        tokens = self.norm(x.flatten(2).transpose(1, 2))
+        y = self.attention(tokens, tokens, tokens, need_weights=False)[0].transpose(1, 2).view_as(x)
+        return self.drop(F.relu(self.batch(x + y))) * self.squeeze(y).sigmoid()
+
+
+def tokens(in_channels, out_channels):
+    return _around(Tokens(4), in_channels, out_channels)
+
+
+class NoisyTokens(Tokens):
+    def forward(self, x):
+        return super().forward(x) * (torch.rand(len(x), 1, 1, 1, device=x.device) > 0.1).to(x.dtype)
+
+
+def noisy_tokens(in_channels, out_channels):
+    return _around(NoisyTokens(4), in_channels, out_channels)
+
+
 def convnext(in_channels, out_channels):
     return _around(ConvNext(4), in_channels, out_channels)
 

@@ -304,7 +304,7 @@ TABLE = {
     "an image of other dims": (verify(image="29x43x5"), r"image.* 29x43x5|29x43x5"),
     "pooling of the whole image": (verify(**own("pooling")), "AdaptiveAvgPool2d|looks at the whole image|keeps the size"),
     "circular padding": (verify(**own("circular"), spatial__tiles_per_rank="1x2"), "circular padding joins opposite borders .*use zeros"),
-    "layer norm": (verify(**own("layer_norm")), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
+    "layer norm": (verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
     "one norm at two places": (verify(**own("shared_norm")), "layers 1 and 3 are one and the same InstanceNorm2d"),
     "nothing to verify on": (verify(image=None), "there are no images: give --image 97x131 for random ones, or --data.store PATH"),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),

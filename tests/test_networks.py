@@ -81,6 +81,16 @@ def test_images_of_any_size(comm):
             assert verify(plan, comm, Extents("25x37"))["max_error"] <= TOLERANCE if comm.rank == 0 else verify(plan, comm, Extents("25x37")) is None
 
 
+@pytest.mark.parallel([1, 2])
+def test_whole_images_refuse_nothing(comm):
+    """Of a network that can't be followed, split by samples alone; but random numbers of its own."""
+    settings = dict(samples=comm.size, accumulate=2)
+    assert error_of("tokens", comm, settings) <= TOLERANCE
+    assert error_of("tokens", comm, {**settings, "norm_scope": "step"}) <= TOLERANCE
+    with pytest.raises(ValueError, match="draws random numbers of its own in training.*makes one dim of all places"):
+        error_of("noisy_tokens", comm, settings)
+
+
 @pytest.mark.parallel(1)
 def test_a_mean_is_live_where_norms_are_frozen(comm):
     """In all segments, and refused where nothing may be."""

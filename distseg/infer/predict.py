@@ -63,7 +63,7 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     # Weights come last, into the numbers that the network computes with.
     with together(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
-        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed)
+        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, whole=config.spatial.halo is None)
     place_stages(tiled, partition, devices, precision, channels_last)
     phase(f"loading {checkpoint}")
     with together(world):

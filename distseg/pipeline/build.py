@@ -20,7 +20,7 @@ from distseg.spatial.parallelize import TiledModel, parallelize
 
 def own_part(
     model: nn.Module, partition: Partition | None, rank: int, reach: Reach, context: Context, seed: int, frozen_norm: bool = False,
-    exchange: Exchange | None = None,
+    exchange: Exchange | None = None, whole: bool = False,
 ) -> TiledModel:  # fmt: skip
     """The layers of the stages that ``rank`` runs, with memory and initial weights, ready for windows; ``model`` is changed in place.
 
@@ -28,13 +28,14 @@ def own_part(
         partition: None for a model in one piece.
         seed: of the weights of layers that are only outlined.
         exchange: for tiles that exchange borders.
+        whole: images are not cut.
 
     Raises:
         ValueError: layers that windows or stages can't be made of.
     """
     mine = partition.layers_of(rank) if partition else None
     materialise(model, seed, mine)
-    tiled = parallelize(model, reach, context, exchange).train()
+    tiled = parallelize(model, reach, context, exchange, whole).train()
     if frozen_norm:
         tiled.freeze_norms()
     if partition:

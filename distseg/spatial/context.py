@@ -44,6 +44,8 @@ class Context:
     """Ranks whose batch norm statistics enter the running ones: those with this rank's tile in each sample group."""
     per_window: bool = False
     """Statistics of single windows, halo included, as the paper ran it: an approximation (``norm_scope: window``)."""
+    whole: bool = False
+    """All windows are whole images, of a network whose maps are not known."""
     around: Callable[[dict[str, Tensor]], ContextManager] = skip_store
     """In which layers are called, norms aside; given the skips of the piece at hand."""
     seed: int = 0

@@ -56,8 +56,11 @@ class KeyedDropout(nn.Module):
             return torch.stack([image_mask(self.p, k) for k in self.keys(place)]).view(-1, 1, *(1 for _ in self.stride)) * self.image.kept
         if self.by_channel:
             return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in self.stride))
-        region = context.region(context.current, self.stride)
-        return torch.stack([element_mask(self.p, k, x.shape[1], region.size, region.held, x.device, x.dtype) for k in self.keys(place)])
+        size, held = tuple(x.shape[2:]), Box.whole(x.shape[2:])
+        if not context.whole:
+            region = context.region(context.current, self.stride)
+            size, held = region.size, region.held
+        return torch.stack([element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype) for k in self.keys(place)])
 
     def channels_of(self, place: Place, channels: int) -> Tensor:
         """(B, C) float64, where channels are dropped."""

@@ -20,7 +20,7 @@ from distseg.altered import genuine
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
 from distseg.models.layers import Cat, Join, Pop, Stash, first_convolution, outline, skip_store
-from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat
+from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, refusals
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
@@ -179,7 +179,7 @@ class Elsewhere(_Instead):
     """In the place of a layer that another rank holds."""
 
 
-def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, exchange: Exchange | None = None) -> TiledModel:
+def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, exchange: Exchange | None = None, whole: bool = False) -> TiledModel:
     """Swap the layers of ``model`` that look beyond a window for their distributed twins.
 
     Args:
@@ -187,22 +187,25 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         reach: its halo and stride, from :func:`distseg.receptive_field`.
         context: who shares statistics; by default one rank.
         exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.spatial.graph.graph_of`).
+        whole: all windows are whole images, at which layers may look as they like.
 
     Raises:
         ValueError: a layer that can not be computed from windows, by name.
     """
     for name, layer in model.named_modules():
-        if isinstance(layer, _GLOBAL):
+        if isinstance(layer, _GLOBAL) and not whole:
             raise ValueError(
                 f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and has no distributed twin: "
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
     _check_own_layers(model)
     _check_state(model, reach)
+    _check_draws(model)
     graph = exchange.graph if exchange else _graph(model)
     kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if graph else ((), ())
     context = context or Context()
-    strides = cumulative_strides(model, reach)
+    context.whole = whole and not _followed(model)
+    strides = dict.fromkeys(_told(model), reach.stride) if context.whole else cumulative_strides(model, reach)
     for name, stride in strides.items():
         layer = model.get_submodule(name)
         twin = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
@@ -332,15 +335,51 @@ def _check_state(model: nn.Module, reach: Reach) -> None:
             )
 
 
+def _check_draws(model: nn.Module) -> None:
+    """Refuse random numbers of a module's own, where its calls are not followed: each rank would draw others, and each time that a pass is repeated."""
+    if _followed(model) or any(p.is_meta for p in model.parameters()):
+        return
+    probe, dims = copy.deepcopy(model).train(), first_convolution(model).weight.dim() - 2
+    for layer in probe.modules():
+        if isinstance(layer, DROPOUTS):
+            layer.p = 0.0
+    for side in _PROBED:
+        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), skip_store({}):
+            before = torch.get_rng_state()
+            probe(_image_of(probe, (side,) * dims).expand(2, *(-1,) * (dims + 1)))
+            if torch.equal(before, torch.get_rng_state()):
+                return
+            break
+    else:
+        return
+    raise ValueError(
+        f"this {type(model).__name__} draws random numbers of its own in training, other ones on each rank, and it can't be followed"
+        f"{': ' + refusals[model] if model in refusals else ''}; set their probabilities (such as drop_path_rate) to 0, or use nn.Dropout"
+    )
+
+
+def _followed(model: nn.Module) -> bool:
+    """Whether its layers are known."""
+    return is_flat(model) and model not in refusals
+
+
+_PROBED = (64, 96, 256)  # pixels a side; the first that a network takes
+
+
 def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) -> Tensor:
     first = first_convolution(model)
     like = next(model.parameters())
     return torch.zeros(1, first.in_channels, *size, device=device or like.device, dtype=like.dtype)
 
 
+def _told(model: nn.Module) -> list[str]:
+    """The layers that must know where what they are given lies."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS))]
+
+
 def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:
     """Name of each norm and dropout layer -> pixels per cell of its feature map, per dim. Computed on the meta device."""
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS))]
+    layers = _told(model)
     if not layers:
         return {}
     shadow = outline(model)

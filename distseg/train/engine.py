@@ -83,7 +83,7 @@ class Engine:
             activations = activations_of(model, self.exchange, precision, channels_last) if tiles_in_time(config) else None
             self.context = _context(config, mesh, splits(schedule_of(config)))
             self.partition = partition_of(config, model, image, self.reading, device.type)
-            self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange)
+            self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         broadcast(model, mesh.replicas)
         trained = user_names(((name, p) for name, p in model.named_parameters() if p.requires_grad), model)

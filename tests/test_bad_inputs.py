@@ -208,7 +208,7 @@ TABLE = {
     "fields for a number": (file("fields-for-number.yaml"), "fields-for-number.yaml, line 2: model.depth holds fields or lists of lists"),
     "a number for a section": (file("number-for-section.yaml"), "number-for-section.yaml, line 1: here is no field of model"),
     "a tag that would run": (file("tag.yaml"), "tag.yaml, line 2: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused"),
-    "a class to import": (file("class.yaml"), "class.yaml, line 2: 'model.class_path' is no setting: choose name, args, depth"),
+    "a class to import": (file("class.yaml"), "class.yaml, line 2: 'model.class_path' is no setting: choose name, args, pad, depth"),
     "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is no section"),
     "a section that holds itself": (file("itself.yaml"), "itself.yaml, line 2: model.depth holds fields"),
     "laughs in quotes": (file("quoted-laughs.yaml"), "--loss.class_weights is .*refers to itself"),
@@ -283,7 +283,7 @@ TABLE = {
     ),
     "attention in tiles": (
         verify(**own("attending"), spatial__tiles_per_rank="1x2"),
-        r"can't be computed on parts of an image: flatten in 1 \(test_bad_inputs.py, line 56\) gives a map another shape.*split samples only",
+        r"can't be computed on parts of an image: flatten in 1 \(test_bad_inputs.py, line 56\) makes one dim of all places, as attention between places does.*split samples only",
     ),
     "numbers drawn by a layer": (
         verify(**own("noisy"), spatial__in_time="recompute", spatial__tiles_per_rank="1x2"),

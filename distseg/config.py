@@ -72,9 +72,9 @@ class ModelConfig:
     name: str = "unet"
     """``unet``, a name of ``distseg models``, or your own function as ``package.module:function`` (called with ``args`` and the fields below that are set)."""
     args: Optional[Dict[str, Union[bool, int, float, str, list, None]]] = None
+    """Arguments of your own function by name, such as ``{encoder_name: resnet34, encoder_weights: null}``. Bands and classes are given it besides, as ``in_channels`` and ``out_channels`` or what else it calls them."""
     pad: Optional[int] = None
     """Of your own function: images are given zeros behind, up to a multiple of so many pixels, and the result is cut to them."""
-    """Arguments of your own function by name, such as ``{encoder_name: resnet34, encoder_weights: null}``. Bands and classes are given it besides, as ``in_channels`` and ``out_channels`` or what else it calls them."""
     depth: Optional[int] = None
     """Number of poolings; the total stride is 2^depth."""
     num_convs: Optional[int] = None

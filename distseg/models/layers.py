@@ -124,10 +124,14 @@ class Fill(nn.Module):
         self.multiple = multiple
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, [side for n in reversed(x.shape[2:]) for side in (0, -n % self.multiple)])
+        return _filled_up(x, self.multiple)
 
     def extra_repr(self) -> str:
         return str(self.multiple)
+
+
+def _filled_up(x: Tensor, multiple: int) -> Tensor:
+    return F.pad(x, [side for n in reversed(x.shape[2:]) for side in (0, -n % multiple)])
 
 
 class CutTo(Join):
@@ -458,7 +462,7 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
     base = type(model)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = base.forward(self, F.pad(x, [side for n in reversed(x.shape[2:]) for side in (0, -n % multiple)]))
+        y = base.forward(self, _filled_up(x, multiple))
         return y[(..., *(slice(0, n) for n in x.shape[2:]))]
 
     model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": __name__})

@@ -479,11 +479,9 @@ class Reader:
 
     def of_channels(self, x: Value, index: list) -> bool:
         """Whether an index takes all of the batch and of the places."""
-        if not all(i is Ellipsis or isinstance(i, (slice, int)) for i in index) or index.count(Ellipsis) > 1 or has_sizes(tuple(index)):
+        every = _whole_index(tuple(index), self.rank(x))
+        if every is None or has_sizes(tuple(every)):
             return False
-        at = index.index(Ellipsis) if Ellipsis in index else len(index)
-        rest = index[at + 1 :]
-        every = [*index[:at], *[slice(None)] * (self.rank(x) - at - len(rest)), *rest]
         return len(every) == self.rank(x) and all(i == slice(None) for d, i in enumerate(every) if self.axis(d, x) != 1)
 
     def rank(self, x: Any) -> int:
@@ -511,12 +509,15 @@ class Reader:
             raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
         return x, over
 
-    def over_places(self, make: Callable[[], nn.Module], x: Value, dim: Any, keepdim: bool) -> Value | None:
-        """What a function makes that is told dims, where those are all of the image's; else None."""
+    def reduced(self, make: Callable[[], nn.Module], x: Value, dim: Any, keepdim: bool, what: str, known: str = "over all places, or over channels") -> Value:
+        """What a function makes that is told dims: of channels, or by a layer of all of the image's; ``what`` it takes, and where that is ``known``."""
+        return self.formula((x, dim, keepdim), {}) if self.all_of_cell(dim, x) else self.over_places(make, x, dim, keepdim, what, known)
+
+    def over_places(self, make: Callable[[], nn.Module], x: Value, dim: Any, keepdim: bool, what: str, known: str = "over all places, or over channels") -> Value:
         over = {self.axis(d, x) for d in (dim if isinstance(dim, tuple) else (dim,)) if d is not None}
-        if x.form in ("maps", "last") and over == set(range(2, self.dims + 2)):
-            return self.of_image(make, x, "last place" if x.form == "last" and keepdim else "place" if keepdim else "vector")
-        return None
+        if x.form not in ("maps", "last") or over != set(range(2, self.dims + 2)):
+            raise self.refusal(f"takes {what} over {dim}: {known}, it is known")
+        return self.of_image(make, x, "last place" if x.form == "last" and keepdim else "place" if keepdim else "vector")
 
     def of_image(self, make: Callable[[], nn.Module], x: Value, form: str) -> Value:
         """A mean over the image, or what is like one."""
@@ -592,8 +593,8 @@ def _whole_times(large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ..
 
 
 def _whole_index(index: tuple, rank: int) -> list | None:
-    """With an entry for each of so many dims; None where it has others than slices."""
-    if sum(i is Ellipsis for i in index) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+    """With an entry for each of so many dims; None where it has others than slices and numbers."""
+    if sum(i is Ellipsis for i in index) > 1 or not all(i is Ellipsis or isinstance(i, (slice, int)) for i in index):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     return [*index[:at], *[slice(None)] * (rank - len(index) + (at < len(index))), *index[at + 1 :]]

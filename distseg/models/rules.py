@@ -193,12 +193,7 @@ class Rules:
     adaptive_max_pool1d = adaptive_max_pool3d = adaptive_max_pool2d
 
     def mean(self: Reader, input, dim=None, keepdim=False, dtype=None):
-        x = self.cells(input)
-        if self.all_of_cell(dim, x):
-            return self.formula((x, dim, keepdim), {})
-        if (made := self.over_places(Mean, x, dim, keepdim)) is not None:
-            return made
-        raise self.refusal(f"takes a mean over {dim}: over all places, or over channels, it is known")
+        return self.reduced(Mean, self.cells(input), dim, keepdim, "a mean")
 
     def norm(self: Reader, input, p="fro", dim=None, keepdim=False, dtype=None):
         """Of all places, or of channels."""
@@ -209,9 +204,7 @@ class Rules:
             raise self.refusal(f"takes a norm of order {p}: of order 2 it is known")
         squares = replace(x, name=f"{self._name()}_squares")
         self._add(squares.name, lambda _: Formula((Step(torch.square, (Map(0),), {}),), (None,)), [x])
-        made = self.over_places(lambda: Mean(total=True), squares, dim, keepdim)
-        if made is None:
-            raise self.refusal(f"takes a norm over {dim}: over all places, or over channels, it is known")
+        made = self.over_places(lambda: Mean(total=True), squares, dim, keepdim, "a norm")
         root = replace(made, name=f"{made.name}_root")
         self._add(root.name, lambda _: Formula((Step(_root, (Map(0),), {}),), (None,)), [made])
         return root
@@ -220,12 +213,7 @@ class Rules:
         return vars(Rules)["norm"](self, x, ord, dim, keepdim)
 
     def amax(self: Reader, input, dim=(), keepdim=False):
-        x = self.cells(input)
-        if self.all_of_cell(dim, x):
-            return self.formula((x, dim, keepdim), {})
-        if (made := self.over_places(lambda: Max(first=False), x, dim, keepdim)) is not None:
-            return made
-        raise self.refusal(f"takes a maximum over {dim}: over all places, or over channels, it is known")
+        return self.reduced(lambda: Max(first=False), self.cells(input), dim, keepdim, "a maximum")
 
     def max(self: Reader, input, dim=None, keepdim=False):
         if isinstance(dim, Value):
@@ -303,12 +291,7 @@ class Rules:
 
     def sum(self: Reader, input, dim=None, keepdim=False):
         if not isinstance(input, Stack):
-            x = self.cells(input)
-            if self.all_of_cell(dim, x):
-                return self.formula((x, dim, keepdim), {})
-            if (made := self.over_places(lambda: Mean(total=True), x, dim, keepdim)) is not None:
-                return made
-            raise self.refusal(f"takes a sum over {dim}: over all places, over channels, or over maps that were stacked, it is known")
+            return self.reduced(lambda: Mean(total=True), self.cells(input), dim, keepdim, "a sum", "over all places, over channels, or over maps that were stacked")
         if dim != 0 or keepdim or len({x.shapes for x in input.maps}) > 1 or not all(x.plain for x in input.maps):
             raise self.refusal("takes a sum: over maps that were stacked it is known")
         return self.emit(lambda _: Sum(), input.maps)

@@ -38,12 +38,11 @@ class DistributedMean(DistributedNorm):
         pass  # of one value too
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
-        nothing = torch.zeros((), dtype=torch.float64, device=x.device), *torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
         found = []
         for n, box in enumerate(self.where(x, index)):
             of_box = x[(..., *box.slices)]
             for b, row in enumerate(self.rows(index)):
-                found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else Moments(*nothing), box.pixels))
+                found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else _nothing(x), box.pixels))
         return found
 
     def where(self, x: Tensor, index: int) -> list[Box]:
@@ -138,6 +137,12 @@ class DistributedMax(DistributedMean):
                 there, share = image.flatten(1) == statistics.mean[i].unsqueeze(1), total[i] / statistics.m2[i]
             of_image += (there * share.unsqueeze(1)).view(image.shape).to(x.dtype)
         return dx
+
+
+def _nothing(x: Tensor) -> Moments:
+    """The moments of no cells of a map."""
+    zeros = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+    return Moments(zeros.new_zeros(()), *zeros)
 
 
 def _numbers(box: Box, size: Sequence[int]) -> Tensor:

@@ -28,7 +28,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
-from distseg.models.layers import Mean, VectorNorm, as_vector
+from distseg.models.layers import Mean, VectorNorm
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
@@ -76,7 +76,7 @@ class DistributedNorm(nn.Module):
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
         """The same windows normalised: a list of (B, C, *size), one each place of the context."""
         if self.parts is not None:
-            return [as_vector(y, x.dim() - 2) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
+            return [y.view_as(x) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
         if self.is_local(xs):
             return [self.local(xs[0])]
         if len(xs) == 1 and self.is_whole(xs[0]):
@@ -334,7 +334,7 @@ class Pending:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
         opened = self.norm.opened(x)
         y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), opened)
-        return y.view_as(x) if opened is not x else y
+        return y.view_as(x)
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients) -> None:
         if self.dweight is None:
@@ -349,18 +349,13 @@ class Pending:
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
-        if self.norm.parts is not None:
-            shape, own, x, g = x.shape, Box.whole((self.norm.parts, *(1,) * (x.dim() - 3))), self.norm.opened(x), self.norm.opened(g)
-            return self._corrected(g, x, own, index, mask).view(shape)
-        return self._corrected(g, x, own, index, mask)
-
-    def _corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
-        dx = torch.empty_like(x)
+        form, g, x = x, self.norm.opened(g), self.norm.opened(x)
+        own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
         for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
             tilt, shift = self.norm.tilt_and_shift(c, self.s1[i], self.s2[i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
-        return dx
+        return dx.view_as(form)
 
 
 class _PendingNorm(torch.autograd.Function):

@@ -163,9 +163,6 @@ class VectorMap:
     def put(self, box: Box, values: Tensor) -> None:
         self._values = self._values + values if self._gradient else values.clone()
 
-    def bytes_of(self, box: Box) -> int:
-        return self._values.nbytes
-
     def close(self) -> None:
         pass
 

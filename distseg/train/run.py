@@ -185,17 +185,16 @@ class Run:
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
-        elif not isinstance(engine.gradient_step, InTimeStep):
-            lines += self._overlap()
         if isinstance(engine.gradient_step, InTimeStep):
             lines.append(engine.gradient_step.executor.describe(self.image))
+        elif not config.spatial.exchanges:
+            lines += self._overlap()
         if engine.partition:
             balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
             recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
             lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
         lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
         return lines + list(self.init.lines if self.init else ()) + [f"note: {text}" for text in self._notes]
-
 
     def _overlap(self) -> list[str]:
         """A word on windows that are mostly halo."""

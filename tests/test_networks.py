@@ -68,6 +68,13 @@ def test_batch_norm_of_vectors(comm):
 
 
 @pytest.mark.parallel([1, 2])
+def test_windows_with_a_halo_know_their_place(comm):
+    """A grid of means is resized to the image's size, of which a window is a part."""
+    settings = dict(tiles_per_rank=(1, 2), halo=40) if comm.size == 1 else dict(tiles="1x2", halo=40)
+    assert error_of("pyramid_pool", comm, settings, size="64x256") <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2])
 def test_images_of_any_size(comm):
     """Where a network wants multiples of some pixels: refused, or filled up as model.pad says."""
     settings = dict(tiles_per_rank=(2, 2), in_time="spill") if comm.size == 1 else dict(tiles="1x2", exchange_every="1")
@@ -97,7 +104,7 @@ def test_a_mean_is_live_where_norms_are_frozen(comm):
         error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, in_time="recompute"))
 
 
-def error_of(name: str, comm, settings: dict, pad: int | None = None) -> float:
+def error_of(name: str, comm, settings: dict, pad: int | None = None, size: str | None = None) -> float:
     plan = replace(config(**settings), model=ModelConfig(f"{made_networks.__name__}:{name}", in_channels=3, out_channels=3, pad=pad))
-    report = verify(plan, comm, Extents({"replicating": "24x32", "merged": "24x32", "filled": "25x37", "levels": "25x37"}.get(name, "24x34")))
+    report = verify(plan, comm, Extents(size or {"replicating": "24x32", "merged": "24x32", "filled": "25x37", "levels": "25x37"}.get(name, "24x34")))
     return comm.bcast(report and report["max_error"])

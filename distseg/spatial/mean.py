@@ -1,4 +1,4 @@
-"""Means, sums and maxima over an image that lies in pieces: the twins of :class:`distseg.models.layers.Mean` and ``Max``.
+"""Means, sums and maxima over an image that lies in pieces, and grids of them spread over it again: the twins of :class:`distseg.models.layers.Mean`, ``Max`` and ``Spread``.
 
 They are norms that leave out the normalising: statistics are taken and shared alike (:mod:`distseg.spatial.norm`), and what comes of them is a vector of the
 image, the same on all ranks. What is computed of that is computed by each window, and its gradient is the sum of what they send back.
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from distseg.comm.collective import add, gather
 from distseg.geometry.tile import Box
-from distseg.models.layers import Max, Mean, as_vector
+from distseg.models.layers import Max, Mean, Spread, as_vector
+from distseg.spatial.context import Context
 from distseg.spatial.moments import Moments, of_channels, stack
 from distseg.spatial.norm import Contribution, DistributedNorm, Pending
 
@@ -139,6 +140,20 @@ class DistributedMax(DistributedMean):
         return dx
 
 
+class DistributedSpread(Spread):
+    """The twin of :class:`distseg.models.layers.Spread` for a window of an image: a cell is resized for its place in the image."""
+
+    def __init__(self, spread: Spread, context: Context, stride: tuple[int, ...], name: str):
+        super().__init__(spread.grid, **spread.settings)
+        self.context, self.stride = context, stride
+
+    def forward(self, like: Tensor, x: Tensor) -> Tensor:
+        if self.context.per_window:
+            return super().forward(like, x)
+        region = self.context.region(self.context.current, self.stride)
+        return self.part(x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])])
+
+
 def _nothing(x: Tensor) -> Moments:
     """The moments of no cells of a map."""
     zeros = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
@@ -152,8 +167,9 @@ def _numbers(box: Box, size: Sequence[int]) -> Tensor:
     return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
 
 
-def twin_of(layer: nn.Module) -> type[DistributedNorm]:
-    return DistributedMax if isinstance(layer, Max) else DistributedMean if isinstance(layer, Mean) else DistributedNorm
+def twin_of(layer: nn.Module) -> type[nn.Module]:
+    """Of a layer that looks at the whole image."""
+    return next(twin for kinds, twin in ((Max, DistributedMax), (Mean, DistributedMean), (Spread, DistributedSpread), (nn.Module, DistributedNorm)) if isinstance(layer, kinds))
 
 
 class _JointMean(torch.autograd.Function):

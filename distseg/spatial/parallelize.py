@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distseg.altered import genuine
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import Cat, Join, Pop, Stash, first_convolution, outline, skip_store
+from distseg.models.layers import Cat, Join, Pop, Spread, Stash, first_convolution, outline, skip_store
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, refusals
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -374,11 +374,11 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 
 def _told(model: nn.Module) -> list[str]:
     """The layers that must know where what they are given lies."""
-    return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS))]
+    return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS, Spread))]
 
 
 def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:
-    """Name of each norm and dropout layer -> pixels per cell of its feature map, per dim. Computed on the meta device."""
+    """Name of each layer that must know where it is -> pixels per cell of its feature map, per dim. Computed on the meta device."""
     layers = _told(model)
     if not layers:
         return {}

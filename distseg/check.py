@@ -16,9 +16,11 @@ from torch import nn
 from distseg.config import Config
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
+from distseg.data.store import Store
 from distseg.models.layers import VectorNorm
+from distseg.models.network import of_image
 from distseg.spatial.norm import NORMS, STATISTICAL, kind_of, tracks
-from distseg.loss import is_linear
+from distseg.loss import is_linear, of_numbers
 
 _DEFAULTS = Config()
 
@@ -173,6 +175,24 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")
+
+
+def check_labels(store: Store, model: nn.Module, config: Config) -> None:
+    """Refuse a network, or a loss, that is for other labels than the store has.
+
+    Args:
+        model: plain, or captured.
+
+    Raises:
+        ValueError: naming both, and the repair.
+    """
+    numbers = len(store.classes) == 1
+    if of_image(model) != store.of_images:
+        made, has = ("a vector of each image", "labels of pixels") if of_image(model) else ("a map of each image", "a label for each image")
+        raise ValueError(f"the network makes {made}, but {store.path} has {has}: take another network (model.name), or prepare the store with the labels that are meant")
+    if of_numbers(config.loss.name) != numbers:
+        has = f"a number for each image ({store.classes[0]})" if numbers else f"{len(store.classes)} classes"
+        raise ValueError(f"loss.name is {config.loss.name}, but {store.path} has {has}: take {'mse or l1' if numbers else 'cross_entropy'}")
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:

@@ -403,22 +403,32 @@ def _runs(arguments: list[str]) -> int:
 @_joint
 def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
-    parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), or the folder of images.")
+    parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), or the folder of images.")
     parser.add_argument("output", help="The HDF5 store to write.")
-    parser.add_argument("--size", type=Extents | None, default=None, help="Of the gigapixel image; 16000x64000 by default.")
+    parser.add_argument("--size", type=Extents | None, default=None, help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.")
+    parser.add_argument("--images", type=str, default="2000,250,500", help="Of ultramnist: how many of train, val and test.")
+    parser.add_argument("--digits", type=str, default="3-5", help="Of ultramnist: how many an image has.")
     parser.add_argument("--masks", type=str | None, default=None, help="The folder of masks; files pair by name.")
+    parser.add_argument("--labels", type=str | None, default=None, help="Where each image has one label: a CSV file with the columns image, label and perhaps split; or folders, if they lie in folders named after classes.")
     parser.add_argument("--classes", type=str | None, default=None, help="Names in the order of their labels: background,road,building.")
     parser.add_argument("--values", type=str | None, default=None, help="Mask values that stand for other labels: 255=1,128=2.")
     parser.add_argument("--ignore", type=int, default=255, help="Label of pixels that count nowhere.")
     parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in images, such as -9999 or nan; by default what a TIFF file says of itself.")
     parser.add_argument("--absent", type=str | None, default=None, help="Classes that may have no pixel in the masks: road,tree.")
     parser.add_argument("--split", type=str, default="0.8,0.1,0.1", help="Shares of train, val, test, where there are no folders of these names.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the split.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the split, and of ultramnist's images.")
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
     parsed = _parse_plain(parser, arguments)
-    for flag in ("masks", "classes", "values", "ignore", "split", "seed") if parsed.source in ("blue-marble", "gigapixel") else ():
+    made = ("blue-marble", "gigapixel", "ultramnist")
+    for flag in ("masks", "labels", "classes", "values", "ignore", "split", *(["seed"] if parsed.source != "ultramnist" else [])) if parsed.source in made else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out")
+    for flag in ("images", "digits") if parsed.source != "ultramnist" else ():
+        if parsed[flag] != parser.get_default(flag):
+            raise ValueError(f"--{flag} is for the source ultramnist, not for {parsed.source}: leave it out")
+    for flag in ("masks", "values", "ignore", "absent") if parsed.labels is not None else ():
+        if parsed[flag] != parser.get_default(flag):
+            raise ValueError(f"--{flag} is about masks, but --labels gives each image one label: leave one of them out")
     for flag in ("values", "ignore") if parsed.masks is None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out")

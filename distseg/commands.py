@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from functools import partial
 from pathlib import Path
+from typing import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +22,9 @@ from distseg.disk import whole
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.infer.evaluate import evaluate, score_rows
+from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.infer.predict import load_predictor, predict
+from distseg.infer.predictor import Predictor
 from distseg.launch import together
 from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
@@ -28,7 +32,7 @@ from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
 from distseg.report.tables import table
-from distseg.scene import check_type, file_scene, network_identity, store_scene
+from distseg.scene import Scene, check_type, file_scene, network_identity, store_scene
 from distseg.spatial.graph import receptive_field
 from distseg.checkpoint.files import find
 from distseg.infer.metrics import scores
@@ -41,11 +45,15 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         store = Store(config.data.store, _constants(manifest))
         _check_classes(store, manifest, run)
         _check_types(store, split, manifest)
-        unlabelled = [name for name in store.split(split) if not store.has_labels(name)]
+        if store.of_images != predictor.model.of_image:
+            raise ValueError(f"{run} is a network for labels of {'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the other kind: evaluate it on a store like the one it was trained on")
+        unlabelled = [name for name in store.split(split) if not (store.has_labels(name) or store.of_images)]
         if unlabelled:
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
         for name in store.split(split):
             predictor.check(store.size(name))
+    if store.of_images:
+        return _evaluate_images(predictor, store, split, world, run, output)
     matrices = {"network": evaluate(predictor, store, split, world)}
     colour = all(store.has_labels(name) for name in store.split("train"))
     if colour:
@@ -59,6 +67,44 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
             found = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
             with whole(Path(output)) as growing:
                 growing.write_text(json.dumps({"split": split, **found}, indent=1))
+    return 0
+
+
+def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run: str, output: str | None) -> int:
+    """Print the table of scores of whole images."""
+    found = evaluate_images(predictor, store, split, world)
+    if world.rank == 0:
+        print(f"{split} split of {store.path}: {len(store.split(split))} images; network: {find(run)}")
+        if "classes" in found:
+            rows = [{"class": name, **row} for name, row in found["classes"].items()]
+            print(table([*rows, {"class": "all", "accuracy": found["accuracy"], "auc": found["auc"], "images": len(store.split(split))}]))
+            print(f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of the training images {most_frequent(store, split):.4f}")
+        else:
+            print(table([{"number": store.classes[0], **found}]))
+        if output:
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+            with whole(Path(output)) as growing:
+                growing.write_text(json.dumps({"split": split, "network": found}, indent=1))
+    return 0
+
+
+def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Scene]], classes: Sequence[str], world, output: str) -> int:
+    """Write a table with a line an image: its class, and the probability of each; or its number."""
+    opened = list(scenes.values())
+    vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
+    if world.rank == 0:
+        path = Path(output) / "images.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as growing, growing.open("w", newline="") as f:
+            lines = csv.writer(f)
+            if len(classes) == 1:
+                lines.writerow(["image", classes[0]])
+                lines.writerows([name, f"{number:.9g}"] for name, (number,) in zip(scenes, vectors))
+            else:
+                likely = probabilities(vectors)
+                lines.writerow(["image", "class", *(f"p({name})" for name in classes)])
+                lines.writerows([name, classes[p.argmax()], *(f"{x:.6g}" for x in p)] for name, p in zip(scenes, likely))
+        print(f"{path}: {len(opened)} images")
     return 0
 
 
@@ -86,9 +132,12 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
             scene = opened()
             predictor.check(scene.size)
-            are_there(files(scene), "")
+            if not predictor.model.of_image:
+                are_there(files(scene), "")
     if world.rank == 0:
         print(f"network: {checkpoint}")
+    if predictor.model.of_image:
+        return _predict_images(predictor, scenes, names, world, output)
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)
@@ -175,8 +224,15 @@ def _check_types(store: Store, split: str, manifest: dict) -> None:
 
 def run_prepare(arguments) -> int:
     """Write a store from folders or from the Blue Marble."""
-    if arguments.size and arguments.source != "gigapixel":
-        raise ValueError(f"--size is for the source gigapixel, not for {arguments.source}: leave it out")
+    if arguments.size and arguments.source not in ("gigapixel", "ultramnist"):
+        raise ValueError(f"--size is for the sources gigapixel and ultramnist, not for {arguments.source}: leave it out")
+    if arguments.source == "ultramnist":
+        from distseg.data.ultramnist import prepare_ultramnist
+
+        least, most = _numbers("--digits", arguments.digits, "-", 2)
+        counts = _numbers("--images", arguments.images, ",", 3)
+        prepare_ultramnist(arguments.output, arguments.size or Extents((512, 512)), counts, (least, most), arguments.seed, arguments.overwrite)
+        return 0
     if arguments.source == "gigapixel":
         from distseg.data.gigapixel import prepare_gigapixel
 
@@ -186,6 +242,13 @@ def run_prepare(arguments) -> int:
         from distseg.data.blue_marble import prepare_blue_marble
 
         prepare_blue_marble(arguments.output, overwrite=arguments.overwrite)
+        return 0
+    nodata = None if arguments.nodata is None else parse(arguments.nodata)
+    if arguments.labels is not None:
+        from distseg.data.labelled import prepare_labelled
+
+        table, classes = None if arguments.labels == "folders" else arguments.labels, arguments.classes and arguments.classes.split(",")
+        prepare_labelled(arguments.source, table, arguments.output, classes, _shares(arguments.split), arguments.seed, arguments.overwrite, nodata)
         return 0
     from distseg.data.prepare import prepare_folder
 
@@ -201,10 +264,19 @@ def run_prepare(arguments) -> int:
         splits=_shares(arguments.split),
         seed=arguments.seed,
         overwrite=arguments.overwrite,
-        nodata=None if arguments.nodata is None else parse(arguments.nodata),
+        nodata=nodata,
         absent=arguments.absent.split(",") if arguments.absent else (),
     )
     return 0
+
+
+def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
+    """So many whole numbers; of ``3-3`` one may be left out."""
+    parts = text.split(between)
+    parts = parts * 2 if count == 2 and len(parts) == 1 else parts
+    if len(parts) != count or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"{flag} is written as {'3-5' if count == 2 else '2000,250,500'}, got {text!r}")
+    return list(map(int, parts))
 
 
 def run_check(path: str) -> int:

@@ -193,7 +193,7 @@ class LossConfig:
     """Each setting belongs to the terms of the sum that its documentation names; one that no term takes is refused."""
 
     name: str = "cross_entropy"
-    """cross_entropy, binary_cross_entropy, dice, focal, or a weighted sum such as ``cross_entropy + 0.5*dice``."""
+    """cross_entropy, binary_cross_entropy, dice, focal, or a weighted sum such as ``cross_entropy + 0.5*dice``; of a number for each image mse or l1."""
     class_weights: Optional[List[float]] = None
     """One weight a class, for the terms cross_entropy and focal; binary_cross_entropy and dice know none."""
     label_smoothing: float = 0.0

@@ -9,6 +9,7 @@ Definitions, with labels y, valid pixels those with y != ignore_index:
     cross_entropy         sum w_y * -log p_y / sum w_y                    (PyTorch's, label smoothing included)
     binary_cross_entropy  mean over valid pixels (and classes, one against the rest)
     focal                 mean of w_y * (1 - p_y)^gamma * -log p_y        (Lin et al., 2017)
+    mse, l1               mean of (z - y)^2, of |z - y|, of a number that each image has, by a network with one output
     dice                  mean over classes of 1 - (2 sum p t + s) / (sum p + sum t + s), of each image or of all
 """
 
@@ -65,10 +66,13 @@ class PixelMean:
         self.config, self.classes = config, classes
 
     def counts(self, labels: Tensor) -> Tensor:
-        return _beside_a_sum((labels != self.config.ignore_index).count_nonzero())
+        return _beside_a_sum(self.valid(labels).count_nonzero())
+
+    def valid(self, labels: Tensor) -> Tensor:
+        return labels != self.config.ignore_index
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        valid = labels != self.config.ignore_index
+        valid = self.valid(labels)
         count = valid.count_nonzero()
         if labels.device.type == "cpu" and count == labels.numel():  # as nearly always; on a GPU the question would cost more than the answer saves
             total = self.each(logits, labels).sum()
@@ -104,6 +108,26 @@ class Focal(PixelMean):
         return loss if self.weights is None else loss * upload(self.weights, loss.device, loss.dtype)[labels]
 
 
+class SquaredError(PixelMean):
+    """Of a number for each image; what is ignored is NaN."""
+
+    def __init__(self, config: LossConfig, classes: int):
+        if classes != 1:
+            raise ValueError(f"mse and l1 are of one number, but the model has {classes} outputs: use cross_entropy, or let it have one")
+        super().__init__(config, classes)
+
+    def valid(self, labels: Tensor) -> Tensor:
+        return ~labels.isnan()
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.squeeze(1) - labels) ** 2
+
+
+class AbsoluteError(SquaredError):
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.squeeze(1) - labels).abs()
+
+
 class Dice:
     linear = False
     takes = ("dice_over", "smooth")
@@ -131,7 +155,8 @@ class Dice:
         return (1 - (2 * overlap + self.config.smooth) / whole.masked_fill(empty, 1)).masked_fill(empty, 0).mean()
 
 
-_TERMS = {"cross_entropy": CrossEntropy, "binary_cross_entropy": BinaryCrossEntropy, "focal": Focal, "dice": Dice}
+_TERMS = {"cross_entropy": CrossEntropy, "binary_cross_entropy": BinaryCrossEntropy, "focal": Focal, "dice": Dice, "mse": SquaredError, "l1": AbsoluteError}
+_OF_NUMBERS = ("mse", "l1")
 
 
 class Loss:
@@ -193,6 +218,18 @@ def _check_taken(config: LossConfig) -> None:
         if value != getattr(default, field) and not any(field in _TERMS[name].takes for name in names):
             takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
             raise ValueError(f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out")
+
+
+def of_numbers(name: str) -> bool:
+    """Whether the loss of this name is of a number for each image, instead of a class.
+
+    Raises:
+        ValueError: it has terms of both kinds.
+    """
+    kinds = {term in _OF_NUMBERS for _, term in parse(name)}
+    if len(kinds) > 1:
+        raise ValueError(f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: take one kind")
+    return kinds.pop()
 
 
 def is_linear(name: str) -> bool:

@@ -33,7 +33,7 @@ Dropouts = Mapping[int, Dropped] | None
 
 @dataclass(frozen=True)
 class Image:
-    """A whole image of a step: pixels (C, *size), labels (*size), its number in the epoch and its place in the step."""
+    """A whole image of a step: pixels (C, *size), labels (*size), or (1, ...) that of the image, its number in the epoch and its place in the step."""
 
     pixels: Tensor
     labels: Tensor
@@ -255,13 +255,13 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    """The loss of whole images: logits (C, *size) and labels (*size) each."""
+    """The loss of whole images: logits (C, *size), or (C,) of the image, and labels (*size), or (1, ...), each."""
     return sum(weight * _FORMULAS[name](config, logits, labels) for weight, name in parse(config.name))
 
 
 def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The valid pixels of all images: (n, C) and (n,)."""
-    z = torch.cat([z.flatten(1).t() for z in logits])
+    z = torch.cat([z.reshape(len(z), -1).t() for z in logits])
     y = torch.cat([y.flatten() for y in labels])
     return z[y != config.ignore_index], y[y != config.ignore_index]
 
@@ -290,6 +290,14 @@ def _focal(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Te
     return ((1 if w is None else w[y]) * (1 - p) ** config.gamma * -p.log()).mean()
 
 
+def _mse(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
+    return F.mse_loss(torch.cat([z.flatten() for z in logits]), torch.cat([y.flatten() for y in labels]))
+
+
+def _l1(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
+    return F.l1_loss(torch.cat([z.flatten() for z in logits]), torch.cat([y.flatten() for y in labels]))
+
+
 def _dice(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
     if config.dice_over == "image":
         return sum(_dice_of(config, [z], [y]) for z, y in zip(logits, labels)) / len(logits)
@@ -304,4 +312,4 @@ def _dice_of(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> 
     return torch.where(whole > 0, 1 - (2 * overlap + config.smooth) / whole.where(whole > 0, 1), 0).mean()
 
 
-_FORMULAS = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy, "focal": _focal, "dice": _dice}
+_FORMULAS = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy, "focal": _focal, "dice": _dice, "mse": _mse, "l1": _l1}

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from distseg import rng
-from distseg.check import notes, with_store
+from distseg.check import check_labels, notes, with_store
 from distseg.config import Config
 from distseg.data.loader import pieces
 from distseg.plan.in_time import tiles_in_time
-from distseg.spatial.piece import Piece
+from distseg.spatial.piece import Piece, labels_of_images
 from distseg.data.sampler import epoch_samples
 from distseg.data.store import Store
 from distseg.extents import Extents
@@ -37,29 +37,34 @@ from distseg.geometry.tile import Place, Reach, owned_tiles
 from distseg.launch import together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.layers import channels_of
-from distseg.models.network import check_calls, check_size
+from distseg.models.network import check_calls, check_size, of_image
 from distseg.models.weights import materialise
 from distseg.models.capture import as_network
 from distseg.models.zoo import plain_model
 from distseg.serial import Dropouts, Image, Outcome, rounding_of_gradients, serial_step, updated_weights
 from distseg.train.engine import Engine, approximations, owned_per_rank
-from distseg.loss import parse
+from distseg.loss import of_numbers, parse
 from distseg.train.optim import freeze
 
 
 class RandomImages:
-    """Images of noise with random labels, a twentieth of them ignored; the same on every rank."""
+    """Images of noise with random labels, of pixels, a twentieth of them ignored, or ``of_image``, of each a single one; the same on every rank."""
+
+    of_image = False
 
     def __init__(self, size: Extents, channels: int, classes: int, config: Config):
         self.size, self.channels, self.classes = tuple(size), channels, max(2, classes)
-        self.seed, self.ignore = config.train.seed, config.loss.ignore_index
+        self.seed, self.ignore, self.numbers = config.train.seed, config.loss.ignore_index, of_numbers(config.loss.name)
 
     def whole(self, number: int) -> tuple[Tensor, Tensor]:
-        """(C, *size) float64 of mean 0 and variance 1, and (*size) labels."""
+        """(C, *size) float64 of mean 0 and variance 1, and (*size) labels, or (1, ...)."""
         count = int(np.prod(self.size))
         noise = rng.uniform(rng.key(self.seed, number, "pixels"), self.channels * count)
         pixels = torch.from_numpy((noise - 0.5) * 12**0.5).view(self.channels, *self.size)
         labels = torch.from_numpy((rng.uniform(rng.key(self.seed, number, "labels"), count) * self.classes).astype(np.int64))
+        if self.of_image:
+            of = torch.from_numpy(noise[:1]) if self.numbers else labels[:1]
+            return pixels, of.view(1, *(1 for _ in self.size[1:]))
         labels[torch.from_numpy(rng.uniform(rng.key(self.seed, number, "ignored"), count) < 0.05)] = self.ignore
         return pixels, labels.view(self.size)
 
@@ -69,7 +74,11 @@ class RandomImages:
         for tile, window in owned_tiles(self.size, grid, per_rank, coordinates, reach):
             place = Place(self.size, tile, window, tuple(range(len(numbers))), tuple(numbers))
             pixels = torch.stack([x[(slice(None), *window.slices)] for x, _ in wholes])
-            found.append(Piece(pixels, torch.stack([y[tile.slices] for _, y in wholes]), place))
+            if self.of_image:
+                labels = labels_of_images(torch.cat([y.flatten() for _, y in wholes]), tile, self.ignore)
+            else:
+                labels = torch.stack([y[tile.slices] for _, y in wholes])
+            found.append(Piece(pixels, labels, place))
         return found
 
 
@@ -104,6 +113,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         freeze(plain, config.optim)
         initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
+        images.of_image = of_image(model)
         check_size(model, images.size)
         check_calls(model, images.size, config.data.images)
         told, names, dropouts = notes(config, model), getattr(model, "names", {}), getattr(model, "dropouts", None)
@@ -153,10 +163,11 @@ def prepare(config: Config, image: Extents | None):
         config = with_store(config, store.ignore)
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
+        check_labels(store, model, config)
         return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
     if image is None:
         raise ValueError("there are no images: give --image 97x131 for random ones, or --data.store PATH")
-    many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal") for _, name in parse(config.loss.name)) else 3
+    many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal", "mse", "l1") for _, name in parse(config.loss.name)) else 3
     model = plain_model(config.model, out_channels=many)
     _check_fits(image, channels_of(model)[0], config.mesh.samples * config.train.accumulate * config.data.images)
     return config, model, RandomImages(image, *channels_of(model), config)
@@ -208,7 +219,7 @@ def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, dro
     return {
         "device": engine.device.type,
         "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
-        "images": [str(Extents(w.labels.shape)) for w in wholes],
+        "images": [str(Extents(w.pixels.shape[1:])) for w in wholes],
         "halo": list(engine.reading.halo),
         "exchange_every": config.spatial.exchange_every,
         "in_time": tiles_in_time(config),

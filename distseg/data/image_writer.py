@@ -24,6 +24,7 @@ class ImageWriter:
     Args:
         bands, classes: names.
         nodata: the number that stands for no data in its pixels; None for none.
+        label: of the whole image.
         moments: takes the pixels of a training image, None for others.
         check: raises what the disk has said.
     """
@@ -42,11 +43,12 @@ class ImageWriter:
         nodata: int | float | None,
         moments: Moments | None,
         check: Callable[[], None],
+        label: int | float | None = None,
     ):
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
         self.bands, self.classes, self.ignore = bands, classes, ignore
-        self.group, self.nodata, self.moments, self.missing = group, nodata, moments, Box.whole(size).pixels
+        self.group, self.nodata, self.moments, self.missing, self.label = group, nodata, moments, Box.whole(size).pixels, label
         self.counts = ClassCounts(len(classes), size) if labels else None
         self.without_data = 0  # pixels
         shape = (len(bands), *size)
@@ -91,7 +93,7 @@ class ImageWriter:
         known = self.name, self.split, self.size, self.dtype, labels, totals
         starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
         places = {what: int(start) for what, start in zip(self._sums, starts)}
-        entry = Entry(*known, self.nodata, self.without_data, places, self._digests)
+        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label)
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _finish(self) -> None:

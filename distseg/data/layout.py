@@ -3,7 +3,8 @@
 ::
 
     attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std, digest
-    index                 JSON: a list of images, each with name, split, size, dtype, labels, counts (pixels of each class),
+    index                 JSON: a list of images, each with name, split, size, dtype, labels, label (of the whole image: its
+                          class, or in a store of one class the number that this names; or null), counts (pixels of each class),
                           nodata (the number that stands for no data, or null), missing (pixels without data), sums
                           (where in ``sums`` those of its pixels and labels begin), digests
     provenance            JSON: where the data come from

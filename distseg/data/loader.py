@@ -14,7 +14,7 @@ from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
 from distseg.spatial.in_time import Block
-from distseg.spatial.piece import Piece
+from distseg.spatial.piece import Piece, labels_of_images
 
 
 def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach, pixels: bool = True, labels: bool = True) -> list[Piece]:
@@ -36,7 +36,7 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, n
 
         def labels(box: Box) -> torch.Tensor:
             note_bytes(_bytes(store, those, 0, box.pixels))
-            return torch.from_numpy(_labels(store, those, box))
+            return _labels(store, those, box)
 
         return Block(place, pixels, labels)
 
@@ -55,7 +55,7 @@ def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach
 
 def _read(store: Store, samples: list[Sample], place: Place, pixels: bool, labels: bool) -> Piece:
     return Piece(
-        torch.from_numpy(_pixels(store, samples, place.window)) if pixels else None, torch.from_numpy(_labels(store, samples, place.tile)) if labels else None, place
+        torch.from_numpy(_pixels(store, samples, place.window)) if pixels else None, _labels(store, samples, place.tile) if labels else None, place
     )
 
 
@@ -64,9 +64,11 @@ def _pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
     return np.stack([_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box)))) for s in samples])
 
 
-def _labels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
-    """(B, *box.size) uint8."""
-    return np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples])
+def _labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
+    """(B, *box.size) uint8; of whole images (B, 1, ...), int64 or float32."""
+    if store.of_images:
+        return labels_of_images(torch.tensor([store.label(s.image) for s in samples]), box, store.ignore)
+    return torch.from_numpy(np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples]))
 
 
 def _bytes(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
@@ -156,7 +158,7 @@ class StepLoader:
     def _check_images(self) -> None:
         fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
         for name in self.store.split(self.split):
-            if not self.store.has_labels(name):
+            if not self.store.has_labels(name) and not self.store.of_images:
                 raise ValueError(f"image {name!r} of the split {self.split!r} of {self.store.path} has no labels: prepare the store with masks")
             try:
                 check_grid(crop_size(self.store.size(name), self.data.crop), fine, self.reach.stride)

@@ -44,8 +44,8 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
         files = [(split_of[image.stem], image, mask) for image, mask in together]
     if not any(split == "train" for split, _, _ in files):
         raise ValueError(f"none of the {len(files)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
-    pairs = [_opened(split, image, mask, dims) for split, image, mask in files]
-    _check_alike(pairs)
+    pairs = [opened(split, image, mask, dims) for split, image, mask in files]
+    check_alike(pairs)
     return pairs
 
 
@@ -68,7 +68,8 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     return dict(zip(order, np.repeat(SPLITS, counts).tolist()))
 
 
-def _opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pair:
+def opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pair:
+    """What the headers of the files say."""
     reader = open_image(image, dims)
     if mask is not None:
         size = open_mask(mask, len(reader.size)).size
@@ -77,7 +78,7 @@ def _opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pai
     return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours)
 
 
-def _check_alike(pairs: list[Pair]) -> None:
+def check_alike(pairs: list[Pair]) -> None:
     """One number of bands, dims, one type of numbers and, where files tell them, the same colours; no name twice."""
     known: dict[str, Pair] = {}
     first: dict[str, tuple[Pair, object]] = {}

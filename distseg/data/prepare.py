@@ -176,6 +176,10 @@ def _row(store: Store, split: str) -> dict:
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
     pixels = sum(Extents(store.size(name)).volume for name in names)
     row = {"split": split, "images": len(names), "size": " to ".join(str(Extents(s)) for s in dict.fromkeys((sizes[0], sizes[-1]))), "pixels": pixels}
+    if store.of_images:
+        labels = [store.label(name) for name in names]
+        numbers = len(store.classes) == 1
+        row |= {store.classes[0]: f"{min(labels):.4g} to {max(labels):.4g}"} if numbers else {"classes": len(set(labels)), "images of a class": _from_to([labels.count(c) for c in set(labels)])}
     labelled = [store.class_counts(name) for name in names if store.has_labels(name)]
     if labelled:
         counts = np.sum(labelled, axis=0)
@@ -184,6 +188,10 @@ def _row(store: Store, split: str) -> dict:
     if any(store.missing(name) for name in names):
         row["no data"] = f"{sum(store.missing(name) for name in names) / pixels:.3%}"
     return row
+
+
+def _from_to(counts: Sequence[int]) -> str:
+    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:

@@ -84,6 +84,18 @@ class Store:
     def has_labels(self, name: str) -> bool:
         return self._entry(name).labels
 
+    @property
+    def of_images(self) -> bool:
+        """Whether labels are of whole images."""
+        return any(entry.label is not None for entry in self._images.values())
+
+    def label(self, name: str) -> int | float:
+        """Of the whole image: its class, or in a store of one class the number that this names."""
+        found = self._entry(name).label
+        if found is None:
+            raise ValueError(f"image {name!r} of {self.path} has no label of the whole image: prepare the store with labels of images")
+        return found
+
     def nodata(self, name: str) -> int | float | None:
         """The number that stands for no data in the image's pixels."""
         return self._entry(name).nodata

@@ -5,6 +5,7 @@ The file grows under another name and takes its own when everything is in it, ch
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import ContextManager, Sequence
@@ -28,7 +29,7 @@ class StoreWriter:
     """``with StoreWriter(path, classes, bands) as writer: writer.add_image(...).write(box, pixels, labels)``.
 
     Args:
-        classes: names in the order of their labels, 2 to 255.
+        classes: names in the order of their labels, 2 to 255; or one, of a number that each image has.
         bands: names of the bands, or how many there are.
         ignore: label of pixels that count nowhere; no class has it.
         provenance: where the data come from; anything JSON can hold.
@@ -65,8 +66,8 @@ class StoreWriter:
             raise FileExistsError(f"{self.path} is already there: choose another name, or overwrite it (--overwrite)")
 
     def _check(self) -> None:
-        if not 2 <= len(self.classes) <= 255 or len(set(self.classes)) < len(self.classes) or not all(self.classes):
-            raise ValueError(f"a store has 2 to 255 classes with different names, got {self.classes}: name the background too")
+        if not 1 <= len(self.classes) <= 255 or len(set(self.classes)) < len(self.classes) or not all(self.classes):
+            raise ValueError(f"a store has 2 to 255 classes (or one, the name of a number for each image) with different names, got {self.classes}: name the background too")
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
                 f"the label {self.ignore} of ignored pixels must be no class and fit into a byte: "
@@ -96,11 +97,13 @@ class StoreWriter:
             self._lock.close()
 
     def add_image(
-        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None
+        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None
     ) -> ImageWriter:
         """A new image of ``size`` pixels, to be written in blocks that cover it.
 
         Args:
+            labels: whether its pixels have labels.
+            label: of the whole image, instead: the number of its class, or in a store of one class the number that this names.
             nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
         """
         self._check_disk()
@@ -111,15 +114,26 @@ class StoreWriter:
             raise ValueError(f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: convert them")
         if min(size, default=0) < 1:
             raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
+        self._check_label(name, labels, label)
         group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
         self._added += bytes_of(size, len(self.bands), dtype, labels)
         image = ImageWriter(
-            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk
+            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label
         )  # fmt: skip
         self._images[name] = image
         return image
+
+    def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
+        """Refuse labels of pixels and of whole images in one store, and what is no label."""
+        others, one = self._images.values(), len(self.classes) == 1
+        of_pixels, of_images = labels or any(image.counts for image in others), label is not None or any(image.label is not None for image in others)
+        if of_pixels and (of_images or one):
+            raise ValueError(f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of whole images, and not both: make a store of each")
+        if label is not None and not (math.isfinite(label) if one else label in range(len(self.classes))):
+            known = "a number" if one else f"0 to {len(self.classes) - 1} for {len(self.classes)} classes"
+            raise ValueError(f"image {name!r} has the label {label}: that of an image is {known}")
 
     def _finish(self) -> None:
         index, sums = self._entries()

@@ -50,12 +50,15 @@ class Node:
 class Graph(Sequence[Node]):
     """All nodes of a network, in order.
 
+    Args:
+        of_image: the result is a vector of the image, and not a map of its size.
+
     Raises:
         ValueError: a node that reads what is made behind it, or whose result nobody reads.
     """
 
-    def __init__(self, nodes: Iterable[Node]):
-        self.nodes = tuple(nodes)
+    def __init__(self, nodes: Iterable[Node], of_image: bool = False):
+        self.nodes, self.of_image = tuple(nodes), of_image
         for number, node in enumerate(self.nodes):
             if not all(0 <= source <= number for source in node.inputs):
                 raise ValueError(f"layer {node.name} reads what is made behind it")

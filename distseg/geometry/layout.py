@@ -99,7 +99,7 @@ class Layout:
         Raises:
             ValueError: naming both sizes.
         """
-        if self.result_cuts != tuple(map(tuple, borders)):
+        if not self.graph.of_image and self.result_cuts != tuple(map(tuple, borders)):
             raise ValueError(f"the model makes {Extents(self.result)} pixels of an image of {Extents(self.image)}, but a segmentation network keeps the size")
         return self
 
@@ -266,14 +266,15 @@ def reach_of(graph: Graph, dims: int) -> Reach:
 
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
-    stride = math.lcm(*(scale.numerator for scale in _scales(graph, dim)), *(getattr(node.along(dim), "multiple", 1) for node in graph))
+    scales = _scales(graph, dim)
+    stride = math.lcm(*(scale.numerator for scale in scales), *(getattr(node.along(dim), "multiple", 1) for node in graph))
     sizes = lambda n: [size for size, _ in _maps(graph, dim, n, (0, n))]
     a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
-    _, held = needs_along(graph, range(len(graph)), dim, sizes(2 * a), [(a, a + stride)])
+    _, held = needs_along(graph, range(len(graph)), dim, sizes(2 * a), [(int(a / scales[-1]), int((a + stride) / scales[-1]))])
     first, last = held[0][0]
     halo = max(a - first, last - a - stride)
     n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
-    if (made := sizes(n)[-1]) != n:
+    if (made := sizes(n)[-1]) != n and not graph.of_image:
         raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size")
     return halo, stride
 

@@ -22,26 +22,26 @@ def scores(matrix: np.ndarray, names: list[str]) -> dict:
     union = truth + predicted - hit
     table = {
         name: {
-            "iou": _ratio(hit[c], union[c]),
-            "dice": _ratio(2 * hit[c], truth[c] + predicted[c]),
-            "accuracy": _ratio(hit[c], truth[c]),
+            "iou": ratio(hit[c], union[c]),
+            "dice": ratio(2 * hit[c], truth[c] + predicted[c]),
+            "accuracy": ratio(hit[c], truth[c]),
             "pixels": int(truth[c]),
         }
         for c, name in enumerate(names)
     }
     return {
         "classes": table,
-        "mean_iou": _mean(row["iou"] for row in table.values()),
-        "mean_dice": _mean(row["dice"] for row in table.values()),
-        "accuracy": _ratio(hit.sum(), matrix.sum()),
+        "mean_iou": mean(row["iou"] for row in table.values()),
+        "mean_dice": mean(row["dice"] for row in table.values()),
+        "accuracy": ratio(hit.sum(), matrix.sum()),
     }
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def ratio(part: float, whole: float) -> float | None:
     return float(part / whole) if whole else None
 
 
-def _mean(values) -> float | None:
+def mean(values) -> float | None:
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
 
@@ -49,3 +49,10 @@ def _mean(values) -> float | None:
 def most_likely(logits: np.ndarray) -> np.ndarray:
     """Logits (C, *size) -> class map (*size) uint8; with one channel the class is 1 where the logit is positive."""
     return (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)
+
+
+def score_of(validation: dict) -> float | None:
+    """By which checkpoints are told better from worse: the mean IoU, of whole images the accuracy, of numbers the error, negative."""
+    if "rmse" in validation:
+        return -validation["rmse"]
+    return validation["mean_iou"] if "mean_iou" in validation else validation["accuracy"]

@@ -190,6 +190,8 @@ class Predictor:
     def __call__(self, scene: Scene, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits (C', *tile.size) float32, of a network in float64 float64) for the tiles of this rank (:meth:`deal`); nothing on ranks without the last stage.
 
+        Of a network for whole images yield its vector (C', 1, ...) with each of some boxes.
+
         Args:
             numbers: of the tiles to compute, the same on all ranks. All by default.
         """
@@ -239,7 +241,7 @@ class Predictor:
     def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         reader = _Reader(scene.read)
         executor, place = self._executor(scene.size, block, borders)
-        work = executor.work([place], boxes=[mine])
+        work = executor.work([place], boxes=None if self.model.of_image else [mine])
         operations = whole(work)
         ahead = reader.ahead(list(windows(operations, work)))
         with self._evaluating(workers), executor.transfers.moving(), ahead:

@@ -45,15 +45,18 @@ def hook_on_gradients(model: nn.Module) -> str | None:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Whether a layer computes what its class, PyTorch's or ours, says."""
-    return type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, nn.RReLU)
+    """Whether a layer computes what its class, PyTorch's or ours, says, and that has a twin for parts of an image."""
+    return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, nn.RReLU)
+
+
+_OF_IMAGES = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.Flatten, nn.Unflatten, nn.Linear)
 
 
 def capture(model: nn.Module) -> Network:
     """The same network as layers that are known.
 
     Args:
-        model: (N, C, *size) -> (N, C', *size); on any device. It is not changed.
+        model: (N, C, *size) -> (N, C', *size), or (N, C') for whole images; on any device. It is not changed.
 
     Returns:
         a network with the very parameters and buffers of the model.
@@ -129,6 +132,7 @@ def _check_same(model: nn.Module, network: Network, channels: int, size: tuple[i
         for module, training in modes:
             module.training = training
         network.train(model.training)
-    same = isinstance(wanted, Tensor) and wanted.shape == found.shape
+    same = isinstance(wanted, Tensor) and wanted.shape[:2] == found.shape[:2] and (network.of_image or wanted.shape == found.shape)
+    wanted = wanted.view_as(found) if same else wanted
     if not same or (wanted.isfinite().all() and not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))):
         raise CanNotCapture("in evaluation it computes something else than in training: the difference must lie in norms and dropout alone")

@@ -261,6 +261,10 @@ def is_vector(x: Tensor, size: Sequence[int]) -> bool:
     return x.shape[2:].numel() == 1 and any(n > 1 for n in size)
 
 
+class VectorDropout(nn.Dropout):
+    """Dropout of the numbers of a vector of the image: (N, C, 1, ...) -> (N, C, 1, ...)."""
+
+
 class DropImage(nn.Module):
     """Stochastic depth: all of an image becomes 0 with probability ``p``, in training; (N, C, *size) -> (N, C, *size).
 

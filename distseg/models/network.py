@@ -6,6 +6,7 @@ Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator, Mapping, Sequence, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Network(nn.Module):
-    """Layers that read any maps made before: (N, C, *size) -> (N, C', *size), the result of the last.
+    """Layers that read any maps made before: (N, C, *size) -> (N, C', *size), or for whole images (N, C', 1, ...), the result of the last.
 
     Args:
         layers: by name, in an order in which they can run. A name with dots is a path, so that ``state_dict`` has it like that of nested modules.
@@ -29,6 +30,7 @@ class Network(nn.Module):
 
     Attributes:
         multiple: of so many pixels are the sizes of its images.
+        of_image: the result is a vector of each image.
         names: where it was captured (:mod:`distseg.models.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
         check: raises an error where the user's module would do something else with so many images of a size.
         dropouts: of its layers that are dropouts, by the number of the call of such a function in the user's forward pass.
@@ -44,7 +46,7 @@ class Network(nn.Module):
     def __init__(self, layers: Mapping[str, nn.Module], reads: Mapping[str, Sequence[str]] = {}):
         super().__init__()
         self.reads: dict[str, tuple[str, ...]] = {}
-        self.multiple = 1
+        self.multiple, self.of_image = 1, False
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
         self.check: Callable[[Sequence[int], int], None] | None = None
@@ -248,6 +250,18 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, layer in children_of(model):
         found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)] if is_flat(layer) else [(name, layer)]
     return found
+
+
+@torch.no_grad()
+def of_image(model: nn.Module) -> bool:
+    """Whether what a network makes of an image is a vector, as for classification, as far as that can be worked out."""
+    if is_flat(model):
+        return getattr(model, "of_image", False)
+    first = first_convolution(model)
+    x = torch.empty(1, first.in_channels, *(256,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
+    with suppress(Exception), skip_store({}):  # a module of the user's may want another size, or numbers
+        return outline(model)(x).shape[2:].numel() == 1
+    return False
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.models.layers import CutTo, Derived, DropImage, Formula, Map, Own, Restride, Spread, Step
+from distseg.models.layers import CutTo, Derived, DropImage, Formula, Map, Own, Restride, Spread, Step, VectorDropout
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
@@ -98,9 +98,12 @@ class Reader:
             except Differ:
                 raise CanNotCapture(DIFFERENT) from None
         result = self.values.get(traces[0].result)
-        if result is None or result.form != "maps" or not result.plain or result.sizes != tuple(map(tuple, sizes)):
+        self.of_image = result is not None and result.form in ("vector", "place")
+        if result is None or not result.plain or not (self.of_image or result.form == "maps" and result.sizes == tuple(map(tuple, sizes))):
             made = "x".join(map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part]))
-            raise CanNotCapture(f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the size")
+            raise CanNotCapture(
+                f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the size, and one for whole images makes a vector of each"
+            )
         if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
             self._add("result", lambda tensor: nn.Identity(), [result])
 
@@ -114,7 +117,7 @@ class Reader:
         network.hold_unused({name.replace(".", "_"): tensor for name, tensor in unused.items()})
         self.names.update({f"unused.{name.replace('.', '_')}": name for name in unused})
         network.names = {own: user for own, user in self.names.items() if own != user}
-        network.dropouts = self.dropouts
+        network.dropouts, network.of_image = self.dropouts, self.of_image
         return network
 
     # the call that is read
@@ -271,9 +274,8 @@ class Reader:
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         forms = {x.form for x in maps}
         spread = forms in ({"maps", "place"}, {"last", "last place"})
-        if spread and len({x.sizes for x in maps}) > 1:
-            sizes = next(x.sizes for x in maps if x.form not in VECTORS)
-            there = {x: self.resized(x, sizes) for x in maps if x.form in VECTORS}
+        if (spread or forms <= set(VECTORS)) and len({x.sizes for x in maps}) > 1:
+            there = dict(zip(maps, self.meeting(maps)))
             args, kwargs = self._replaced(args, there), self._replaced(kwargs, there)
             maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         form = forms.pop() if len(forms) == 1 else min(forms, key=len) if spread else None
@@ -347,9 +349,7 @@ class Reader:
         x = self.any_form(x)
         if not training or x.form in VECTORS and p == 0:
             return x
-        if x.form in VECTORS:
-            raise self.refusal("drops what belongs to the whole image: that is not known here; leave it out")
-        made = self.layer(kind, x, p)
+        made = self.layer(VectorDropout if x.form in VECTORS else kind, x, p)
         self.dropouts[self._draws[self.number]] = Dropped(made.name, x.form == "last")
         return made
 
@@ -464,6 +464,11 @@ class Reader:
                 self._add(name, lambda _, by=by, fewer=fewer: Restride(by, fewer), [x])
                 return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
         raise self.refusal(f"spreads what is alike at all places of {x.shapes[0]} over a map of {sizes[0]}: whole times as many places, or as few, are known")
+
+    def meeting(self, maps: Sequence[Value]) -> list[Value]:
+        """Vectors among maps, or among others of a smaller one's size, where those they are joined with are."""
+        sizes = next((x.sizes for x in maps if x.form not in VECTORS), min((x.sizes for x in maps), key=lambda sizes: math.prod(sizes[0])))
+        return [self.resized(x, sizes) if x.form in VECTORS else x for x in maps]
 
     def _replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
         if isinstance(tree, tuple):

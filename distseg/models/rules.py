@@ -274,6 +274,8 @@ class Rules:
         maps = [self.any_form(x) for x in tensors if not empty(x)]
         if len(maps) == 1:
             return maps[0]
+        if all(x.form in VECTORS for x in maps):
+            maps = self.meeting(maps)
         if {x.form for x in maps} == {"maps", "place"} or self.axis(dim, maps[0]) != 1 or len({(x.form, x.sizes) for x in maps}) > 1:
             raise self.refusal("joins maps of several sizes, or along another dim than that of channels")
         return self.emit(lambda _: Cat(), maps)

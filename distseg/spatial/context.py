@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Callable, ContextManager
+from typing import Callable, ContextManager, Sequence
 
 from torch import Tensor
 
@@ -70,11 +70,13 @@ class Context:
     def regions(self, regions: list[Region] | None) -> None:
         self._pass.regions = regions
 
-    def region(self, index: int, stride: tuple[int, ...]) -> Region:
-        """The same of window ``index``, at a layer with this cumulative stride."""
+    def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> Region:
+        """The same of window ``index``, at a layer with this cumulative stride that has ``held`` cells of it."""
         if self.regions is not None:
             return self.regions[index]
         place = self.places[index]
+        if place.tile.size == place.image:
+            return Region(tuple(held), Box.whole(held), Box.whole(held))
         whole = Box.whole(place.image)
         return Region(whole.coarsened(stride).stop, place.tile.coarsened(stride), place.window.coarsened(stride))
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from distseg import rng
 from distseg.comm.staging import upload
 from distseg.geometry.tile import Box, Place
-from distseg.models.layers import DropImage
+from distseg.models.layers import DropImage, VectorDropout
 from distseg.spatial.context import Context
 
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -41,6 +41,7 @@ class KeyedDropout(nn.Module):
         self.p, self.context, self.stride, self.name = dropout.p, context, stride, name
         self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
         self.image = dropout if isinstance(dropout, DropImage) else None
+        self.of_vector = isinstance(dropout, VectorDropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.image and not self.training:
@@ -57,8 +58,8 @@ class KeyedDropout(nn.Module):
         if self.by_channel:
             return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in self.stride))
         size, held = tuple(x.shape[2:]), Box.whole(x.shape[2:])
-        if not context.whole:
-            region = context.region(context.current, self.stride)
+        if not (context.whole or self.of_vector):
+            region = context.region(context.current, self.stride, size)
             size, held = region.size, region.held
         return torch.stack([element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype) for k in self.keys(place)])
 

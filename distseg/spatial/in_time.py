@@ -41,7 +41,7 @@ from distseg.spatial.borders import Borders
 from distseg.spatial.local import cropped, run
 from distseg.spatial.norm import Pending
 from distseg.spatial.parallelize import TiledModel
-from distseg.spatial.piece import Piece
+from distseg.spatial.piece import Piece, labels_of_images
 from distseg.spatial.scratch import Map, VectorMap, check_room
 from distseg.spatial.transfer import Receiving, Sending, Transfers
 from distseg.watch import beat
@@ -64,11 +64,15 @@ class Block:
     labels: Callable[[Box], Tensor] | None = None
 
 
-def block_of(piece: Piece) -> Block:
-    """A piece that is in memory, read part by part."""
+def block_of(piece: Piece, ignore: int) -> Block:
+    """A piece that is in memory, read part by part; ``ignore``: the label of what counts nowhere."""
     place = piece.place
     within = lambda x, box, have: x[(..., *box.relative_to(have).slices)]
-    return Block(place, lambda box: within(piece.pixels, box, place.window), lambda box: within(piece.labels, box, place.tile))
+    if piece.labels is not None and piece.labels.shape[1:].numel() < place.tile.pixels:
+        labels = lambda box: labels_of_images(piece.labels.flatten(), box, ignore)
+    else:
+        labels = lambda box: within(piece.labels, box, place.tile)
+    return Block(place, lambda box: within(piece.pixels, box, place.window), labels)
 
 
 class Tiling(Protocol):

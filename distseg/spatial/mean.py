@@ -51,7 +51,7 @@ class DistributedMean(DistributedNorm):
         own = self.own(x, index)
         if not self.grid:
             return [own]
-        region = None if self.context.per_window else self.context.region(index, self.stride)
+        region = None if self.context.per_window else self.context.region(index, self.stride, x.shape[2:])
         size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
         spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(self.grid, size)]
         return [Box(*zip(*part)).relative_to(held).intersection(own) for part in product(*spans)]
@@ -97,7 +97,7 @@ class DistributedMax(DistributedMean):
         own = self.own(x, index)
         if self.context.per_window:
             return own, own, x.shape[2:]
-        region = self.context.region(index, self.stride)
+        region = self.context.region(index, self.stride, x.shape[2:])
         return own, region.owned.intersection(region.held), region.size
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
@@ -150,7 +150,7 @@ class DistributedSpread(Spread):
     def forward(self, like: Tensor, x: Tensor) -> Tensor:
         if self.context.per_window:
             return super().forward(like, x)
-        region = self.context.region(self.context.current, self.stride)
+        region = self.context.region(self.context.current, self.stride, like.shape[2:])
         return self.part(x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])])
 
 

@@ -136,7 +136,7 @@ class DistributedNorm(nn.Module):
 
     def own(self, x: Tensor, index: int) -> Box:
         """These cells, counted in ``x``."""
-        return Box.whole(x.shape[2:]) if self.context.per_window or self.context.whole or self.parts is not None else self.context.region(index, self.stride).own
+        return Box.whole(x.shape[2:]) if self.context.per_window or self.context.whole or self.parts is not None else self.context.region(index, self.stride, x.shape[2:]).own
 
     def times(self, index: int) -> int:
         """How many places of the image its input stands for in window ``index``, each of which has it once."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from distseg.altered import genuine
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
-from distseg.models.layers import Cat, Join, Pop, Spread, Stash, first_convolution, outline, skip_store
-from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, refusals
+from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, first_convolution, outline, skip_store
+from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, of_image, refusals
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
@@ -43,11 +43,12 @@ class TiledModel(nn.Module):
 
     Args:
         inputs: of a flat network, the maps that each layer is called with; None of any other.
+        of_image: the result is a vector of each image.
     """
 
     def __init__(
         self, model: nn.Module, context: Context, reach: Reach, inputs: Sequence[tuple[int, ...]] | None = None, exchange: Exchange | None = None,
-        graph: Graph | None = None, kinds: Sequence[type] = (), channels: Sequence[int] = (),
+        graph: Graph | None = None, kinds: Sequence[type] = (), channels: Sequence[int] = (), of_image: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.model, self.context, self.reach, self.inputs, self.exchange, self.graph, self.kinds, self.channels = model, context, reach, inputs, exchange, graph, kinds, channels
@@ -58,6 +59,7 @@ class TiledModel(nn.Module):
         # Of the whole model, also where only some of its layers are kept:
         self.live_always = [p for p, layer in enumerate(self.layers or []) if isinstance(layer, DistributedNorm) and not layer.tracks]
         """Positions of the norms that take statistics in evaluation too."""
+        self.of_image = of_image
         self.always_live = any(not n.tracks for n in self.norms)
         self.live_in_training = bool(self.norms)
         self._frees: dict[tuple, dict[int, list[int]]] = {}
@@ -148,7 +150,8 @@ class TiledModel(nn.Module):
     def _one(self, layer: nn.Module, *inputs, index: int, store: dict) -> Tensor:
         self.context.current = index
         with self.context.around(store):
-            return layer(*inputs)
+            y = layer(*inputs)
+        return y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)  # what a user's module makes of a whole image
 
     def freeze_norms(self) -> None:
         """Let batch norms use and keep their running statistics in training."""
@@ -198,6 +201,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and has no distributed twin: "
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
+    vector = of_image(model)
     _check_own_layers(model)
     _check_state(model, reach)
     _check_draws(model)
@@ -219,7 +223,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 _put(part, name, DensePop(layer.name) if type(layer) is Pop else DenseCat())
             if isinstance(layer, Stash) and inputs is not None:
                 _put(part, name, Folded(layer))
-    return TiledModel(model, context, reach, inputs, exchange, graph, kinds, channels)
+    return TiledModel(model, context, reach, inputs, exchange, graph, kinds, channels, vector)
 
 
 def _graph(model: nn.Module) -> Graph | None:

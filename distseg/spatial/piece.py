@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from distseg.geometry.tile import Place
+from distseg.geometry.tile import Box, Place
 
 
 def on_tile(output: Tensor, place: Place) -> Tensor:
@@ -16,12 +18,21 @@ def on_tile(output: Tensor, place: Place) -> Tensor:
     return output[(..., *place.owned.slices)]
 
 
+def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
+    """(B,) -> (B, 1, ...): the labels of whole images, for the part of each that begins at the origin; for all others what is ignored, of numbers NaN.
+
+    What a network makes of whole images every part of them has, and one is to count.
+    """
+    found = values if not any(box.start) else torch.full_like(values, math.nan if values.is_floating_point() else ignore)
+    return found.view(-1, *(1 for _ in box.start))
+
+
 @dataclass
 class Piece:
     """The same window of B images of one size.
 
-    pixels (B, C, *window) float32, normalised; labels (B, *tile) uint8 or int64, of the owned tile only. In a pipeline the first
-    stage has the pixels, the last one the labels, and the others None.
+    pixels (B, C, *window) float32, normalised; labels (B, *tile) uint8 or int64, of the owned tile only, or (B, 1, ...) those of whole images
+    (:func:`labels_of_images`). In a pipeline the first stage has the pixels, the last one the labels, and the others None.
     """
 
     pixels: Tensor | None

@@ -143,7 +143,7 @@ class Engine:
 
     def to_blocks(self, piece: Piece | Block) -> Block:
         """The same for what is read part by part."""
-        block = piece if isinstance(piece, Block) else block_of(piece)
+        block = piece if isinstance(piece, Block) else block_of(piece, self.config.loss.ignore_index)
         pixels = lambda box: self.to_device(Piece(block.pixels(box), None, block.place)).pixels
         labels = lambda box: self.to_device(Piece(None, block.labels(box), block.place)).labels
         return Block(block.place, pixels, labels)

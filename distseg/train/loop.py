@@ -13,11 +13,12 @@ from dataclasses import replace
 from distseg.comm.replicas import check_same
 from distseg.config import Config
 from distseg.infer.evaluate import evaluate
+from distseg.infer.images import evaluate_images
 from distseg.launch import JointFailure, ToBeContinued, gathered
 from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress
 from distseg.units import si
-from distseg.infer.metrics import scores
+from distseg.infer.metrics import score_of, scores
 from distseg.train.optim import learning_rate
 from distseg.train.orders import Orders
 from distseg.train.run import Run, plain
@@ -80,7 +81,7 @@ class _Story:
             self._validate(number)
         self.position, self.first_step = replace(self.position, epoch=number + 1, samples=0), 0
         if saves and validates:
-            score = self.position.validation["mean_iou"]
+            score = score_of(self.position.validation)
             run.checkpoints.update(score, epoch=number + 1, samples=0, validation=self.position.validation)
         elif saves:
             self._save()
@@ -137,15 +138,22 @@ class _Story:
             return bool(told[-1].stop)
 
         phase(f"validation after epoch {number + 1}")
-        matrix = evaluate(run.predictor, run.store, "val", run.world, stop)
-        if matrix is None:
+        of_images = run.store.of_images
+        found = (evaluate_images if of_images else evaluate)(run.predictor, run.store, "val", run.world, stop)
+        if found is None:
             self._save()
             self._leave(told[-1].stop)
-        result = scores(matrix, run.store.classes)
-        iou = {name: row["iou"] for name, row in result["classes"].items()}
-        self.log.write("validation", self.position.step, number, iou=iou, mean_iou=result["mean_iou"], accuracy=result["accuracy"])
+        result = found if of_images else scores(found, run.store.classes)
+        if of_images:
+            logged = {kind: result[kind] for kind in ("accuracy", "mean_accuracy", "auc", "mae", "rmse", "r2") if kind in result}
+            words = ", ".join(f"{kind.replace('_', ' ')} {value:.3f}" for kind, value in logged.items() if value is not None)
+        else:
+            iou = {name: row["iou"] for name, row in result["classes"].items()}
+            logged = dict(iou=iou, mean_iou=result["mean_iou"], accuracy=result["accuracy"])
+            words = "IoU " + ", ".join(f"{n} {v:.3f}" if v is not None else f"{n} -" for n, v in iou.items())
+        self.log.write("validation", self.position.step, number, **logged)
         if run.first:
-            print(f"epoch {number + 1}: validation IoU " + ", ".join(f"{n} {v:.3f}" if v is not None else f"{n} -" for n, v in iou.items()), flush=True)
+            print(f"epoch {number + 1}: validation {words}", flush=True)
         self.position = replace(self.position, validation=result)
 
     def _out_of_time(self) -> bool:

@@ -13,7 +13,7 @@ from typing import IO
 from torch import nn
 
 from distseg.agree import agree, versions
-from distseg.check import notes, with_store
+from distseg.check import check_labels, notes, with_store
 from distseg.config import Config, OptimConfig
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
@@ -59,6 +59,7 @@ class Run:
             self.config = config = with_store(config, self.store.ignore)
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             self.model = outline_model(config.model, self.store.bands, _outputs(config, self.store))
+            check_labels(self.store, self.model, config)
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
             sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
             for name, size in sizes.items():
@@ -239,7 +240,7 @@ def _largest(store: Store, config: Config) -> tuple[int, ...]:
 
 
 def _outputs(config: Config, store: Store) -> int | None:
-    """One output a class; two classes may also share one (sigmoid) if the config says so."""
+    """One output a class, or for the number that one class names; two classes may also share one (sigmoid) if the config says so."""
     return 1 if config.model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 
 

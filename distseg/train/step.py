@@ -65,8 +65,7 @@ class LossHead:
         self.value: float | None = None
 
     def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
-        tiles = [on_tile(output, p.place) for p, output in zip(unit.pieces, outputs)]
-        return [self.loss.rows(tile, p.labels) for p, tile in zip(unit.pieces, tiles)]
+        return [self.loss.rows(y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels) for p, y in zip(unit.pieces, outputs)]
 
     def note(self, unit: Unit, rows: list[Tensor]) -> None:
         for piece, found in zip(unit.pieces, rows):

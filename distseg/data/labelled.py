@@ -1,0 +1,125 @@
+"""Makes a store of images that have a label each: folders named after classes, or a table of labels."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Sequence
+
+from distseg.data.folders import SPLITS, image_files
+from distseg.data.pairs import Pair, assign_splits, check_alike, opened
+from distseg.data.prepare import chunk_strips, summary
+from distseg.data.readers import open_image
+from distseg.data.store import Store
+from distseg.data.writer import StoreWriter, bytes_of
+from distseg.disk import room
+from distseg.report.progress import progress
+
+_COLUMNS = ("image", "label", "split")
+
+
+def prepare_labelled(
+    images: str | Path, table: str | Path | None, output: str | Path, classes: Sequence[str] | None = None, splits: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0,
+    overwrite: bool = False, nodata: int | float | None = None,
+) -> Store:  # fmt: skip
+    """Write the store ``output`` and print what is in it.
+
+    Args:
+        images: a folder. Without a table, of folders named after classes, or of folders train, val, test of these.
+        table: a CSV file with a line an image: ``image`` (its file's name in the folder, with the ending or without), ``label``, and if it likes ``split``.
+        classes: names in the order of their labels; by default those that there are, sorted. One name: labels are numbers, which it names.
+        splits: shares of train, val and test, where the folders or the table do not say; ``seed``: of that choice.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong with which file or line. Nothing is left behind.
+    """
+    root = Path(images)
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}")
+    found = _from_folders(root) if table is None else _from_table(root, Path(table))
+    if all(split is None for _, _, split in found):
+        split_of = assign_splits([str(path) for path, _, _ in found], splits, seed)
+        found = [(path, label, split_of[str(path)]) for path, label, _ in found]
+    _check_splits(found, root)
+    names = list(classes) if classes else sorted({label for _, label, _ in found})
+    labels = [_label(label, path, names) for path, label, _ in found]
+    prefix = {path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found}  # folders may have files of one name
+    pairs = [Pair(prefix[path], split, *_header(path)) for path, _, split in found]
+    check_alike(pairs)
+    needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, False) for pair in pairs)
+    writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed}, overwrite=overwrite, expected=needed)
+    room(Path(output), needed, "the pixels of the store")
+    with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
+        for pair, label in zip(pairs, labels):
+            image = open_image(pair.image)
+            target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=False, nodata=pair.nodata if nodata is None else nodata, label=label)
+            for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
+                target.write(box, image.read(box))
+                shown.advance(0, pixels=box.pixels)
+            shown.advance()
+    store = Store(output)
+    print(summary(store))
+    return store
+
+
+def _header(path: Path) -> tuple:
+    found = opened("", path, None, None)
+    return path, None, found.size, found.bands, found.dtype, found.nodata, found.colours
+
+
+def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
+    """(file, class, split) of each image."""
+    there = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if set(there) & set(SPLITS):
+        if other := sorted(set(there) - set(SPLITS)):
+            raise ValueError(f"{root} has the folders {', '.join(sorted(set(there) & set(SPLITS)))}, which are splits, and {other[0]} beside them: put the classes into the splits")
+        return [(path, label, split) for split in there for path, label, _ in _from_folders(root / split)]
+    if not there:
+        raise ValueError(f"{root} has no folders: images with a label each lie in folders named after their classes, or have a table: --labels FILE.csv")
+    return [(path, label, None) for label in there for path in image_files(root / label).values()]
+
+
+def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
+    if not table.is_file():
+        raise FileNotFoundError(f"there is no table of labels {table}")
+    files = {path.name: path for path in image_files(root).values()}
+    files |= {path.stem: path for path in files.values()}
+    with open(table, newline="", encoding="utf-8-sig") as file:
+        lines = csv.DictReader(file)
+        columns = lines.fieldnames or []
+        if not {"image", "label"} <= set(columns) <= set(_COLUMNS):
+            raise ValueError(f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of labels has image, label and perhaps split")
+        found, seen = [], set()
+        for number, line in enumerate(lines, 2):
+            name, label, split = line["image"], line["label"], line.get("split")
+            if name not in files:
+                raise ValueError(f"{table}, line {number}: there is no image {name!r} in {root}")
+            if files[name] in seen:
+                raise ValueError(f"{table}, line {number}: image {name!r} has a label already: give one to each")
+            if not label or "split" in columns and split not in SPLITS:
+                raise ValueError(f"{table}, line {number}: {'a split is train, val or test, got ' + repr(split) if label else 'the label is empty'}")
+            seen.add(files[name])
+            found.append((files[name], label, split))
+    if left := sorted(set(files.values()) - seen):
+        raise ValueError(f"{len(left)} images of {root} have no line in {table}, such as {left[0].name}: give each a label, or move them elsewhere")
+    return found
+
+
+def _check_splits(found: Sequence[tuple[Path, str, str | None]], root: Path) -> None:
+    if not any(split == "train" for _, _, split in found):
+        raise ValueError(f"none of the {len(found)} images of {root} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
+
+
+def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
+    if len(classes) > 1:
+        if label not in classes:
+            raise ValueError(f"{path} has the label {label!r}, which is none of the classes {', '.join(classes)}: add it to --classes, or correct it")
+        return classes.index(label)
+    try:
+        value = float(label)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are numbers: name all classes, or correct it")
+    return value

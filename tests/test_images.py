@@ -1,0 +1,196 @@
+"""Labels of whole images: the exact gradient of networks that make a vector of an image, stores of such labels, and what is trained on them."""
+
+import csv
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import made_classifiers
+import numpy as np
+import pytest
+import torch
+from test_exact import TOLERANCE, config
+from test_networks import WAYS
+
+from distseg.cli import main
+from distseg.config import LossConfig, ModelConfig
+from distseg.data.store import Store, StoreWriter
+from distseg.data.ultramnist import mnist, prepare_ultramnist
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.infer.images import area_under_curve, scores_of_images
+from distseg.trained import load
+from distseg.verify import verify
+
+NAMES = ["residual", "flat", "gridded", "largest", "mixed"]
+
+
+def error_of(name, comm, settings, outputs=3, loss="cross_entropy", size=None):
+    plan = replace(config(**settings), model=ModelConfig(f"{made_classifiers.__name__}:{name}", in_channels=3, out_channels=outputs), loss=LossConfig(name=loss))
+    report = verify(plan, comm, Extents(size or ("40x52" if name == "mixed" else "41x53")))
+    return comm.bcast(report and report["max_error"])
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_the_eager_modules(comm, name):
+    """Of three images in a batch, which batch norms of vectors want."""
+    for way, (ranks, settings) in WAYS.items():
+        if ranks == comm.size:
+            assert error_of(name, comm, {**settings, "images": 3}) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([1, 2])
+def test_numbers_and_other_losses(comm):
+    tiled = dict(tiles_per_rank=(2, 2), in_time="spill") if comm.size == 1 else dict(tiles="1x2", stages=1)
+    for outputs, loss in ((1, "mse"), (1, "mse + 0.5*l1"), (1, "binary_cross_entropy"), (3, "cross_entropy + 0.5*dice"), (4, "focal")):
+        assert error_of("residual", comm, {**tiled, "images": 2}, outputs, loss) <= TOLERANCE, loss
+
+
+@pytest.mark.parallel([1, 2])
+def test_whole_images_refuse_nothing(comm):
+    """What nobody can follow is trained on whole images, and refused on parts of them."""
+    settings = dict(samples=comm.size, images=2)
+    assert error_of("attending", comm, settings, size="24x32") <= TOLERANCE
+    with pytest.raises(ValueError, match="attention between places does.*or split samples only"):
+        error_of("attending", comm, dict(tiles_per_rank=(1, 2)) if comm.size == 1 else dict(tiles="1x2"), size="24x32")
+
+
+def done(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert not end.value.code
+
+
+def write_store(path, count=12, classes=("dark", "bright"), size=(29, 43)) -> Path:
+    """Noise with a few bright pixels, or none; with one class how many there are."""
+    generator = np.random.default_rng(0)
+    with StoreWriter(path, list(classes), 2) as writer:
+        for k in range(count):
+            pixels, bright = generator.integers(0, 100, (2, *size)).astype(np.uint8), k % 2
+            pixels[:, 3 : 3 + 10 * bright, 5:15] = 255
+            label = bright if len(classes) > 1 else 2.5 * bright - 1
+            writer.add_image(f"image{k:02}", size, np.uint8, ("train", "train", "val", "test")[k % 4 if k < 8 else 0], False, label=label).write(Box.whole(size), pixels)
+    return Path(path)
+
+
+def test_a_store_keeps_labels_of_images(tmp_path):
+    store = Store(write_store(tmp_path / "s.h5"))
+    assert store.of_images and not store.has_labels("image00") and [store.label(f"image0{k}") for k in range(4)] == [0, 1, 0, 1]
+    numbers = Store(write_store(tmp_path / "n.h5", classes=("height",)))
+    assert numbers.of_images and numbers.label("image01") == 1.5
+
+
+def test_labels_that_can_not_be(tmp_path):
+    def add(classes, **more):
+        with StoreWriter(tmp_path / "s.h5", classes, 1) as writer:
+            writer.add_image("first", (8, 8), np.uint8, "train", False, label=1).write(Box.whole((8, 8)), np.zeros((1, 8, 8), np.uint8))
+            writer.add_image("second", (8, 8), np.uint8, "train", **more)
+
+    for classes, more, why in [
+        (["a", "b"], dict(labels=True), "labels of pixels.* or of whole images, and not both"),
+        (["a", "b"], dict(labels=False, label=2), "has the label 2: that of an image is 0 to 1 for 2 classes"),
+        (["a"], dict(labels=False, label=float("nan")), "has the label nan: that of an image is a number"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            add(classes, **more)
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monkeypatch, capsys):
+    """Tiles in time on one rank, tiles in space on two; the answers are the plain module's."""
+    place = Path(shared_path)
+    if comm.rank == 0:
+        write_store(place / "s.h5")
+    comm.Barrier()
+    name = "made_classifiers:residual"
+    way = ["--spatial.tiles_per_rank", "2x2", "--spatial.in_time", "spill"] if comm.size == 1 else ["--mesh.tiles", "1x2"]
+    common = ["--model.name", name, "--predict.tile", "16x16"]
+    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "6", "--data.images", "2", "--optim.lr", "0.02", *common, *way])
+    done(["evaluate", str(place / "run"), *common, "--output", str(place / "scores.json")])
+    done(["predict", str(place / "run"), *common, "--output", str(place / "out")])
+    comm.Barrier()
+    found, store = json.loads((place / "scores.json").read_text())["network"], Store(place / "s.h5")
+    assert found["accuracy"] in (0.0, 0.5, 1.0) and found["classes"]["bright"]["images"] == 2
+    rows = list(csv.DictReader(open(place / "out" / "images.csv")))
+    module = load(place / "run", made_classifiers.residual(2, 2))
+    for row in rows:
+        x = torch.from_numpy(store.read_normalised(row["image"], Box.whole((29, 43))))[None]
+        assert abs(float(row["p(bright)"]) - float(module(x).softmax(1)[0, 1])) < 1e-4
+    assert len(rows) == len(store.split("test"))
+
+
+def test_what_does_not_fit_is_refused(tmp_path, capsys):
+    write_store(tmp_path / "s.h5"), write_store(tmp_path / "n.h5", classes=("height",))
+    with StoreWriter(tmp_path / "pixels.h5", ["a", "b"], 2) as writer:
+        writer.add_image("x", (29, 43), np.uint8, "train", True).write(Box.whole((29, 43)), np.zeros((2, 29, 43), np.uint8), np.zeros((29, 43), int))
+    for store, model, more, why in [
+        ("s.h5", "unet", [], "makes a map of each image, but .*s.h5 has a label for each image"),
+        ("pixels.h5", "made_classifiers:residual", [], "makes a vector of each image, but .*pixels.h5 has labels of pixels"),
+        ("n.h5", "made_classifiers:residual", [], r"loss.name is cross_entropy, but .*n.h5 has a number for each image \(height\): take mse or l1"),
+        ("s.h5", "made_classifiers:residual", ["--loss.name", "mse", "--model.out_channels", "1"], "loss.name is mse, but .*s.h5 has 2 classes: take cross_entropy"),
+    ]:
+        with pytest.raises(SystemExit) as end:
+            main(["train", "--data.store", str(tmp_path / store), "--train.output", str(tmp_path / "run"), "--model.name", model, *more])
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and re.search(why, err), err
+
+
+def test_scores_are_their_textbook_formulas():
+    generator = np.random.default_rng(1)
+    scores, positive = generator.integers(0, 6, 40), generator.random(40) < 0.4
+    pairs = [(a > b) + 0.5 * (a == b) for a in scores[positive] for b in scores[~positive]]
+    assert area_under_curve(scores, positive) == pytest.approx(np.mean(pairs))
+    assert area_under_curve(scores, np.ones(40, bool)) is None
+    found = scores_of_images(np.array([[2.0, 0, 0], [0, 1, 0], [0, 3, 0], [0, 0, 1]]), np.array([0, 1, 0, 1]), ["a", "b", "c"])
+    assert found["accuracy"] == 0.5 and found["classes"]["a"] == {"accuracy": 0.5, "precision": 1.0, "auc": pytest.approx(0.5), "images": 2}
+    assert found["classes"]["c"]["accuracy"] is None and found["mean_accuracy"] == 0.5
+    numbers = scores_of_images(np.array([[1.0], [2.0]]), np.array([2.0, 4.0]), ["height"])
+    assert (numbers["mae"], numbers["rmse"], numbers["r2"]) == (1.5, pytest.approx(2.5**0.5), pytest.approx(1 - 5 / 2))
+
+
+def test_ultramnist_is_digits_that_add_up(tmp_path, capsys):
+    """The label is the sum of the digits that were drawn; images do not depend on others, nor on how they are written."""
+    pool = mnist()
+    assert {split: len(values) for split, (_, values) in pool.items()} == {"train": 50000, "val": 10000, "test": 10000}
+    few = prepare_ultramnist(tmp_path / "few.h5", Extents("96x128"), (3, 1, 0), seed=4)
+    more = prepare_ultramnist(tmp_path / "more.h5", Extents("96x128"), (6, 1, 2), seed=4)
+    whole = Box.whole((96, 128))
+    assert few.of_images and len(few.classes) == 28
+    for name in few.split("train"):
+        assert (few.read(name, whole) == more.read(name, whole)).all() and few.label(name) == more.label(name)
+        assert few.read(name, whole).max() > 200
+    one = prepare_ultramnist(tmp_path / "one.h5", Extents("64x64"), (20, 0, 0), digits=(1, 1))
+    assert len(one.classes) == 10 and len({one.label(name) for name in one.split("train")}) > 4
+
+
+def test_folders_and_tables_of_labels(tmp_path, capsys):
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for k in range(6):
+        for place in (tmp_path / "folders" / ("cat", "dog")[k % 2], tmp_path / "flat"):
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 255, (20, 30, 3)).astype(np.uint8)).save(place / f"{k}.png")
+    done(["prepare", str(tmp_path / "folders"), str(tmp_path / "a.h5"), "--labels", "folders", "--split", "0.5,0.25,0.25"])
+    store = Store(tmp_path / "a.h5")
+    assert store.classes == ["cat", "dog"] and store.label("dog-3") == 1 and set(store.splits) == {"train", "val", "test"}
+    table = tmp_path / "labels.csv"
+    table.write_text("image,label,split\n" + "".join(f"{k}.png,{k / 2},{'train' if k < 4 else 'val'}\n" for k in range(6)))
+    done(["prepare", str(tmp_path / "flat"), str(tmp_path / "b.h5"), "--labels", str(table), "--classes", "age"])
+    store = Store(tmp_path / "b.h5")
+    assert store.label("3") == 1.5 and store.split("val") == ["4", "5"]
+    for text, why in [
+        ("image,label\n9.png,1\n", "line 2: there is no image '9.png'"),
+        ("image,label\n0.png,1\n0.png,1\n", "line 3: image '0.png' has a label already"),
+        ("image,label\n0.png,1\n", "5 images of .* have no line"),
+        ("name,label\n", "begins with the columns name, label: a table of labels has image, label"),
+        ("image,label\n" + "".join(f"{k}.png,{'x' if k else 1}\n" for k in range(6)), "has the label 'x', but with one class, age, labels are numbers"),
+    ]:
+        table.write_text(text)
+        with pytest.raises(SystemExit):
+            main(["prepare", str(tmp_path / "flat"), str(tmp_path / "c.h5"), "--labels", str(table), "--classes", "age"])
+        assert re.search(why, capsys.readouterr().err)
+    assert not (tmp_path / "c.h5").exists()

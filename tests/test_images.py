@@ -66,7 +66,7 @@ def done(arguments: list[str]) -> None:
 def write_store(path, count=12, classes=("dark", "bright"), size=(29, 43)) -> Path:
     """Noise with a few bright pixels, or none; with one class how many there are."""
     generator = np.random.default_rng(0)
-    with StoreWriter(path, list(classes), 2) as writer:
+    with StoreWriter(path, list(classes), 2, numbers=len(classes) == 1) as writer:
         for k in range(count):
             pixels, bright = generator.integers(0, 100, (2, *size)).astype(np.uint8), k % 2
             pixels[:, 3 : 3 + 10 * bright, 5:15] = 255
@@ -84,7 +84,7 @@ def test_a_store_keeps_labels_of_images(tmp_path):
 
 def test_labels_that_can_not_be(tmp_path):
     def add(classes, **more):
-        with StoreWriter(tmp_path / "s.h5", classes, 1) as writer:
+        with StoreWriter(tmp_path / "s.h5", classes, 1, numbers=len(classes) == 1) as writer:
             writer.add_image("first", (8, 8), np.uint8, "train", False, label=1).write(Box.whole((8, 8)), np.zeros((1, 8, 8), np.uint8))
             writer.add_image("second", (8, 8), np.uint8, "train", **more)
 

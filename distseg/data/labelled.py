@@ -48,7 +48,7 @@ def prepare_labelled(
     pairs = [Pair(prefix[path], split, *_header(path)) for path, _, split in found]
     check_alike(pairs)
     needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, False) for pair in pairs)
-    writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed}, overwrite=overwrite, expected=needed)
+    writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed}, overwrite=overwrite, expected=needed, numbers=len(names) == 1)
     room(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):

@@ -29,7 +29,8 @@ class StoreWriter:
     """``with StoreWriter(path, classes, bands) as writer: writer.add_image(...).write(box, pixels, labels)``.
 
     Args:
-        classes: names in the order of their labels, 2 to 255; or one, of a number that each image has.
+        classes: names in the order of their labels, 2 to 255.
+        numbers: instead, each image has a number, and ``classes`` is its one name.
         bands: names of the bands, or how many there are.
         ignore: label of pixels that count nowhere; no class has it.
         provenance: where the data come from; anything JSON can hold.
@@ -51,8 +52,9 @@ class StoreWriter:
         provenance: dict | None = None,
         overwrite: bool = False,
         expected: int = 0,
+        numbers: bool = False,
     ):
-        self.expected, self._added = expected, 0
+        self.expected, self._added, self.numbers = expected, 0, numbers
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         self.classes, self.ignore, self.provenance = list(classes), ignore, provenance or {}
         self.bands = [f"band{b}" for b in range(bands)] if isinstance(bands, int) else list(bands)
@@ -66,8 +68,8 @@ class StoreWriter:
             raise FileExistsError(f"{self.path} is already there: choose another name, or overwrite it (--overwrite)")
 
     def _check(self) -> None:
-        if not 1 <= len(self.classes) <= 255 or len(set(self.classes)) < len(self.classes) or not all(self.classes):
-            raise ValueError(f"a store has 2 to 255 classes (or one, the name of a number for each image) with different names, got {self.classes}: name the background too")
+        if self.numbers != (len(self.classes) == 1) or len(self.classes) > 255 or len(set(self.classes)) < len(self.classes) or not all(self.classes):
+            raise ValueError(f"a store has 2 to 255 classes (or one, where it has numbers, which it names) with different names, got {self.classes}: name the background too")
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
                 f"the label {self.ignore} of ignored pixels must be no class and fit into a byte: "
@@ -127,7 +129,7 @@ class StoreWriter:
 
     def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
         """Refuse labels of pixels and of whole images in one store, and what is no label."""
-        others, one = self._images.values(), len(self.classes) == 1
+        others, one = self._images.values(), self.numbers
         of_pixels, of_images = labels or any(image.counts for image in others), label is not None or any(image.label is not None for image in others)
         if of_pixels and (of_images or one):
             raise ValueError(f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of whole images, and not both: make a store of each")

@@ -18,7 +18,7 @@ from typing import Callable, Mapping
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
 
-from distseg.config import Config
+from distseg.config import Config, ModelConfig
 from distseg.config_file import Setting, check_value, read_settings, sections, settings_of, suggestion
 from distseg.disk import check_replaceable
 from distseg.extents import Extents, parse_bytes
@@ -445,12 +445,15 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
     from distseg.checkpoint.files import find, read_manifest
-    from distseg.trained import check_model, left_behind, taken_over
+    from distseg.trained import check_model, check_named, left_behind, taken_over
 
     run, *flags = arguments
     checkpoint = find(run)  # once: training may write a better one meanwhile
     trained = read_manifest(checkpoint).get("config")
-    parsed = _parse(parser, flags, settings_of(taken_over(trained, run), f"{run}, config in manifest.json"))
+    taken = taken_over(trained, run)
+    if not any(flag.partition("=")[0] in ("--model.name", "--config") for flag in flags) and all(flag.startswith("-") for flag in flags[:1]):
+        check_named(trained, ModelConfig.name, run)
+    parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json"))
     config = _config(parsed)
     check_model(trained, config.model, run)
     return config, {"run": str(checkpoint), "left": left_behind(trained, asdict(Config())), **_own(parsed)}

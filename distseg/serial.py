@@ -121,14 +121,15 @@ def _stepped(parameters: dict[str, nn.Parameter], config: Config) -> dict[str, T
 
 
 def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:
-    """The images that go through the network together: one by one, but for batch norm those it sees together."""
-    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        return [[image] for image in images]
+    """The images that go through the network together: those of a micro-batch, or one by one where their sizes differ and there is no batch norm."""
     batches: dict = {}
     for image in images:
         batches.setdefault(image.micro_batch if norm_scope == "step" else (image.group, image.micro_batch), []).append(image)
+    batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     for batch in batches.values():
         sizes = {tuple(image.pixels.shape[1:]) for image in batch}
+        if len(sizes) > 1 and not batch_norm:
+            return [[image] for image in images]
         if len(sizes) > 1:
             apart = "spatial.norm_scope to group" if norm_scope == "step" else "data.images to 1"
             raise ValueError(f"plain batch norm has no meaning for images of different sizes in one batch ({sorted(sizes)}): set data.crop, or {apart}")

@@ -78,17 +78,22 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
         ValueError: with the flag to add, or the one to leave out.
     """
     model = config["model"]
-    name = model["name"]
-    if _is_code(name) and own.name != name:
-        given = "" if own.name == ModelConfig.name else f", not {own.name}"
-        raise ValueError(
-            f"{run} was trained with the network {name}{given}: its manifest may come from anywhere, and to import that runs its code. "
-            f"If you trust it, add --model.name {name}"
-        )
+    check_named(config, own.name, run)
     for field in TAKEN["model"]:
         value = getattr(own, field)
         if field in model and model[field] != value:
             raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
+
+
+def check_named(config: dict, given: str, run: str) -> None:
+    """Refuse code that is not the network which the user has ``given``."""
+    name = config["model"]["name"]
+    if _is_code(name) and given != name:
+        but = "" if given == ModelConfig.name else f", not {given}"
+        raise ValueError(
+            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere, and to import that runs its code. "
+            f"If you trust it, add --model.name {name}"
+        )
 
 
 def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -> nn.Module:

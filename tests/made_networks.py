@@ -288,6 +288,64 @@ def filled(in_channels, out_channels):
     return Filled(in_channels, out_channels)
 
 
+class FilledMeans(nn.Module):
+    """Means and a grid of a map with zeros behind, which count; maps of the filled size are deep enough to lie in the zeros alone."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        height, width = x.shape[2:]
+        y = F.gelu(self.a(F.pad(x, (0, -width % 8, 0, -height % 8))))
+        deep = F.interpolate(F.gelu(self.b(F.max_pool2d(y, 8))), scale_factor=8, mode="bilinear")
+        y = y * y.mean((2, 3), keepdim=True) + deep + F.interpolate(F.adaptive_avg_pool2d(y, (2, 3)), size=y.shape[2:], mode="bilinear")
+        return y[..., :height, :width]
+
+
+def filled_means(in_channels, out_channels):
+    return nn.Sequential(FilledMeans(in_channels), nn.Conv2d(in_channels, out_channels, 3, padding=1))
+
+
+class Spelled(nn.Module):
+    """Means of an image in spellings of their own."""
+
+    def __init__(self, channels, out_channels):
+        super().__init__()
+        self.conv, self.fc, self.weight = nn.Conv2d(channels, 6, 3, padding=1), nn.Linear(12, 6), nn.Parameter(torch.rand(6, 6))
+        self.head = nn.Conv2d(6, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        y = F.gelu(self.conv(x - x.mean((2, 3), keepdim=True) + F.adaptive_avg_pool2d(x, 1)))
+        levels = self.fc(torch.cat((y.mean((2, 3)), F.avg_pool2d(y, 2).mean((2, 3))), 1))
+        mixed = F.normalize(torch.einsum("nc,kc->nk", levels, self.weight), dim=1)
+        grid = F.adaptive_avg_pool2d(y, 3)
+        y = y * torch.sigmoid(grid.mean((2, 3), keepdim=True)) + F.interpolate(grid * y.mean((2, 3), keepdim=True), size=y.shape[2:])
+        return self.head(F.normalize(y, dim=1) / torch.norm(y, p=2, dim=(2, 3), keepdim=True) * mixed[..., None, None])
+
+
+def spelled(in_channels, out_channels):
+    return Spelled(in_channels, out_channels)
+
+
+class NormedTokens(nn.Module):
+    """Norms of vectors in a module that is not followed, and images that see each other."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.tokens, self.head = nn.Conv2d(in_channels, 8, 3, padding=1), Tokens(8), nn.Conv2d(8, out_channels, 3, padding=1)
+        self.batch, self.group = nn.BatchNorm1d(8), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        y = self.tokens(F.relu(self.conv(x)))
+        vector = y.mean((2, 3))
+        return self.head(y * (self.batch(vector) + self.group(vector) - vector.mean(0))[:, :, None, None])
+
+
+def normed_tokens(in_channels, out_channels):
+    return NormedTokens(in_channels, out_channels)
+
+
 class Tokens(nn.Module):
     """Attention between all places of a deep map, whose calls are not followed."""
 

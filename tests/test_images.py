@@ -108,7 +108,12 @@ def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monke
     name = "made_classifiers:residual"
     way = ["--spatial.tiles_per_rank", "2x2", "--spatial.in_time", "spill"] if comm.size == 1 else ["--mesh.tiles", "1x2"]
     common = ["--model.name", name, "--predict.tile", "16x16"]
-    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "6", "--data.images", "2", "--optim.lr", "0.02", *common, *way])
+    padded = ["--model.pad", "4"]
+    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "6", "--data.images", "2", "--optim.lr", "0.02", *common, *padded, *way])
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(place / "run")])
+    if comm.rank == 0:
+        assert "If you trust it, add --model.name made_classifiers:residual" in capsys.readouterr().err
     done(["evaluate", str(place / "run"), *common, "--output", str(place / "scores.json")])
     done(["predict", str(place / "run"), *common, "--output", str(place / "out")])
     comm.Barrier()

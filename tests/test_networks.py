@@ -12,6 +12,7 @@ from distseg.extents import Extents
 from distseg.verify import verify
 
 WAYS = {  # name: (ranks, settings)
+    "whole": (1, dict()),
     "several tiles": (1, dict(tiles_per_rank=(2, 2))),
     "tiles": (2, dict(tiles="1x2")),
     "exchange": (2, dict(tiles="2x1", exchange_every="1")),
@@ -27,7 +28,7 @@ WAYS = {  # name: (ranks, settings)
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
-EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "attended", "filled", "convnext", "written", "merged", "shallow", "dropped"]
+EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "attended", "filled", "filled_means", "spelled", "convnext", "written", "merged", "shallow", "dropped"]
 EXACT += ["active_norm", "noisy_dropout", "hooked_norm", "hooked_conv", "hooked_block", "hooked_pointwise", "standardised", "blurred", "weight_normed", "joined_unknown"]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",
@@ -74,6 +75,12 @@ def test_windows_with_a_halo_know_their_place(comm):
     assert error_of("pyramid_pool", comm, settings, size="64x256") <= TOLERANCE
 
 
+@pytest.mark.parallel(1)
+def test_a_halo_of_the_users_knows_nothing_of_zeros_behind(comm):
+    with pytest.raises(ValueError, match="spatial.halo is 12, but this network fills images up to multiples"):
+        error_of("filled_means", comm, dict(tiles_per_rank=(1, 2), halo=12))
+
+
 @pytest.mark.parallel([1, 2])
 def test_images_of_any_size(comm):
     """Where a network wants multiples of some pixels: refused, or filled up as model.pad says."""
@@ -91,6 +98,7 @@ def test_whole_images_refuse_nothing(comm):
     settings = dict(samples=comm.size, accumulate=2)
     assert error_of("tokens", comm, settings) <= TOLERANCE
     assert error_of("tokens", comm, {**settings, "norm_scope": "step"}) <= TOLERANCE
+    assert error_of("normed_tokens", comm, {**settings, "images": 3}) <= TOLERANCE
     with pytest.raises(ValueError, match="draws random numbers of its own in training.*makes one dim of all places"):
         error_of("noisy_tokens", comm, settings)
 
@@ -106,5 +114,5 @@ def test_a_mean_is_live_where_norms_are_frozen(comm):
 
 def error_of(name: str, comm, settings: dict, pad: int | None = None, size: str | None = None) -> float:
     plan = replace(config(**settings), model=ModelConfig(f"{made_networks.__name__}:{name}", in_channels=3, out_channels=3, pad=pad))
-    report = verify(plan, comm, Extents(size or {"replicating": "24x32", "merged": "24x32", "filled": "25x37", "levels": "25x37"}.get(name, "24x34")))
+    report = verify(plan, comm, Extents(size or {"replicating": "24x32", "merged": "24x32", "filled": "25x37", "filled_means": "25x37", "levels": "25x37"}.get(name, "24x34")))
     return comm.bcast(report and report["max_error"])

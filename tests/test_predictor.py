@@ -240,3 +240,17 @@ def test_images_whose_tiles_depend_on_each_other_are_dealt_to_groups_of_ranks():
     assert dealt("instance", 4, [(16, 16)] * 3) == (1, [[(0, None)], [(1, None)], [(2, None)], []])
     assert dealt("instance", 4, [(16, 16)]) == (4, [[(0, None)]] * 4)  # one of them computes, the others have nothing to do
     assert dealt("instance", 5, [(32, 16)] * 9) == (2, [[(0, None), (2, None), (4, None), (6, None), (8, None)]] * 2 + [[(1, None), (3, None), (5, None), (7, None)]] * 2 + [[]])
+
+
+@pytest.mark.parametrize("tile", ["8x8", "16x20", "32x32"])
+def test_tiles_that_lie_in_the_zeros_behind_an_image(tile):
+    """Of a deep map that is cut finer than what was filled up."""
+    torch.manual_seed(0)
+    model = made_networks.filled_means(3, 2).double().eval()
+    x = torch.randn(1, 3, 35, 41, dtype=torch.float64)
+    wanted = model(x)[0].detach().numpy()
+    tiled = parallelize(as_network(copy.deepcopy(model)), receptive_field(as_network(copy.deepcopy(model)))).eval()
+    found = np.full_like(wanted, np.nan)
+    for box, logits in Predictor(tiled, Alone(), [CPU], nullcontext, Extents(tile))(Scene("x", (35, 41), lambda box: x[0].numpy()[(slice(None), *box.slices)])):
+        found[(slice(None), *box.slices)] = logits
+    assert abs(found - wanted).max() < 1e-12

@@ -122,7 +122,7 @@ def _check_same(model: nn.Module, network: Network, channels: int, size: tuple[i
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
     like, generator = next(model.parameters()), torch.Generator().manual_seed(0)
-    x = torch.randn(1, channels, *size, generator=generator).to(like)
+    x = torch.randn(2, channels, *size, generator=generator).to(like)  # norms of vectors that are live in evaluation too want two
     modes = [(module, module.training) for module in model.modules()]
     try:
         wanted, found = model.eval()(x.clone()), network.eval()(x.clone())

@@ -467,7 +467,7 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
 
     def forward(self, x: Tensor) -> Tensor:
         y = base.forward(self, _filled_up(x, multiple))
-        return y[(..., *(slice(0, n) for n in x.shape[2:]))]
+        return y if y.dim() < x.dim() or is_vector(y, x.shape[2:]) else y[(..., *(slice(0, n) for n in x.shape[2:]))]
 
     model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": __name__})
     return model

@@ -90,7 +90,7 @@ class Reader:
         self._modules = {".".join(path[: depth + 1]) for n in numbers for path in [calls[n].module.split(".")] for depth in range(len(path))}
         self._homes = {module: found for module in {calls[n].module for n in numbers} - {""} if (found := _main_call(module, calls, numbers)) is not None}
         self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
-        self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, -1, *size) for t, size in zip(traces, sizes)), (-1,))}
+        self.values: dict[Made, Value] = {PIXELS: Value(IMAGE, tuple((t.batch, t.channels, *size) for t, size in zip(traces, sizes)), (traces[0].channels,))}
         for self.number in numbers:
             self.current = [t.calls[self.number] for t in traces]
             try:
@@ -134,6 +134,8 @@ class Reader:
             return  # nothing of the image is in it
         if self.call.name in _RANDOM:
             raise self.refusal(DRAWS)
+        if kwargs.get("out", True) is None:
+            del kwargs["out"]
         if any(name in kwargs and kwargs[name] is not None for name in ("dtype", "out")):
             raise self.refusal("is told a type, or a tensor, for its result: leave types to train.precision")
         if not self.call.graded:
@@ -143,7 +145,7 @@ class Reader:
         except TypeError as e:
             if "argument" not in str(e):
                 raise
-            raise self.refusal(f"is called in a way that is not known ({e})") from None
+            raise self.refusal(f"is called in a way that is not known ({str(e).replace('Rules.', '')})") from None
         for part, value in enumerate(made if isinstance(made, tuple) else (made,)):
             self.values[Made(self.number, part)] = value
 
@@ -278,9 +280,13 @@ class Reader:
             there = dict(zip(maps, self.meeting(maps)))
             args, kwargs = self._replaced(args, there), self._replaced(kwargs, there)
             maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
+        if forms == {"vector", "place"} and all(self.is_grid(x) for x in maps if x.form == "vector"):
+            there = {x: replace(x, form="vector", cell=(*x.cell, *(1,) * self.dims)) for x in maps if x.form == "place"}
+            args, kwargs, forms = self._replaced(args, there), self._replaced(kwargs, there), {"vector"}
+            maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         form = forms.pop() if len(forms) == 1 else min(forms, key=len) if spread else None
         if form is None or len({x.sizes for x in maps}) > 1 or len({len(x.cell) for x in maps}) > 1:
-            raise self.refusal(f"joins {' and '.join(f'{FORMS[x.form]} of {x.shapes[0]}' for x in maps) or 'no map'}")
+            raise self.refusal(f"joins {' and '.join(f'{FORMS[x.form]} of {self.shown(x)}' for x in maps) or 'no map'}")
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         if self.call.name not in _WEIGHTS_BY_CHANNEL:
@@ -298,8 +304,15 @@ class Reader:
         make = lambda found: Formula(tuple(steps), cells, found, part, "last" if form in LAST else form)
         made = self.emit(make, maps, own, part or 0, form)
         if made.sizes != maps[0].sizes:
-            raise self.refusal(f"makes {self.call.shapes[part or 0]} of {FORMS[form]} of {maps[0].shapes[0]}: single cells alone are known")
+            raise self.refusal(f"makes {self.call.shapes[part or 0]} of {FORMS[form]} of {self.shown(maps[0])}: single cells alone are known")
+        if form == "vector" and made.cell[1:] == (1,) * self.dims:  # a grid of one place
+            return replace(made, form="place", cell=made.cell[:1])
         return made
+
+    def shown(self, x: Value) -> tuple[int, ...]:
+        """Its shape as the user's code has it."""
+        batch, size = x.shapes[0][0], (1,) * self.dims if x.form in VECTORS else x.sizes[0]
+        return (batch, *x.cell) if x.form == "vector" else (batch, *size, *x.cell) if x.form in LAST else (batch, *x.cell, *size)
 
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
         """How a weight comes of parameters, which join ``own``."""

@@ -122,8 +122,9 @@ class Rules:
         places = {labels[-self.dims :] for labels, x in zip(read.split(","), given) if isinstance(x, Value) and x.form == "maps"}
         batch = {labels[:1] for labels, x in zip(read.split(","), given) if isinstance(x, Value)}
         others = "".join(labels for labels, x in zip(read.split(","), given) if not isinstance(x, Value))
-        of_cells = len(places) == 1 and len(batch) == 1 and "." not in equation and all(isinstance(x, (Kept, Made)) or x.form == "maps" for x in given)
-        if not of_cells or written[:1] not in batch or written[-self.dims :] not in places or set(others) & set("".join(places | batch)):
+        vectors = all(x.form == "vector" for x in given if isinstance(x, Value))
+        of_cells = len(places) == 1 - vectors and len(batch) == 1 and "." not in equation and all(isinstance(x, (Kept, Made)) or vectors or x.form == "maps" for x in given)
+        if not of_cells or written[:1] not in batch or not (vectors or written[-self.dims :] in places) or set(others) & set("".join(places | batch)):
             raise self.refusal("joins places of the image, as attention does: over channels alone, as bchw,kc->bkhw, it is known")
         return self.formula((equation, *given), {})
 

@@ -70,11 +70,12 @@ class Called:
 
 @dataclass
 class Trace:
-    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images."""
+    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images, with so many ``channels``."""
 
     calls: list[Called]
     result: Made
     batch: int
+    channels: int
 
 
 @torch.enable_grad()
@@ -103,7 +104,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")
-    return Trace(recorder.calls, value, batch)
+    return Trace(recorder.calls, value, batch, channels)
 
 
 @contextmanager

@@ -350,9 +350,9 @@ def _pad(pad: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
 
 
 def _fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """``x`` cut to ``wanted``, and the cells that are still missing before and behind, along each dim."""
+    """``x`` cut to ``wanted``, and the cells that are still missing before and behind, along each dim: all, where nothing of it is there."""
     common = have.intersection(wanted)
-    pads = [(a - w, v - b) for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)]
+    pads = [(a - w, v - b) if a < b else (v - w, 0) for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)]
     return cropped(x, have, common), pads
 
 

@@ -21,7 +21,7 @@ from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
-from distseg.models.layers import channels_of, skip_store
+from distseg.models.layers import Fill, channels_of, skip_store
 from distseg.models.network import channels_of_maps, flat_layers, refusals, user_names
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
@@ -204,7 +204,11 @@ def check_parts(config: Config, model: nn.Module) -> None:
     Raises:
         ValueError: saying what keeps it from being known.
     """
-    if not is_cut(config) or config.spatial.halo is not None:
+    if not is_cut(config):
+        return
+    if config.spatial.halo is not None:
+        if any(isinstance(layer, Fill) for layer in model.modules()):
+            raise ValueError(f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out")
         return
     try:
         graph_of(model)

@@ -103,8 +103,17 @@ def _in_time(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rul
     return rule("spatial.in_time"), rule("run.memory")
 
 
+def _with_patchgd(setting: str) -> "Rule":
+    return Rule(setting, "train.method", lambda f: f.config.train.method == "patchgd", "train.method is patchgd, which computes patches, each as a whole image on one rank: leave one of them out")
+
+
 RULES = (
     # contradictions
+    *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.in_time", "spatial.halo",
+                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "train.init")),
+    Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
+    *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
+      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once")),
     Rule("spatial.halo", "spatial.exchange_every", lambda f: f.config.spatial.exchanges,
          "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one of them out"),
     Rule("spatial.norm_scope", "spatial.exchange_every", lambda f: f.windows and f.config.spatial.exchanges,

@@ -282,6 +282,8 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    method: Literal["exact", "patchgd"] = "exact"
+    """exact: the gradient of whole images, or of their crops. patchgd: patch gradient descent, which approximates it, for labels of whole images (section ``patchgd``)."""
     epochs: int = 10
     max_minutes: Optional[float] = None
     """The schedule still spans all epochs; training stops after this many minutes at an epoch's end."""
@@ -323,6 +325,36 @@ class TrainConfig:
         _at_least(self, 0, "check_replicas", "validate_every", "max_minutes", "job_minutes", "checkpoint_minutes")
         _between(self, -_LARGEST, _LARGEST, "seed")
         _path(self, "output", "init")
+
+
+@dataclass(frozen=True)
+class PatchgdConfig:
+    """Of ``train.method: patchgd``, in the symbols of Gupta et al., 2023; ``model`` is the backbone theta_1."""
+
+    patch: Extents = Extents((128, 128))
+    """Pixels of a patch."""
+    step: Optional[Extents] = None
+    """Pixels from one patch to the next; by default the patch's size, so that none overlap."""
+    features: int = 64
+    """s: numbers that the backbone makes of a patch."""
+    sampled: float = 0.125
+    """Share of an image's patches that an inner iteration computes with gradients; k of them."""
+    inner: int = 8
+    """zeta: inner iterations on a batch of images."""
+    accumulate: int = 1
+    """epsilon: inner iterations whose mean gradient makes an update."""
+    head: Literal["cnn", "transformer"] = "cnn"
+    """theta_2: two convolutions over the grid of patches and a mean; or an encoder of two layers and a mean."""
+    head_channels: int = 64
+    at_once: int = 16
+    """Patches that the backbone is given at once where Z is filled."""
+
+    def __post_init__(self):
+        _extents(self, "patch", "step")
+        _at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
+        _between(self, 0, 1, "sampled")
+        if self.step is not None and (len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))):
+            raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")
 
 
 @dataclass(frozen=True)
@@ -373,6 +405,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    patchgd: PatchgdConfig = field(default_factory=PatchgdConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from torch import nn
 
 from distseg.checkpoint.files import find, load_weights, read_run_manifest
-from distseg.config import ModelConfig
+from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
 from distseg.models.capture import as_network
 from distseg.models.layers import padded
+from distseg.models.patches import PatchNetwork, patch_network
 from distseg.models.zoo import build_model
 
 TAKEN = {
@@ -24,7 +25,8 @@ TAKEN = {
     "pipeline": ("schedule", "balance", "placement"),
     "spatial": ("halo", "exchange_every", "fuse_below", "norm_scope"),
     "data": ("store",),
-    "train": ("precision", "channels_last"),
+    "train": ("method", "precision", "channels_last"),
+    "patchgd": tuple(field.name for field in fields(PatchgdConfig)),
     "predict": ("tile", "probabilities", "formats"),
     "run": ("device",),
 }
@@ -109,19 +111,26 @@ def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
+    patches = manifest["config"].get("train", {}).get("method") == "patchgd"
     if model is None:
         found = taken_over(manifest["config"], str(run))["model"]
         if "name" not in found:
             raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
-        model = build_model(ModelConfig(**found), *manifest["channels"])
+        bands, outputs = manifest["channels"]
+        model = build_model(ModelConfig(**found), bands, manifest["config"]["patchgd"]["features"] if patches else outputs)
     elif (multiple := manifest["config"]["model"].get("pad")) is not None:
         model = padded(model, multiple)
-    load_weights(checkpoint, as_network(model))
+    if patches:
+        taken = taken_over(manifest["config"], str(run))
+        config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
+        model = patch_network(config, model, manifest["channels"][1])
+    load_weights(checkpoint, model if isinstance(model, PatchNetwork) else as_network(model))
     return model.eval()
 
 
 def _is_code(name: str) -> bool:
-    return ":" in name
+    """Whether a network is a function of somebody's, other than distseg's own."""
+    return ":" in name and not name.startswith("distseg.models.")
 
 
 def _on_devices(config: dict) -> bool:

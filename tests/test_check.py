@@ -14,6 +14,7 @@ from distseg.models.unet import unet
 
 MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.in_time": "spill", "spatial.tiles_per_rank": Extents("2x2")}
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
+PATCHES = {"train.method": "patchgd", "patchgd.patch": Extents("64x64")}
 LINE = {"pipeline.placement": "line", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
     ("spatial.halo", "spatial.exchange_every"): ({"spatial.halo": 4, "spatial.exchange_every": "2"}, {"spatial.exchange_every": "all"}),
@@ -44,6 +45,20 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
     ("data.focus_share", "data.focus_class"): ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
     ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Extents("8x8")}),
     ("train.init_names", "train.init"): ({"train.init_names": {"a": "b"}}, {"train.init": "a.safetensors"}),
+    **{
+        (setting, "train.method"): ({setting: value, **PATCHES, **more}, {"train.method": "exact", "patchgd.patch": Extents((128, 128))})
+        for setting, value, more in [
+            ("mesh.stages", 2, {}), ("pipeline.placement", "v", {"mesh.stages": 1}), ("pipeline.schedule", "gpipe", {}), ("pipeline.balance", [2], {}), ("pipeline.recompute", "always", {}),
+            ("spatial.tiles_per_rank", Extents("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}), ("train.init", "a.safetensors", {}),
+            ("spatial.norm_scope", "window", {}), ("run.memory", "4GB", {}),
+        ]
+    },
+    ("spatial.in_time", "train.method"): ({"spatial.in_time": "spill", **PATCHES}, {"train.method": "exact", "patchgd.patch": Extents((128, 128)), "spatial.tiles_per_rank": Extents("2x2")}),
+    ("spatial.frozen_norm", "train.method"): ({"spatial.frozen_norm": True, **PATCHES}, {"train.method": "exact", "patchgd.patch": Extents((128, 128)), "model.norm": "batch"}),
+    **{
+        (f"patchgd.{field}", "train.method"): ({f"patchgd.{field}": value}, {"train.method": "patchgd"})
+        for field, value in [("patch", Extents("64x64")), ("step", Extents("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4)]
+    },
     ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }
 

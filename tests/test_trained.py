@@ -30,7 +30,7 @@ def test_code_folders_devices_and_threads_are_not_taken_over():
 def test_what_results_depend_on_is_taken_over():
     found = taken_over(manifest(), "run")
     assert found.keys() == TAKEN.keys() and found["spatial"].keys() == {"halo", "exchange_every", "fuse_below", "norm_scope"}
-    assert found["train"].keys() == {"precision", "channels_last"} and "store" in found["data"]
+    assert found["train"].keys() == {"method", "precision", "channels_last"} and "store" in found["data"]
     assert left_behind(manifest(), asdict(Config())) == []
 
 

@@ -32,7 +32,7 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, n
     def block(those: list[Sample], place: Place) -> Block:
         def pixels(box: Box) -> torch.Tensor:
             note_bytes(_bytes(store, those, box.pixels, 0))
-            return torch.from_numpy(_pixels(store, those, box))
+            return torch.from_numpy(read_pixels(store, those, box))
 
         def labels(box: Box) -> torch.Tensor:
             note_bytes(_bytes(store, those, 0, box.pixels))
@@ -55,11 +55,11 @@ def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach
 
 def _read(store: Store, samples: list[Sample], place: Place, pixels: bool, labels: bool) -> Piece:
     return Piece(
-        torch.from_numpy(_pixels(store, samples, place.window)) if pixels else None, _labels(store, samples, place.tile) if labels else None, place
+        torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None, _labels(store, samples, place.tile) if labels else None, place
     )
 
 
-def _pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
+def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
     """(B, bands, *box.size) float32."""
     return np.stack([_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box)))) for s in samples])
 

@@ -15,9 +15,11 @@ from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
+from distseg.infer.patches import Filler, PatchPredictor
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
+from distseg.models.patches import network_of
 from distseg.models.zoo import outline_model
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import check_there, devices_of
@@ -41,6 +43,8 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     """
     device = set_up(world, config.run.device, config.run.threads)
     precision, channels_last = choose(config.train, device, world)
+    if config.train.method == "patchgd":
+        return _load_patches(run, config, world, device, precision, channels_last)
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
@@ -81,6 +85,20 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         tiled, mesh.replicas, devices, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact, ranks_on_node(world), room
     )
     return predictor, manifest
+
+
+def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor, dict]:
+    """The same of a network of patches."""
+    with together(world):
+        checkpoint = find(run)
+        manifest = read_run_manifest(checkpoint)
+        check_model(manifest["config"], config.model, run)
+        network = network_of(config, *manifest["channels"])
+        filler = Filler(network, Context(), device, precision, channels_last, config.patchgd.at_once)
+        if world.rank == 0:
+            load_weights(checkpoint, network)
+    broadcast(network, world)
+    return PatchPredictor(filler, world), manifest
 
 
 def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:

@@ -164,6 +164,15 @@ class Engine:
         if isinstance(self.gradient_step, InTimeStep):
             self.gradient_step.executor.watch = watch
 
+    def step(self, micro_batches: list[list[Piece | Block]], rate: float) -> tuple[float, float]:
+        """An optimizer step; returns the loss and the gradient's norm before clipping."""
+        loss = self.backward(micro_batches)
+        return loss, self.update(rate)
+
+    def pixels(self, micro_batches: list[list[Piece | Block]]) -> int:
+        """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
+        return self.mesh.replicas.size * sum(len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces)
+
     def update(self, rate: float) -> float:
         """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
         norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5

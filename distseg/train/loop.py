@@ -97,15 +97,14 @@ class _Story:
                 phase(f"epoch {number + 1}, step {k + 1} of {steps}")
                 self.orders.post()
                 rate = learning_rate(self.config.optim, number * steps + k, run.total)  # not by the step: a resumed run may take other steps
-                loss = engine.backward(micro_batches)
-                norm = engine.update(rate)
+                loss, norm = engine.step(micro_batches, rate)
                 step = self.position.step + 1
                 self.position = replace(self.position, step=step, samples=run.samples_after(k + 1))
                 _check_finite(loss, norm, step, self.config)
                 if train.check_replicas and step % train.check_replicas == 0:
                     check_same(run.model, run.mesh.replicas)
                 self.log.write("step", step, number, loss=loss, lr=rate, gradient_norm=norm, seconds=self.seconds)
-                bar.advance(pixels=_pixels(micro_batches, run.mesh), loss=loss)
+                bar.advance(pixels=engine.pixels(micro_batches), loss=loss)
                 self._heed()
 
     def _heed(self) -> None:
@@ -168,8 +167,3 @@ def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
             f"step {step}: the loss is {loss} and the gradient's norm {norm}: lower optim.lr, set optim.clip, or train with train.precision fp32; "
             f"checkpoints up to here are in {config.train.output}"
         )
-
-
-def _pixels(micro_batches, mesh) -> int:
-    """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
-    return mesh.replicas.size * sum(len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces)

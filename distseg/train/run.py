@@ -13,7 +13,7 @@ from typing import IO
 from torch import nn
 
 from distseg.agree import agree, versions
-from distseg.check import check_labels, notes, with_store
+from distseg.check import check_labels, check_settings, notes, with_store
 from distseg.config import Config, OptimConfig
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
@@ -23,7 +23,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import owned_tiles
 from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
-from distseg.models.zoo import outline_model
+from distseg.models.patches import network_of
 from distseg.plan.in_time import tiles_in_time
 from distseg.infer.predictor import Predictor, room_of
 from distseg.models.layers import channels_of
@@ -32,6 +32,7 @@ from distseg.checkpoint.files import load_optimizer, load_weights, read_run_mani
 from distseg.checkpoint.pretrained import pretrained
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
+from distseg.train.patchgd import PatchEngine, PatchLoader
 from distseg.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
 from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
@@ -58,7 +59,8 @@ class Run:
             self.store = _open_store(config)
             self.config = config = with_store(config, self.store.ignore)
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
-            self.model = outline_model(config.model, self.store.bands, _outputs(config, self.store))
+            check_settings(config)
+            self.model = network_of(config, self.store.bands, _outputs(config, self.store))
             check_labels(self.store, self.model, config)
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
             sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
@@ -77,9 +79,13 @@ class Run:
         precision, channels_last = choose(config.train, self.device, world)
         self.mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
         self.image = _largest(self.store, config)
-        self.engine = engine = Engine(config, self.mesh, self.model, self.image, self.device, precision, channels_last)
+        by_patches = config.train.method == "patchgd"
+        if by_patches:
+            self.engine = engine = PatchEngine(config, self.mesh, self.model, self.device, precision, channels_last)
+        else:
+            self.engine = engine = Engine(config, self.mesh, self.model, self.image, self.device, precision, channels_last)
         with together(world):
-            self.loader = step_loader(config, self.store, self.mesh, engine)
+            self.loader = PatchLoader(self.store, config, self.mesh) if by_patches else step_loader(config, self.store, self.mesh, engine)
         self.position = position_of(self.resumed) if self.resumed else Position()
         self.first_step, repeats = first_step(self.position.samples, self._batch, self.loader.steps_per_epoch)
         self.total = config.train.epochs * self.loader.steps_per_epoch
@@ -88,16 +94,21 @@ class Run:
             return
         if self.checkpoint or self.init:
             self._load()
-        memory = config.run.memory
-        room = None if memory is None else room_of(memory, engine.base_memory(), "weights, gradients and the optimizer's state", world)
-        self.predictor = Predictor(
-            engine.model, self.mesh.replicas, engine.devices, engine.autocast, config.predict.tile, config.predict.scratch, channels_last,
-            engine.pipeline if engine.partition else None, exact=config.spatial.halo is None, neighbours=ranks_on_node(world), room=room,
-        )  # fmt: skip
+        self.predictor = engine.predictor() if by_patches else self._predictor()
         with together(world):
             for name in self.store.splits.get("val", []) if config.train.validate_every else []:
                 self.predictor.check(self.store.size(name))
         self.checkpoints = self._checkpoints()
+
+    def _predictor(self) -> Predictor:
+        """The network in training on whole images."""
+        config, engine, world = self.config, self.engine, self.world
+        memory = config.run.memory
+        room = None if memory is None else room_of(memory, engine.base_memory(), "weights, gradients and the optimizer's state", world)
+        return Predictor(
+            engine.model, self.mesh.replicas, engine.devices, engine.autocast, config.predict.tile, config.predict.scratch, engine.channels_last,
+            engine.pipeline if engine.partition else None, exact=config.spatial.halo is None, neighbours=ranks_on_node(world), room=room,
+        )  # fmt: skip
 
     @property
     def finished(self) -> bool:
@@ -147,7 +158,7 @@ class Run:
     def _checkpoints(self) -> SilentCheckpoints:
         """The run's folder taken: locked, with room, nothing in it that would be overwritten."""
         config, output = self.config, Path(self.config.train.output)
-        needed = self.mesh.pipeline.allreduce(state_bytes(self.engine.model, state_copies(config.optim)))
+        needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
         with together(self.world):
             if self.first:
                 check_room(output, needed)
@@ -177,12 +188,16 @@ class Run:
 
     def _introduction(self) -> list[str]:
         config, engine, mesh = self.config, self.engine, self.mesh
+        by_patches = config.train.method == "patchgd"
+        sees = "" if by_patches else f", halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}"
         lines = [
-            f"model {config.model.name}: {self.parameters:,} parameters, halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}",
+            f"model {config.model.name}: {self.parameters:,} parameters{sees}",
             f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}" + (", channels_last" if engine.channels_last else ""),
             f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} images a step",
             *gpu_lines(engine.device, engine.precision, mesh.shape.size),
         ]
+        if by_patches:
+            return lines + engine.lines(self.image) + [f"note: {text}" for text in self._notes]
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")

@@ -1,0 +1,153 @@
+"""A network of patches (:mod:`distseg.models.patches`) without gradients: Z filled a few patches at a time, whole images predicted."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Callable, ContextManager, Iterator, Protocol, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distseg.comm.collective import Alone, add
+from distseg.data.prefetch import prefetch
+from distseg.geometry.tile import Box, Place, Reach
+from distseg.memory_format import channels_last as last_format
+from distseg.models.patches import PatchNetwork, check_patches
+from distseg.pipeline.build import autocast, place_model
+from distseg.scene import Scene
+from distseg.spatial.context import Context
+from distseg.spatial.parallelize import TiledModel, parallelize
+
+
+class Images(Protocol):
+    """Images that are read patch by patch."""
+
+    sizes: list[tuple[int, ...]]
+
+    def read(self, image: int, box: Box) -> Tensor:
+        """(C, *box.size)"""
+
+
+class Filler:
+    """A network of patches on a device.
+
+    Args:
+        network: is changed in place.
+        context: who shares statistics of the backbone's norms.
+        at_once: patches that the backbone is given at once.
+    """
+
+    def __init__(self, network: PatchNetwork, context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
+        self.network, self.device, self.channels_last, self.at_once = network, device, channels_last, at_once
+        self.dtype = torch.float64 if precision == "fp64" else torch.float32
+        self.autocast: Callable[[], ContextManager] = autocast(precision, device)
+        dims = len(network.patch)
+        self.backbone: TiledModel = parallelize(network.backbone, Reach((0,) * dims, (1,) * dims), context, whole=True)
+        place_model(network, device, precision, channels_last)
+
+    def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
+        """Patches (n, C, *patch) -> (n, s); ``samples``: the keys of their dropout masks."""
+        size = tuple(x.shape[2:])
+        place = Place(size, Box.whole(size), Box.whole(size), tuple(range(len(x))), tuple(samples))
+        with self.autocast():
+            return self.backbone([self.uploaded(x)], [place])[0].flatten(1)
+
+    def logits(self, features: Tensor, size: Sequence[int]) -> Tensor:
+        """Of all patches of an image (patches, s) -> (1, K)."""
+        return self.network.head(self.network.block(features[None].to(self.dtype), size))
+
+    def uploaded(self, x: Tensor) -> Tensor:
+        x = x.to(self.device, self.dtype)
+        return x.contiguous(memory_format=last_format(x.dim())) if self.channels_last else x
+
+    @torch.no_grad()
+    def __call__(self, images: Images, comm) -> list[Tensor]:
+        """The features of all patches of some images, (patches, s) of each, on all ranks of ``comm``, of which each computes its share. In evaluation mode."""
+        boxes = [self.network.patches(size) for size in images.sizes]
+        pairs = [(i, p) for i, those in enumerate(boxes) for p in range(len(those))]
+        mine = pairs[comm.rank :: comm.size]
+        chunks = [mine[a : a + self.at_once] for a in range(0, len(mine), self.at_once)]
+        read = (torch.stack([images.read(i, boxes[i][p]) for i, p in chunk]) for chunk in chunks)
+        with self._evaluating():
+            found = [self.features(x, (0,) * len(x)) for x in prefetch(read, 1)]
+        return list(shared(torch.cat(found) if found else None, len(pairs), comm, self.device).split([len(those) for those in boxes]))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode, on each rank by itself."""
+        context, training = self.backbone.context, self.backbone.training
+        before, context.batch_comm = context.batch_comm, Alone()
+        self.backbone.eval()
+        try:
+            yield
+        finally:
+            self.backbone.train(training)
+            context.batch_comm = before
+
+
+def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
+    """Rows that ranks have made in turn, (count, s), on all of them; None where a rank has none."""
+    if comm.size == 1:
+        return mine.detach().to(torch.promote_types(mine.dtype, torch.float32))
+    forms = comm.allgather(None if mine is None else (mine.shape[1], torch.promote_types(mine.dtype, torch.float32)))
+    features, dtype = next(filter(None, forms))
+    table = torch.zeros(count, features, dtype=dtype)
+    if mine is not None:
+        table[comm.rank :: comm.size] = mine.detach().to(table)
+    return add(table, comm).to(device, dtype)
+
+
+class PatchPredictor:
+    """The network of patches on whole images, an image a rank; in the place of :class:`distseg.infer.predictor.Predictor`."""
+
+    def __init__(self, filler: Filler, replicas):
+        self.filler, self.model, self.replicas = filler, filler.backbone, replicas
+
+    @property
+    def writes(self) -> bool:
+        return self.replicas.rank == 0
+
+    def check(self, size: Sequence[int]) -> None:
+        check_patches(size, self.filler.network.patch)
+
+    def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list["Dealt"]]]:
+        return 1, [[Dealt(image) for image in range(rank, len(sizes), self.replicas.size)] for rank in range(self.replicas.size)]
+
+    def among(self, ranks: int) -> "PatchPredictor":
+        part = copy.copy(self)
+        part.replicas = Alone()
+        return part
+
+    @torch.no_grad()
+    def __call__(self, scene: Scene, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (the image, its logits (K, 1, ...))."""
+        head = self.filler.network.head
+        training = head.training
+        head.eval()
+        (features,) = self.filler(_OneScene(scene), Alone())
+        logits = self.filler.logits(features, scene.size)
+        head.train(training)
+        yield Box.whole(scene.size), logits[0].cpu().numpy().reshape(-1, *(1 for _ in scene.size))
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """An image to predict."""
+
+    image: int
+    tiles: None = None
+
+
+@dataclass(frozen=True)
+class _OneScene:
+    scene: Scene
+
+    @property
+    def sizes(self) -> list[tuple[int, ...]]:
+        return [tuple(self.scene.size)]
+
+    def read(self, image: int, box: Box) -> Tensor:
+        return torch.from_numpy(self.scene.read(box))

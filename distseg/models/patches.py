@@ -1,0 +1,142 @@
+"""A network for whole images that sees them as a grid of patches: that of PatchGD.
+
+"Patch Gradient Descent: Training Neural Networks on Very Large Images" (Gupta et al., 2023). In the paper's symbols::
+
+    X        an image, cut into m x n patches, even or overlapping          patches_of
+    theta_1  the backbone: a patch -> s features                            PatchNetwork.backbone
+    Z        the features of all patches, an s x m x n block                PatchNetwork.block
+    theta_2  the head: Z -> what is said of the image                       PatchNetwork.head
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg import rng
+from distseg.config import Config
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.models.capture import as_network
+from distseg.models.network import check_size, of_image
+from distseg.models.zoo import outline_model, plain_model
+
+
+def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
+    """Where patches begin along each dim: every ``step`` pixels; the last one ends where the image does."""
+    return [[min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0] for n, p, s in zip(size, patch, step)]
+
+
+def patches_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[Box]:
+    """The patches of an image, row by row, all of one size: the ``patch``, as far as the image goes. Together they cover it."""
+    return [Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size))) for start in product(*starts_of(size, patch, step))]
+
+
+class PatchNetwork(nn.Module):
+    """(N, C, *size) -> (N, K): the head's answer to the features of all patches.
+
+    Args:
+        backbone: (N, C, *patch) -> (N, s), or (N, s, 1, ...).
+        head: (N, s, *grid) -> (N, K), for grids of any size.
+        patch: its size; ``step``: from one to the next, by default as much.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None):
+        super().__init__()
+        self.backbone, self.head, self.patch, self.step = as_network(backbone), head, tuple(patch), tuple(step or patch)
+        self.names = {f"backbone.{own}": f"backbone.{user}" for own, user in getattr(self.backbone, "names", {}).items()}
+
+    def patches(self, size: Sequence[int]) -> list[Box]:
+        return patches_of(size, self.patch, self.step)
+
+    def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
+        """Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""
+        return features.movedim(1, -1).unflatten(-1, [len(starts) for starts in starts_of(size, self.patch, self.step)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[2:]
+        features = [self.backbone(x[(..., *box.slices)]).flatten(1) for box in self.patches(size)]
+        return self.head(self.block(torch.stack(features, 1), size))
+
+
+class ConvHead(nn.Module):
+    """(N, s, *grid) -> (N, K): two 3-wide convolutions, a mean over all places, a linear layer."""
+
+    def __init__(self, features: int, channels: int, outputs: int, dims: int = 2):
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.first, self.second = conv(features, channels, 3, padding=1), conv(channels, channels, 3, padding=1)
+        self.last = nn.Linear(channels, outputs)
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = F.relu(self.second(F.relu(self.first(z))))
+        return self.last(y.flatten(2).mean(2))
+
+
+class TransformerHead(nn.Module):
+    """(N, s, *grid) -> (N, K): the patches as tokens, with sines of their places, through an encoder; the mean of what it makes, a linear layer."""
+
+    def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
+        super().__init__()
+        if channels % (2 * heads):
+            raise ValueError(f"patchgd.head_channels is {channels}, but a transformer of {heads} heads wants a multiple of {2 * heads}")
+        self.embed, self.last = nn.Linear(features, channels), nn.Linear(channels, outputs)
+        layer = nn.TransformerEncoderLayer(channels, heads, 2 * channels, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, z: Tensor) -> Tensor:
+        tokens = self.embed(z.flatten(2).transpose(1, 2))
+        return self.last(self.encoder(tokens + _places(z.shape[2:], tokens)).mean(1))
+
+
+def _places(grid: Sequence[int], like: Tensor) -> Tensor:
+    """(places, channels): sines and cosines of the place along each dim, of wavelengths from 2 pi to 10,000 x 2 pi (Vaswani et al., 2017)."""
+    channels = like.shape[-1]
+    each = channels // (2 * len(grid))
+    rates = torch.exp(-math.log(10000.0) * torch.arange(each, device=like.device) / max(each, 1))
+    at = torch.stack(torch.meshgrid(*(torch.arange(n, device=like.device) for n in grid), indexing="ij"), -1).flatten(0, -2)
+    angles = (at.unsqueeze(-1) * rates).flatten(1)
+    found = torch.cat((angles.sin(), angles.cos()), 1)
+    return F.pad(found, (0, channels - found.shape[1])).to(like.dtype)
+
+
+def network_of(config: Config, bands: int | None, outputs: int | None) -> nn.Module:
+    """The network that a config trains, in layers that can be cut; for PatchGD one of patches.
+
+    Raises:
+        ValueError: what :func:`distseg.models.zoo.plain_model` says; or a backbone that makes no vector of a patch.
+    """
+    if config.train.method != "patchgd":
+        return outline_model(config.model, bands, outputs)
+    return patch_network(config, plain_model(config.model, bands, config.patchgd.features), outputs)
+
+
+def patch_network(config: Config, backbone: nn.Module, outputs: int) -> PatchNetwork:
+    """A network of patches with this backbone, and the head that ``patchgd`` says, whose weights follow from ``model.seed``."""
+    settings = config.patchgd
+    if not of_image(as_network(backbone)):
+        raise ValueError(f"model.name is {config.model.name}, but PatchGD's backbone makes a vector of a patch, such as distseg.models.classifier:residual does, and this one makes a map")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.key(config.model.seed, "head") & (2**63 - 1))
+        if settings.head == "transformer":
+            head = TransformerHead(settings.features, settings.head_channels, outputs)
+        else:
+            head = ConvHead(settings.features, settings.head_channels, outputs, len(settings.patch))
+    network = PatchNetwork(backbone, head, settings.patch, settings.step)
+    check_size(network.backbone, settings.patch, "a patch (patchgd.patch)")
+    return network
+
+
+def check_patches(size: Sequence[int], patch: Sequence[int]) -> None:
+    """Refuse images that are smaller than a patch.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if len(size) != len(patch) or any(n < p for n, p in zip(size, patch)):
+        raise ValueError(f"an image has {Extents(size)} pixels, but patchgd.patch is {Extents(patch)}: take a smaller patch")

@@ -1,0 +1,180 @@
+"""PatchGD against the paper's loop in plain PyTorch: the same weights after a step, on any ranks; and end to end where all patches are drawn."""
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_images import done, write_store
+
+from distseg import rng
+from distseg.cli import main
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
+from distseg.data.store import Store
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.mesh import Mesh
+from distseg.models.patches import network_of, patches_of
+from distseg.train.patchgd import PatchEngine, PatchLoader
+from distseg.trained import load
+
+TOLERANCE = 1e-12
+RATE = 0.05
+
+
+def config(place, samples=1, tiles="1x1", norm="batch", images=2, scope="group", name="sgd", **patchgd) -> Config:
+    settings = dict(patch=Extents("16x16"), features=6, head_channels=8, inner=3, sampled=0.3)
+    return Config(
+        model=ModelConfig("distseg.models.classifier:residual", base_channels=4, depth=2, norm=norm),
+        mesh=MeshConfig(samples=samples, tiles=Extents(tiles)),
+        spatial=SpatialConfig(norm_scope=scope),
+        data=DataConfig(store=str(place / "s.h5"), images=images),
+        optim=OptimConfig(name=name, lr=RATE, schedule="constant", warmup=0.0),
+        train=TrainConfig(method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")),
+        loss=LossConfig(),
+        patchgd=PatchgdConfig(**{**settings, **patchgd}),
+    )
+
+
+def ours(plan: Config, comm, store: Store):
+    """(loss, weights and running statistics) after a step."""
+    mesh = Mesh(comm, plan.mesh.samples, plan.mesh.tiles)
+    network = network_of(plan, store.bands, len(store.classes))
+    engine = PatchEngine(plan, mesh, network, precision="fp64")
+    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    loss, _ = engine.step(images, RATE)
+    return loss, {name: t.clone() for name, t in network.state_dict().items() if t.is_floating_point()}
+
+
+def papers(plan: Config, store: Store):
+    """The same by one process, in plain PyTorch."""
+    settings = plan.patchgd
+    network = network_of(plan, store.bands, len(store.classes)).double()
+    optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
+    whole = replace(plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshConfig())
+    from mpi4py import MPI
+
+    samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
+    x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples])
+    labels, boxes = torch.tensor([store.label(s.image) for s in samples]), patches_of(x.shape[2:], settings.patch, settings.step or settings.patch)
+    network.eval()
+    with torch.no_grad():
+        z = torch.stack([network.backbone(x[(..., *box.slices)]).flatten(1) for box in boxes], 1)
+    network.train()
+    losses, count = [], max(1, round(settings.sampled * len(boxes)))
+    for j in range(settings.inner):
+        drawn = [(i, int(p)) for i, s in enumerate(samples) for p in sorted(rng.permutation(rng.key(plan.train.seed, 0, s.number, "patches", j), len(boxes))[:count])]
+        made = network.backbone(torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in drawn])).flatten(1)
+        block = z.clone()
+        block[[i for i, _ in drawn], [p for _, p in drawn]] = made
+        z = block.detach()
+        loss = torch.nn.functional.cross_entropy(network.head(network.block(block, x.shape[2:])), labels)
+        (loss / settings.accumulate).backward()
+        losses.append(loss.item())
+        if (j + 1) % settings.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return np.mean(losses), {name: t for name, t in network.state_dict().items() if t.is_floating_point()}
+
+
+def compare(found, wanted, statistics=True):
+    assert abs(found[0] - wanted[0]) <= TOLERANCE
+    for name, w in wanted[1].items():
+        if statistics or "running" not in name:
+            assert (found[1][name] - w).norm() <= TOLERANCE * max(w.norm(), 1e-3), name
+
+
+@pytest.fixture
+def place(comm, shared_path) -> Path:
+    if comm.rank == 0:
+        write_store(shared_path / "s.h5", count=16, size=(45, 61))
+    comm.Barrier()
+    return Path(shared_path)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("more", [{}, dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5), dict(at_once=5, norm="instance")])
+def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
+    """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
+    plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")
+    # A running variance is that of deferred batch norm, biased, and PyTorch's is not.
+    compare(ours(plan, comm, store), papers(plan, store), statistics=False)
+
+
+@pytest.mark.parallel([2, 4])
+def test_sample_groups_and_patches_together(comm, place):
+    plan, store = config(place, samples=2, tiles=f"{comm.size // 2}x1", norm="group"), Store(place / "s.h5")
+    compare(ours(plan, comm, store), papers(plan, store))
+    live = config(place, samples=2, tiles=f"{comm.size // 2}x1", scope="step")
+    compare(ours(live, comm, store), papers(live, store), statistics=False)
+
+
+@pytest.mark.parallel([1, 3])
+def test_all_patches_at_once_are_trained_end_to_end(comm, place):
+    """One inner iteration that draws all of them has the exact gradient of the network of patches."""
+    plan, store = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, norm="group"), Store(place / "s.h5")
+    network = network_of(plan, store.bands, len(store.classes)).double()
+    mesh = Mesh(comm, 1, plan.mesh.tiles)
+    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in images.samples])
+    torch.nn.functional.cross_entropy(network(x), images.labels).backward()
+    engine = PatchEngine(plan, mesh, copy.deepcopy(network), precision="fp64")
+    engine.gradients.zero()
+    engine.backward(images, engine.fill(images, mesh.tiles), 0)
+    engine.gradients.settle()
+    for (name, wanted), p in zip(network.named_parameters(), engine.network.parameters()):
+        own = p.grad if "backbone" in name or comm.rank == 0 else torch.zeros_like(p)
+        assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, capsys):
+    common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "distseg.models.classifier:residual",
+              "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--patchgd.features", "8", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]
+    done(["train", *common, "--train.epochs", "1"])
+    done(["train", *common, "--train.epochs", "2", "--train.resume", "true"])
+    done(["evaluate", str(place / "run")])
+    done(["predict", str(place / "run"), "--output", str(place / "out")])
+    comm.Barrier()
+    store, rows = Store(place / "s.h5"), (place / "out" / "images.csv").read_text().splitlines()[1:]
+    module = load(place / "run")
+    for row in rows:
+        name, *_, bright = row.split(",")
+        x = torch.from_numpy(store.read_normalised(name, Box.whole((45, 61))))[None]
+        assert abs(float(bright) - float(module(x).softmax(1)[0, 1])) < 1e-4
+    assert len(rows) == len(store.split("test"))
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["--pipeline.schedule", "gpipe"], "pipeline.schedule is gpipe, but train.method is patchgd"),
+        (["--spatial.tiles_per_rank", "2x2"], "spatial.tiles_per_rank is 2x2, but train.method is patchgd"),
+        (["--patchgd.patch", "64x64"], "an image has 45x61 pixels, but patchgd.patch is 64x64"),
+        (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
+        (["--patchgd.head", "transformer", "--patchgd.head_channels", "12"], "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8"),
+        (["--model.name", "unet"], "PatchGD's backbone makes a vector of a patch"),
+        (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),
+    ],
+)
+def test_what_can_not_be_is_refused(tmp_path, capsys, flags, why):
+    write_store(tmp_path / "s.h5", size=(45, 61))
+    given = {"--data.store": str(tmp_path / "s.h5"), "--train.output": str(tmp_path / "run"), "--train.method": "patchgd", "--model.name": "distseg.models.classifier:residual", "--patchgd.patch": "16x16"}
+    given |= dict(zip(flags[::2], flags[1::2]))
+    with pytest.raises(SystemExit) as end:
+        main(["train", *(word for pair in given.items() for word in pair)])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and re.search(why, err), err
+
+
+def test_patches_cover_an_image():
+    assert [box.start for box in patches_of((10, 7), (4, 4), (4, 4))] == [(a, b) for a in (0, 4, 6) for b in (0, 3)]
+    for size, patch, step in [((17, 30), (5, 7), (5, 7)), ((17, 30), (5, 7), (3, 4)), ((8, 8), (8, 8), (8, 8)), ((9, 16), (8, 8), (8, 8))]:
+        seen = np.zeros(size, int)
+        for box in patches_of(size, patch, step):
+            assert box.size == tuple(patch)
+            seen[box.slices] += 1
+        assert seen.min() > 0

@@ -42,7 +42,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
     """Print the table of scores on a split, ours beside the colour baseline's."""
     predictor, manifest = load_predictor(run, config, world)
     with together(world):
-        store = Store(config.data.store, _constants(manifest))
+        store = Store(config.data.store, _constants(manifest), config.data.shrink)
         _check_classes(store, manifest, run)
         _check_types(store, split, manifest)
         if store.of_images != predictor.model.of_image:
@@ -121,12 +121,12 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             raise ValueError(f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out")
         if images:
             missing = None if nodata is None else parse(nodata)
-            scenes = {Path(path).stem: partial(file_scene, path, manifest, missing) for path in images}
+            scenes = {Path(path).stem: partial(file_scene, path, manifest, missing, config.data.shrink) for path in images}
             if len(scenes) < len(images):
                 twice = next(path for path in images if sum(Path(other).stem == Path(path).stem for other in images) > 1)
                 raise ValueError(f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output")
         else:
-            store = Store(config.data.store, _constants(manifest))
+            store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed

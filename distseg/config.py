@@ -229,6 +229,8 @@ class DataConfig:
     """Images (or crops) of a micro-batch of one sample group."""
     crop: Optional[Extents] = None
     """Size of random crops; whole images by default."""
+    shrink: int = 1
+    """With labels of whole images: a pixel is the mean of so many of the store's along each dim. Evaluation and prediction do likewise."""
     focus_class: Optional[str] = None
     """A rare class near which some crops are placed."""
     focus_share: float = 0.5
@@ -243,7 +245,7 @@ class DataConfig:
     def __post_init__(self):
         _extents(self, "crop")
         _between(self, 0, 1, "focus_share")
-        _at_least(self, 1, "images", "epoch_samples")
+        _at_least(self, 1, "images", "epoch_samples", "shrink")
         _at_least(self, 0, "prefetch")
         _path(self, "store")
         _each_once(self, "augment")

@@ -14,7 +14,7 @@ from distseg.config import Config
 from distseg.data.image_writer import first_bad, position
 from distseg.data.nodata import absent, fitting
 from distseg.data.readers import open_image
-from distseg.data.store import Store, normalised
+from distseg.data.store import Store, normalised, shrunken
 from distseg.geometry.tile import Box
 
 
@@ -33,13 +33,14 @@ def store_scene(store: Store, name: str) -> Scene:
     return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path))
 
 
-def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> Scene:
+def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1) -> Scene:
     """An image file, normalised with the constants of the store that the network was trained on.
 
     As in a store, it is 0 where there is no data.
 
     Args:
         nodata: the number that stands for no data; by default what a TIFF file says of itself.
+        shrink: a pixel is the mean of so many along each dim (``data.shrink``).
 
     Raises:
         ValueError: another number of bands; when it is read, pixels that are no numbers and do not stand for no data.
@@ -58,16 +59,17 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None) -> 
     check_type(path, reader.dtype, data)
 
     def read(box: Box) -> np.ndarray:
+        box = Box(tuple(shrink * a for a in box.start), tuple(shrink * b for b in box.stop))
         pixels = reader.read(box)
         if (bad := first_bad(pixels, absent(pixels, missing))) is not None:
             raise ValueError(
                 f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, "
                 f"such as by the band's mean, or say that it stands for no data: --nodata={pixels[bad]}"
             )
-        return normalised(pixels, mean, std, missing)
+        return normalised(pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, missing)
 
     told = "" if missing is None else f", no data is {missing}"
-    return Scene(Path(path).stem, tuple(reader.size), read, _file_identity(path) + told)
+    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, _file_identity(path) + told)
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:

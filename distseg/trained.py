@@ -24,7 +24,7 @@ TAKEN = {
     "mesh": ("stages",),
     "pipeline": ("schedule", "balance", "placement"),
     "spatial": ("halo", "exchange_every", "fuse_below", "norm_scope"),
-    "data": ("store",),
+    "data": ("store", "shrink"),
     "train": ("method", "precision", "channels_last"),
     "patchgd": tuple(field.name for field in fields(PatchgdConfig)),
     "predict": ("tile", "probabilities", "formats"),

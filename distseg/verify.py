@@ -159,7 +159,7 @@ def prepare(config: Config, image: Extents | None):
         ValueError: neither a size nor a store.
     """
     if config.data.store and image is None:
-        store = Store(config.data.store)
+        store = Store(config.data.store, shrink=config.data.shrink)
         config = with_store(config, store.ignore)
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)

@@ -143,6 +143,23 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
         assert end.value.code == 2 and re.search(why, err), err
 
 
+def test_shrunken_images_are_means(tmp_path):
+    """Of blocks, wherever a window lies; what has no mean is refused."""
+    path = write_store(tmp_path / "s.h5")
+    store, small = Store(path), Store(path, shrink=4)
+    assert small.size("image01") == (7, 10)
+    whole = store.read("image01", Box.whole((29, 43)))[:, :28, :40].astype(np.float64).reshape(2, 7, 4, 10, 4).mean((2, 4))
+    assert abs(small.read("image01", Box((2, 1), (6, 9))) - whole[:, 2:6, 1:9]).max() < 1e-4
+    expected = (whole - store.mean[:, None, None]) / store.std[:, None, None]
+    assert abs(small.read_normalised("image01", Box.whole((7, 10))) - expected).max() < 1e-4
+    with StoreWriter(tmp_path / "p.h5", ["a", "b"], 1) as writer:
+        writer.add_image("x", (8, 8), np.uint8, "train", True).write(Box.whole((8, 8)), np.zeros((1, 8, 8), np.uint8), np.zeros((8, 8), int))
+    with pytest.raises(ValueError, match="data.shrink is 2, but image 'x' of .* has labels of pixels"):
+        Store(tmp_path / "p.h5", shrink=2)
+    with pytest.raises(ValueError, match="data.shrink is 30, but image 'image00' of .* has 29x43 pixels"):
+        Store(path, shrink=30)
+
+
 def test_scores_are_their_textbook_formulas():
     generator = np.random.default_rng(1)
     scores, positive = generator.integers(0, 6, 40), generator.random(40) < 0.4

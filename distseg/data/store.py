@@ -36,6 +36,7 @@ class Store:
     Args:
         constants: mean and standard deviation of each band by which pixels are normalised, such as those that a network was trained with;
             by default the store's own.
+        shrink: a pixel is the mean of so many of the file's along each dim; rows and columns that are left over fall away. Of labels of whole images.
 
     Raises:
         FileNotFoundError: nothing at ``path``.
@@ -43,8 +44,8 @@ class Store:
             Methods that read raise it for what is damaged, naming the image and the place.
     """
 
-    def __init__(self, path: str | Path, constants: tuple[Sequence[float], Sequence[float]] | None = None):
-        self.path, self._constants = str(path), constants
+    def __init__(self, path: str | Path, constants: tuple[Sequence[float], Sequence[float]] | None = None, shrink: int = 1):
+        self.path, self._constants, self.shrink = str(path), constants, shrink
         self._open()
         found = header.read(self.path, self._handle)
         self.version, self.digest = found.version, found.digest
@@ -57,13 +58,14 @@ class Store:
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
         self.provenance, self._images, self._sums_at = found.provenance, found.images, found.sums_at
         self._check_size()
+        self._check_shrink()
         self.splits: dict[str, list[str]] = {}  # the names of the images of each, in the order they were written
         for name, entry in self._images.items():
             self.splits.setdefault(entry.split, []).append(name)
         self._say_version()
 
     def __reduce__(self):
-        return Store, (self.path, self._constants)
+        return Store, (self.path, self._constants, self.shrink)
 
     @property
     def bands(self) -> int:
@@ -75,7 +77,7 @@ class Store:
         return self.splits[name]
 
     def size(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).size
+        return tuple(n // self.shrink for n in self._entry(name).size)
 
     def dtype(self, name: str) -> np.dtype:
         """Of the stored pixels."""
@@ -105,9 +107,11 @@ class Store:
         return self._entry(name).missing
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """Pixels (bands, *box.size) as they are stored."""
+        """Pixels (bands, *box.size) as they are stored; means of them float32."""
         self._check(name, box)
-        return self.reader(name, "pixels").read(Box((0, *box.start), (self.bands, *box.stop)))
+        k = self.shrink
+        found = self.reader(name, "pixels").read(Box((0, *(k * a for a in box.start)), (self.bands, *(k * b for b in box.stop))))
+        return found if k == 1 else shrunken(found, k)
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
         """(pixels - mean) / std in float32, (bands, *box.size); 0, the mean, where there is no data."""
@@ -185,6 +189,16 @@ class Store:
             return entry.size, np.dtype(np.uint8)
         return (len(self.classes), *(-(-n // self.block) for n in entry.size)), np.dtype("<u4")
 
+    def _check_shrink(self) -> None:
+        if self.shrink == 1:
+            return
+        for name, entry in self._images.items():
+            if entry.labels or entry.nodata is not None:
+                what = "labels of pixels" if entry.labels else "pixels without data"
+                raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, which have no mean: leave data.shrink out")
+            if min(entry.size) < self.shrink:
+                raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {Extents(entry.size)} pixels: nothing of it is left")
+
     def _check_size(self) -> None:
         """Of the pixels, which are not packed, the file must have all."""
         needed = sum(entry.dtype.itemsize * self.bands * Extents(entry.size).volume for entry in self._images.values())
@@ -212,6 +226,13 @@ class Store:
     def _check_labelled(self, name: str) -> None:
         if not self.has_labels(name):
             raise ValueError(f"image {name!r} of {self.path} has no labels: prepare the store with masks to train or evaluate on it")
+
+
+def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
+    """Means over ``by`` pixels along each dim, float32: (bands, *size) -> (bands, *(size // by))."""
+    cut = pixels[(slice(None), *(slice(n // by * by) for n in pixels.shape[1:]))]
+    split = cut.reshape(len(cut), *(n for size in cut.shape[1:] for n in (size // by, by)))
+    return split.mean(tuple(range(2, split.ndim, 2)), dtype=np.float32)
 
 
 def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, nodata: int | float | None = None) -> np.ndarray:

@@ -246,7 +246,7 @@ def lock_run(output: Path) -> IO:
 def _open_store(config: Config) -> Store:
     if not config.data.store:
         raise ValueError("data.store is not set: name the HDF5 store that 'distseg prepare' wrote")
-    return Store(config.data.store)
+    return Store(config.data.store, shrink=config.data.shrink)
 
 
 def _largest(store: Store, config: Config) -> tuple[int, ...]:

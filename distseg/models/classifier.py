@@ -20,22 +20,26 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """(N, C, *size) -> (N, K): a 3x3 convolution, ``depth`` residual blocks that each halve the size and double the channels, a mean over the image, a linear layer."""
+    """(N, C, *size) -> (N, K): a 3x3 convolution, ``depth`` residual blocks that each halve the size and double the channels, a mean or maximum over the image, a linear layer."""
 
-    def __init__(self, in_channels: int, out_channels: int, base_channels: int = 16, depth: int = 4, norm: str = "batch"):
+    def __init__(self, in_channels: int, out_channels: int, base_channels: int = 16, depth: int = 4, norm: str = "batch", pool: str = "mean"):
         super().__init__()
+        if pool not in ("mean", "max"):
+            raise ValueError(f"pool is mean or max, got {pool!r}")
+        self.pool = pool
         widths = [base_channels * 2**k for k in range(depth)]
         self.stem = nn.Conv2d(in_channels, base_channels, 3, 2, 1)
         self.blocks = nn.Sequential(*(Block(widths[max(k - 1, 0)], widths[k], 2, norm) for k in range(depth)))
         self.last = nn.Linear(widths[-1], out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
+        y = self.blocks(F.relu(self.stem(x)))
+        return self.last(y.mean((2, 3)) if self.pool == "mean" else y.amax((2, 3)))
 
 
-def residual(in_channels: int, out_channels: int, base_channels: int = 16, depth: int = 4, norm: str = "batch") -> Residual:
-    """The network by the config's fields: ``model: {name: distseg.models.classifier:residual, base_channels: 16, depth: 4, norm: batch}``."""
-    return Residual(in_channels, out_channels, base_channels, depth, norm)
+def residual(in_channels: int, out_channels: int, base_channels: int = 16, depth: int = 4, norm: str = "batch", pool: str = "mean") -> Residual:
+    """The network by the config's fields: ``model: {name: "distseg.models.classifier:residual", base_channels: 16, depth: 4, norm: batch, args: {pool: max}}``."""
+    return Residual(in_channels, out_channels, base_channels, depth, norm, pool)
 
 
 def _norm(kind: str, channels: int) -> nn.Module:

@@ -1,0 +1,262 @@
+"""Labels of whole images at a patch's memory: PatchGD, the exact gradient that it approximates, and the plain baselines.
+
+``--parts compare``: the same small backbone on UltraMNIST for the same time by each method, and how many test images it then gets right.
+``--parts memory``: the peak of a process after a step, against the image's size. ``--parts time``: an exact step against plain PyTorch's, and filling Z against the
+backbone alone. Every case of the first two is a job of its own, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from itertools import count
+from pathlib import Path
+from statistics import mean
+from typing import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness import measure, parent, repeats_of, report, run_ranks
+from benchmarks.rows import Rows
+from benchmarks.steps import peak
+from distseg.check import with_store
+from distseg.comm.collective import Alone
+from distseg.config import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.data.store import Store
+from distseg.data.ultramnist import prepare_ultramnist
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.infer.images import evaluate_images
+from distseg.infer.predictor import Predictor
+from distseg.launch import set_up, world
+from distseg.mesh import Mesh
+from distseg.models.patches import network_of
+from distseg.models.zoo import plain_model
+from distseg.report.style import PALETTE, new_figure
+from distseg.train.engine import Engine
+from distseg.train.patchgd import PatchEngine, PatchLoader
+from distseg.train.run import step_loader
+
+QUESTION = "What do PatchGD, the exact gradient and plain baselines reach on large images, in which time and memory?"
+METHODS = ("downscale", "crops", "patchgd", "exact", "exact in time")
+_BACKBONE = "distseg.models.classifier:residual"
+_TIMES = 4  # that a case is evaluated while it trains
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
+    parser.add_argument("--parts", nargs="*", choices=["compare", "memory", "time"], default=["compare", "memory", "time"])
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--size", type=int, default=256, help="side of the images compared on (default: %(default)s)")
+    parser.add_argument("--digits", type=int, nargs=2, default=[1, 1], help="of an image, at least and at most (default: %(default)s)")
+    parser.add_argument("--images", type=int, nargs=3, default=[4000, 0, 500], help="of train, val and test (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=150, help="that each case trains, evaluations apart (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--base", type=int, default=8, help="channels of the backbone's first level (default: %(default)s)")
+    parser.add_argument("--memory", default="700MB", help="budget of tiles in time (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for the memory (default: %(default)s)")
+    parser.add_argument("--plain", type=int, nargs="*", default=[512, 1024, 2048], help="sides for plain PyTorch's memory (default: %(default)s)")
+    parser.add_argument("--name", default="whole_images", help="of the result files")
+    parser.add_argument("--job", help="a method: internal")
+    parser.add_argument("--store")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.job:
+        return _step_of_job(options) if options.seconds == 0 else _job(options)
+    if options.quick:
+        options.size, options.images, options.seconds, options.seeds, options.base, options.sizes, options.plain, options.methods = 64, [8, 0, 4], 0.5, 1, 4, [64], [64], ["patchgd", "exact"]
+    parts: dict[str, list[dict]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in options.parts:
+            parts[part] = {"compare": _compare, "memory": _memory, "time": _time}[part](options, Path(folder))
+    rows = [{"part": part, **row} for part, those in parts.items() for row in those]
+    shown = [{key: value for key, value in row.items() if key != "curve"} for row in rows]
+    notes = (
+        f"backbone {_BACKBONE}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam 0.005;\n"
+        "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations"
+    )
+    report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store")}, notes, lambda path: draw(parts, path))
+
+
+def config_of(options: argparse.Namespace, method: str, store: str, size: int) -> Config:
+    """The config by which a method trains."""
+    norm = "batch"
+    quarter = Extents((max(16, size // 4),) * 2)
+    budget = method == "exact in time"
+    return Config(
+        model=ModelConfig(_BACKBONE, args={"pool": "max"}, base_channels=options.base, depth=3, norm=norm, seed=options.seed),
+        spatial=SpatialConfig(in_time="spill") if budget else SpatialConfig(),
+        data=DataConfig(store=store, images=8 if options.seconds else 1, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
+        optim=OptimConfig("adam", lr=5e-3, schedule="constant", warmup=0.0),
+        train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32"),
+        patchgd=PatchgdConfig(patch=quarter, features=32, sampled=0.25, inner=4, head_channels=32) if method == "patchgd" else PatchgdConfig(),
+        predict=PredictConfig(tile=Extents((size, size))),
+        run=RunConfig(memory=options.memory) if budget else RunConfig(),
+    )
+
+
+def _opened(options: argparse.Namespace, method: str):
+    """(engine, loader, predictor, store) of a method on one rank."""
+    comm = world()
+    device = set_up(comm, "cpu", 1)
+    size = min(Store(options.store).size(Store(options.store).split("train")[0]))
+    config = config_of(options, method, options.store, size)
+    store = Store(options.store, shrink=config.data.shrink)
+    config = with_store(config, store.ignore)
+    network, mesh = network_of(config, store.bands, len(store.classes)), Mesh(comm)
+    if method == "patchgd":
+        engine = PatchEngine(config, mesh, network, device)
+        return engine, PatchLoader(store, config, mesh), engine.predictor(), store
+    engine = Engine(config, mesh, network, store.size(store.split("train")[0]), device)
+    predictor = Predictor(engine.model, mesh.replicas, engine.devices, engine.autocast, config.predict.tile)
+    return engine, step_loader(config, store, mesh, engine), predictor, store
+
+
+def _job(options: argparse.Namespace) -> None:
+    """Train for some seconds; print what came of it."""
+    engine, loader, predictor, store = _opened(options, options.job)
+    spent, images, curve = 0.0, 0, []
+    for epoch in count():
+        engine.context.epoch = epoch
+        start = time.perf_counter()
+        for batch in loader.epoch(epoch):
+            engine.step(batch, 5e-3)
+            images += 8
+            spent += time.perf_counter() - start
+            if spent >= options.seconds * (len(curve) + 1) / _TIMES:
+                found = evaluate_images(predictor, store, "test", Alone())
+                curve.append({"seconds": spent, "images": images, "accuracy": found["accuracy"], "auc": found["auc"]})
+            if len(curve) == _TIMES:
+                print(json.dumps({"curve": curve, "peak": peak(), "seconds": spent}))
+                return
+            start = time.perf_counter()
+
+
+def _step_of_job(options: argparse.Namespace) -> None:
+    """Two steps on one image; print the peak."""
+    if options.job == "plain":
+        store = Store(options.store)
+        name = store.split("train")[0]
+        model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, len(store.classes))
+        optimizer = torch.optim.Adam(model.parameters())
+        x, y = torch.from_numpy(store.read_normalised(name, Box.whole(store.size(name))))[None], torch.tensor([store.label(name)])
+        torch.set_num_threads(1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    else:
+        engine, loader, _, _ = _opened(options, options.job)
+        for batch in loader.epoch(0):
+            engine.step(batch, 5e-3)
+    print(json.dumps({"peak": peak()}))
+
+
+def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, seconds: float = 0.0) -> dict:
+    flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory]
+    return run_ranks(1, ["-m", "benchmarks.whole_images", *flags], threads=1, timeout=3600)
+
+
+def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
+    store, rows = folder / "compare.h5", []
+    prepare_ultramnist(store, Extents((options.size,) * 2), options.images, tuple(options.digits))
+    for method in options.methods:
+        found = [_run(options, method, store, seed, options.seconds) for seed in range(options.seeds)]
+        last = [one["curve"][-1] for one in found]
+        accuracies = [one["accuracy"] for one in last]
+        rows.append({
+            "method": method, "size": f"{options.size}x{options.size}", "accuracy": mean(accuracies), "from": min(accuracies), "to": max(accuracies), "auc": mean(one["auc"] for one in last),
+            "images seen": round(mean(one["images"] for one in last)), "seconds": mean(one["seconds"] for one in last), "peak [MB]": max(one["peak"] for one in found) / 1e6,
+            "curve": [one["curve"] for one in found],
+        })  # fmt: skip
+        print({k: v for k, v in rows[-1].items() if k != "curve"}, file=sys.stderr, flush=True)
+    return rows
+
+
+def _memory(options: argparse.Namespace, folder: Path) -> list[dict]:
+    rows = []
+    for method, sides in (("patchgd", options.sizes), ("exact in time", options.sizes), ("plain", options.plain)):
+        for side in sides:
+            store = folder / f"{side}.h5"
+            if not store.exists():
+                prepare_ultramnist(store, Extents((side, side)), (2, 0, 0))
+            rows.append({"method": method, "size": f"{side}x{side}", "peak [MB]": _run(options, method, store)["peak"] / 1e6})
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def _time(options: argparse.Namespace, folder: Path) -> list[dict]:
+    """In this process, in turns."""
+    side = options.plain[min(1, len(options.plain) - 1)]
+    options.store, options.seconds = str(folder / f"{side}.h5"), 0.0
+    if not Path(options.store).exists():
+        prepare_ultramnist(options.store, Extents((side, side)), (2, 0, 0))
+    torch.set_num_threads(1)
+    rows = []
+    for kind, cases in (("a step", _steps(options)), ("filling Z", _fills(options))):
+        results = measure(cases, repeats_of(options), clock=time.process_time)
+        for case in list(cases)[1:]:
+            ratio = results.ratio(case)
+            rows.append({"method": f"{kind}: {case} / {next(iter(cases))}", "size": f"{side}x{side}", "ratio": ratio.median, "from": ratio.min, "to": ratio.max, "seconds": results.spread(case).median})
+    return rows
+
+
+def _steps(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    store = Store(options.store)
+    name = store.split("train")[0]
+    model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, len(store.classes))
+    optimizer, whole, label = torch.optim.Adam(model.parameters(), fused=True), Box.whole(store.size(name)), torch.tensor([store.label(name)])
+
+    def plain() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.from_numpy(store.read_normalised(name, whole))[None]), label).backward()
+        optimizer.step()
+
+    def ours(method: str) -> Callable[[], None]:
+        engine, loader, _, _ = _opened(options, method)
+        return lambda: engine.step(next(iter(loader.epoch(0))), 5e-3)
+
+    return {"plain": plain, "exact": ours("exact"), "exact in time": ours("exact in time")}
+
+
+def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    engine, loader, _, store = _opened(options, "patchgd")
+    batch = next(iter(loader.epoch(0)))
+    backbone = plain_model(engine.config.model, store.bands, 32).eval()
+    boxes = engine.network.patches(batch.sizes[0])
+
+    @torch.no_grad()
+    def alone() -> None:
+        for a in range(0, len(boxes), 16):
+            backbone(torch.stack([batch.read(0, box) for box in boxes[a : a + 16]]))
+
+    return {"the backbone alone": alone, "fill": lambda: engine.fill(batch, Alone())}
+
+
+def draw(parts: dict[str, list[dict]], path: Path) -> None:
+    with new_figure(path, (9, 4)) as figure:
+        left, right = figure.subplots(1, 2)
+        for row, colour in zip(parts.get("compare", []), PALETTE):
+            for number, curve in enumerate(row["curve"]):
+                left.plot([0, *(at["seconds"] for at in curve)], [0.1, *(at["accuracy"] for at in curve)], "o-", color=colour, markersize=3, label=None if number else row["method"])
+        left.set_xlabel("seconds of training")
+        left.set_ylabel("accuracy on the test images")
+        for method, colour in zip(dict.fromkeys(row["method"] for row in parts.get("memory", [])), PALETTE[2:]):
+            mine = [row for row in parts["memory"] if row["method"] == method]
+            right.plot([int(row["size"].split("x")[0]) for row in mine], [row["peak [MB]"] for row in mine], "o-", color=colour, label=method)
+        right.set_xscale("log", base=2)
+        right.set_yscale("log")
+        right.set_xlabel("pixels a side")
+        right.set_ylabel("peak of the process [MB]")
+        for axes, part in ((left, "compare"), (right, "memory")):
+            if parts.get(part):
+                axes.legend()
+        figure.tight_layout()
+
+
+if __name__ == "__main__":
+    main()

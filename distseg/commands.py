@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from distseg.colour import baseline
 from distseg.config import Config, ModelConfig
@@ -22,12 +23,13 @@ from distseg.disk import whole
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.infer.evaluate import evaluate, score_rows
+from distseg.infer.heat import drawn_over, heat_map
 from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.infer.predict import load_predictor, predict
 from distseg.infer.predictor import Predictor
 from distseg.launch import together
 from distseg.models.network import flat_layers, is_flat
-from distseg.models.zoo import ZOO, outline_model
+from distseg.models.zoo import ZOO, outline_model, plain_model
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
@@ -36,6 +38,7 @@ from distseg.scene import Scene, check_type, file_scene, network_identity, store
 from distseg.spatial.graph import receptive_field
 from distseg.checkpoint.files import find
 from distseg.infer.metrics import scores
+from distseg.trained import load
 
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
@@ -88,8 +91,29 @@ def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run:
     return 0
 
 
-def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Scene]], classes: Sequence[str], world, output: str) -> int:
-    """Write a table with a line an image: its class, and the probability of each; or its number."""
+def _heat_maps(checkpoint: Path, config: Config, manifest: dict, scenes: Mapping[str, Callable[[], Scene]], folder: Path) -> None:
+    """Draw where the answers come from."""
+    from PIL import Image
+
+    bands, outputs = manifest["channels"]
+    features = config.patchgd.features if config.train.method == "patchgd" else outputs
+    model = load(checkpoint, plain_model(config.model, bands, features))
+    for name, opened in scenes.items():
+        scene = opened()
+        pixels = scene.read(Box.whole(scene.size))
+        heat, data = heat_map(model, torch.from_numpy(pixels)[None]), manifest["data"]
+        by_band = lambda numbers: np.asarray(numbers)[:, None, None]
+        pixels = pixels * by_band(data["std"]) + by_band(data["mean"])
+        pixels = np.rint(pixels).clip(0, 255).astype(np.uint8) if data.get("types") == ["uint8"] else pixels
+        with whole(folder / f"{name}.heat.png") as growing:
+            Image.fromarray(drawn_over(_rgb(pixels), heat)).save(growing, "png")
+        print(folder / f"{name}.heat.png")
+
+
+def _predict_images(
+    predictor: Predictor, scenes: Mapping[str, Callable[[], Scene]], classes: Sequence[str], world, output: str, draw: Callable[[Mapping, Path], None] | None = None
+) -> int:
+    """Write a table with a line an image: its class, and the probability of each; or its number. ``draw``: pictures too."""
     opened = list(scenes.values())
     vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
     if world.rank == 0:
@@ -105,6 +129,8 @@ def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Scen
                 lines.writerow(["image", "class", *(f"p({name})" for name in classes)])
                 lines.writerows([name, classes[p.argmax()], *(f"{x:.6g}" for x in p)] for name, p in zip(scenes, likely))
         print(f"{path}: {len(opened)} images")
+        if draw:
+            draw(scenes, path.parent)
     return 0
 
 
@@ -137,7 +163,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     if world.rank == 0:
         print(f"network: {checkpoint}")
     if predictor.model.of_image:
-        return _predict_images(predictor, scenes, names, world, output)
+        return _predict_images(predictor, scenes, names, world, output, partial(_heat_maps, checkpoint, config, manifest) if settings.heat else None)
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)

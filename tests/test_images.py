@@ -216,3 +216,38 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
             main(["prepare", str(tmp_path / "flat"), str(tmp_path / "c.h5"), "--labels", str(table), "--classes", "age"])
         assert re.search(why, capsys.readouterr().err)
     assert not (tmp_path / "c.h5").exists()
+
+
+@pytest.mark.parametrize("kind", ["exact", "patchgd"])
+def test_heat_is_where_the_answer_comes_from(kind):
+    """A network that sums bright pixels says where they are."""
+    from distseg.infer.heat import drawn_over, heat_map
+    from distseg.models.patches import PatchNetwork
+
+    body = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1, bias=False), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    torch.nn.init.constant_(body[0].weight, 1.0)
+    last = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(last.weight, 1.0), torch.nn.init.constant_(last.bias, 0.0)
+    if kind == "exact":
+        model = torch.nn.Sequential(*body, last)
+    else:
+        model = PatchNetwork(body, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), last), (8, 8))
+    x = torch.zeros(1, 1, 32, 48)
+    x[..., 16:24, 32:40] = 5.0
+    heat = heat_map(model, x)
+    assert heat.shape == (32, 48) and heat[18:22, 34:38].min() > 0.5 and heat[:8].max() < 0.2 and heat[:, :16].max() < 0.2
+    picture = drawn_over(np.zeros((32, 48, 3), np.uint8), heat)
+    assert picture.dtype == np.uint8 and picture[20, 36, 0] > 150 > picture[2, 2, 0]
+
+
+@pytest.mark.parametrize("kinds, title", [(("accuracy", "auc"), "Validation"), (("mae", "rmse"), "Validation error")])
+def test_curves_of_networks_for_whole_images(tmp_path, monkeypatch, kinds, title):
+    from distseg.report import plots
+
+    log = [{"kind": "step", "step": k, "epoch": 0, "loss": 1.0, "lr": 0.1} for k in range(4)] + [{"kind": "validation", "step": 3, "epoch": 0, **dict.fromkeys(kinds, 0.5)}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    titles = []
+    drawn = plots._draw_validation
+    monkeypatch.setattr(plots, "_draw_validation", lambda axis, *more: (drawn(axis, *more), titles.append((axis.get_title(), [line.get_label() for line in axis.get_lines()]))))
+    plots.plot_curves([tmp_path / "log.jsonl"], tmp_path / "curves.png")
+    assert titles == [(title, [f"{kind} 0.500" for kind in kinds])] and (tmp_path / "curves.png").exists()

@@ -12,7 +12,7 @@ import torch
 from distseg.extents import Extents
 from distseg.report.log import RunLog, SilentLog, open_log, read_log
 from distseg.report.overlay import iou_per_class, plot_overlay
-from distseg.report.plots import _draw_iou, _draw_loss, plot_curves, plot_scaling, series, smooth
+from distseg.report.plots import _draw_validation, _draw_loss, plot_curves, plot_scaling, series, smooth
 from distseg.report.progress import BarProgress, LineProgress, SilentProgress, progress
 from distseg.report.shrink import shrink_image, shrink_labels
 from distseg.report.style import NATURAL, class_colors
@@ -326,7 +326,7 @@ def test_curves_show_raw_beside_smooth_and_each_class(tmp_path):
     assert smoothed.get_ydata() == pytest.approx(smooth(series(log, "step", "loss")[1], 100 // 40))
     assert validation.get_xdata().tolist() == [50, 100]
     axis = Figure().subplots()
-    _draw_iou(axis, [log], ["run"])
+    _draw_validation(axis, [log], ["run"])
     assert [line.get_label() for line in axis.get_lines()] == ["land 0.900", "lake 0.500"]
     assert axis.get_lines()[1].get_ydata().tolist() == [0.25, 0.5]
 

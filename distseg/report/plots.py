@@ -17,7 +17,7 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
-    """Loss (raw and smoothed), validation IoU per class and learning rate over optimizer steps, of one run or several.
+    """Loss (raw and smoothed), validation IoU per class, or scores of whole images, and learning rate over optimizer steps, of one run or several.
 
     Args:
         log_paths: logs, or folders of runs.
@@ -32,7 +32,7 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
         if not any(line["kind"] == "step" for line in log):
             raise ValueError(f"{path} holds no line of kind 'step': nothing was trained there yet")
     panels = [(_draw_loss, 3.0)]
-    panels += [(_draw_iou, 2.6)] if any("iou" in line for log in logs for line in log) else []
+    panels += [(_draw_validation, 2.6)] if any({"iou", *_OF_IMAGES} & set(line) for log in logs for line in log if line["kind"] == "validation") else []
     panels += [(_draw_rate, 1.3)] if any("lr" in line for log in logs for line in log) else []
     heights = [height for _, height in panels]
     with new_figure(output, (8.5, sum(heights) + 0.8), layout="constrained") as figure:
@@ -96,18 +96,25 @@ def _stretch(axis, losses: list[np.ndarray]) -> None:
         axis.set_ylim(bottom=0)
 
 
-def _draw_iou(axis, logs: list[list[dict]], names: list[str]) -> None:
+def _draw_validation(axis, logs: list[list[dict]], names: list[str]) -> None:
     classes = list(dict.fromkeys(key for log in logs for line in log for key in (line.get("iou") or {})))
+    of_images = [] if classes else [kind for kind in _OF_IMAGES if any(kind in line for log in logs for line in log)]
     for index, (log, name) in enumerate(zip(logs, names)):
-        for number, label in enumerate(classes):
-            steps, iou = series(log, "validation", "iou", label)
+        for number, label in enumerate(classes or of_images):
+            steps, iou = series(log, "validation", *(("iou", label) if classes else (label,)))
             text = f"{name}: {label}" if len(logs) > 1 else label
             last = f" {iou[-1]:.3f}" if len(iou) and np.isfinite(iou[-1]) else ""
             axis.plot(
                 steps, iou, linestyle=_STYLES[index % len(_STYLES)], color=PALETTE[number % len(PALETTE)],
                 marker="o", markersize=3.5, linewidth=1.6, label=text + last,
             )  # fmt: skip
-    axis.set(title="Validation IoU", ylim=(-0.02, 1.02))
+    if of_images and "rmse" in of_images:
+        axis.set(title="Validation error")
+    else:
+        axis.set(title="Validation" if of_images else "Validation IoU", ylim=(-0.02, 1.02))
+
+
+_OF_IMAGES = ("accuracy", "auc", "mae", "rmse")  # what is told of networks for whole images
 
 
 def _draw_rate(axis, logs: list[list[dict]], names: list[str]) -> None:

@@ -26,6 +26,8 @@ from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimCon
 from distseg.extents import Extents
 from distseg.launch import world
 from distseg.models.capture import as_network
+from distseg.models.layers import Pop, Stash
+from distseg.models.unet import unet
 from distseg.serial import Image, serial_step
 from distseg.verify import prepare, relative_errors, verify
 
@@ -58,6 +60,32 @@ class Example(nn.Module):
         z = F.relu(self.norm(self.conv(y)))
         y = y + z * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(z, 1)))))
         return self.head(torch.cat((skip, F.interpolate(y, size=skip.shape[2:], mode="bilinear", align_corners=True)), 1))
+
+
+class Module(nn.Module):
+    """A flat U-Net as a module of one's own writing, that is to be captured."""
+
+    def __init__(self, flat: nn.Sequential):
+        super().__init__()
+        self.layers = nn.ModuleList(flat)
+
+    def forward(self, x):
+        skips = {}
+        for layer in self.layers:
+            if isinstance(layer, Stash):
+                skips[layer.name] = x
+            else:
+                x = torch.cat((skips.pop(layer.name), x), 1) if isinstance(layer, Pop) else layer(x)
+        return x
+
+
+def summit_small(in_channels: int, out_channels: int) -> nn.Sequential:
+    """The paper's network of 72,301,856 parameters."""
+    return unet(depth=5, num_convs=2, base_channels=64, in_channels=in_channels, out_channels=out_channels)
+
+
+def summit_small_module(in_channels: int, out_channels: int) -> nn.Module:
+    return Module(summit_small(in_channels, out_channels))
 
 
 class Result(nn.Module):

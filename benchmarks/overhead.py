@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=Extents, default=Extents((384, 384)), help="of the image (default: %(default)s)")
     parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
     parser.add_argument("--model", default="unet", help="another network, as package.module:function, such as benchmarks.networks:smp_Unet_resnet34; norm and base are its own then")
+    parser.add_argument("--against", help="our step on this network in the place of plain PyTorch's, such as the same one in another form")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         setting = replace(setting, size=Extents((64, 64)), base_channels=4, depth=2)
     found = {
-        (norm, name): measure(_cases(replace(setting, norm=norm, **form)), repeats_of(options), clock=time.process_time)
+        (norm, name): measure(_cases(replace(setting, norm=norm, **form), options.against), repeats_of(options), clock=time.process_time)
         for norm in (NORMS if options.model == "unet" else ("its own",))
         for name, form in FORMATS.items()
     }
@@ -42,12 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{network}, AdamW, gradient norm in both; image {setting.size};\n"
         "processor seconds of one thread (the wall clock's on a quiet machine); ratio: median of the turns, with its range"
     )
+    notes += f"\nplain: our step on {options.against}" if options.against else ""
     samples = {f"{norm}, {name}": results.as_dict() for (norm, name), results in found.items()}
     report("overhead", QUESTION, Rows(rows, {"samples": samples}), options, {"setting": setting.as_dict()}, notes)
 
 
-def _cases(setting: Setting) -> dict:
-    return {"plain": plain_step(setting), "distseg": distributed_step(setting)[0]}
+def _cases(setting: Setting, against: str | None) -> dict:
+    """Plain PyTorch's step and ours; or ours on another network and on this."""
+    other = distributed_step(replace(setting, model=against))[0] if against else plain_step(setting)
+    return {"plain": other, "distseg": distributed_step(setting)[0]}
 
 
 def _row(norm: str, name: str, results) -> dict:

@@ -248,6 +248,6 @@ def test_curves_of_networks_for_whole_images(tmp_path, monkeypatch, kinds, title
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     titles = []
     drawn = plots._draw_validation
-    monkeypatch.setattr(plots, "_draw_validation", lambda axis, *more: (drawn(axis, *more), titles.append((axis.get_title(), [line.get_label() for line in axis.get_lines()]))))
+    monkeypatch.setattr(plots, "_draw_validation", lambda axis, *more: (drawn(axis, *more), titles.append((axis.get_title(loc="left"), [line.get_label() for line in axis.get_lines()]))))
     plots.plot_curves([tmp_path / "log.jsonl"], tmp_path / "curves.png")
     assert titles == [(title, [f"{kind} 0.500" for kind in kinds])] and (tmp_path / "curves.png").exists()

@@ -67,6 +67,22 @@ def mixed(in_channels=3, out_channels=3):
     return Mixed(in_channels, out_channels)
 
 
+class Normed(nn.Module):
+    """As ConvNeXt ends: a layer norm of the vector, as a map whose channels come last."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(in_channels, 8, 4, 4), nn.LayerNorm(8), nn.Linear(8, out_channels)
+
+    def forward(self, x):
+        y = F.adaptive_avg_pool2d(F.gelu(self.conv(x)), 1)
+        return self.fc(self.norm(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).flatten(1))
+
+
+def normed(in_channels=3, out_channels=3):
+    return Normed(in_channels, out_channels)
+
+
 class Attending(nn.Module):
     """Attention between places, which nothing here follows: whole images alone."""
 

@@ -23,7 +23,7 @@ from distseg.infer.images import area_under_curve, scores_of_images
 from distseg.trained import load
 from distseg.verify import verify
 
-NAMES = ["residual", "flat", "gridded", "largest", "mixed"]
+NAMES = ["residual", "flat", "gridded", "largest", "mixed", "normed"]
 
 
 def error_of(name, comm, settings, outputs=3, loss="cross_entropy", size=None):

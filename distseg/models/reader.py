@@ -522,7 +522,7 @@ class Reader:
 
     def over_last(self, x: Any, normalized_shape: Sequence[int]) -> tuple[Value, tuple[int, ...]]:
         """A map whose channels come last, and the last of their dims, which statistics are taken over."""
-        x, over = self.cells(x, "last", "vector"), tuple(normalized_shape)
+        x, over = self.cells(x, *LAST, "vector"), tuple(normalized_shape)
         if over != x.cell[len(x.cell) - len(over) :]:
             raise self.refusal(f"takes statistics over {normalized_shape}: over channels alone it is known")
         return x, over

@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = [{key: value for key, value in row.items() if key != "curve"} for row in rows]
     notes = (
         f"backbone {_BACKBONE}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam 0.005;\n"
-        "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations"
+        "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
+        "memory and time: one image a step, patchgd by patches of 128x128, 4 of them in each of 4 inner iterations"
     )
     report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store")}, notes, lambda path: draw(parts, path))
 
@@ -85,15 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def config_of(options: argparse.Namespace, method: str, store: str, size: int) -> Config:
     """The config by which a method trains."""
     norm = "batch"
-    quarter = Extents((max(16, size // 4),) * 2)
+    compared = options.seconds > 0
+    patch = Extents((max(16, size // 4 if compared else min(size // 2, 128)),) * 2)
     budget = method == "exact in time"
     return Config(
         model=ModelConfig(_BACKBONE, args={"pool": "max"}, base_channels=options.base, depth=3, norm=norm, seed=options.seed),
         spatial=SpatialConfig(in_time="spill") if budget else SpatialConfig(),
-        data=DataConfig(store=store, images=8 if options.seconds else 1, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
+        data=DataConfig(store=store, images=8 if compared else 1, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
         optim=OptimConfig("adam", lr=5e-3, schedule="constant", warmup=0.0),
         train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32"),
-        patchgd=PatchgdConfig(patch=quarter, features=32, sampled=0.25, inner=4, head_channels=32) if method == "patchgd" else PatchgdConfig(),
+        patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else 4, inner=4, head_channels=32) if method == "patchgd" else PatchgdConfig(),
         predict=PredictConfig(tile=Extents((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )

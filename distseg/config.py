@@ -340,7 +340,7 @@ class PatchgdConfig:
     features: int = 64
     """s: numbers that the backbone makes of a patch."""
     sampled: float = 0.125
-    """Share of an image's patches that an inner iteration computes with gradients; k of them."""
+    """k: share of an image's patches that an inner iteration computes with gradients; above 1 their number, so that memory does not grow with the image."""
     inner: int = 8
     """zeta: inner iterations on a batch of images."""
     accumulate: int = 1
@@ -354,7 +354,9 @@ class PatchgdConfig:
     def __post_init__(self):
         _extents(self, "patch", "step")
         _at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
-        _between(self, 0, 1, "sampled")
+        _at_least(self, 0, "sampled")
+        if self.sampled > 1 and self.sampled != int(self.sampled):
+            raise ValueError(f"patchgd.sampled is a share up to 1, or a whole number of patches, got {self.sampled}")
         if self.step is not None and (len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))):
             raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")
 

@@ -64,7 +64,7 @@ def papers(plan: Config, store: Store):
     with torch.no_grad():
         z = torch.stack([network.backbone(x[(..., *box.slices)]).flatten(1) for box in boxes], 1)
     network.train()
-    losses, count = [], max(1, round(settings.sampled * len(boxes)))
+    losses, count = [], max(1, round(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled))
     for j in range(settings.inner):
         drawn = [(i, int(p)) for i, s in enumerate(samples) for p in sorted(rng.permutation(rng.key(plan.train.seed, 0, s.number, "patches", j), len(boxes))[:count])]
         made = network.backbone(torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in drawn])).flatten(1)
@@ -96,7 +96,7 @@ def place(comm, shared_path) -> Path:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("more", [{}, dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5), dict(at_once=5, norm="instance")])
+@pytest.mark.parametrize("more", [{}, dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5), dict(at_once=5, norm="instance", sampled=4)])
 def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
     plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")
@@ -155,6 +155,7 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         (["--spatial.tiles_per_rank", "2x2"], "spatial.tiles_per_rank is 2x2, but train.method is patchgd"),
         (["--patchgd.patch", "64x64"], "an image has 45x61 pixels, but patchgd.patch is 64x64"),
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
+        (["--patchgd.sampled", "2.5"], "patchgd.sampled is a share up to 1, or a whole number of patches, got 2.5"),
         (["--patchgd.head", "transformer", "--patchgd.head_channels", "12"], "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8"),
         (["--model.name", "unet"], "PatchGD's backbone makes a vector of a patch"),
         (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),

@@ -218,5 +218,5 @@ class PatchEngine:
 
 
 def drawn(share: float, patches: int) -> int:
-    """k: how many patches of an image an inner iteration draws."""
-    return max(1, min(patches, round(share * patches)))
+    """k: how many patches of an image an inner iteration draws, by a share of them or their number."""
+    return max(1, min(patches, round(share * patches if share <= 1 else share)))

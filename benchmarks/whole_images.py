@@ -95,7 +95,7 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
         data=DataConfig(store=store, images=8 if compared else 1, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
         optim=OptimConfig("adam", lr=5e-3, schedule="constant", warmup=0.0),
         train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32"),
-        patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else 4, inner=4, head_channels=32) if method == "patchgd" else PatchgdConfig(),
+        patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else 4, inner=4, head="cnn-max", head_channels=32) if method == "patchgd" else PatchgdConfig(),
         predict=PredictConfig(tile=Extents((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )

@@ -345,8 +345,8 @@ class PatchgdConfig:
     """zeta: inner iterations on a batch of images."""
     accumulate: int = 1
     """epsilon: inner iterations whose mean gradient makes an update."""
-    head: Literal["cnn", "transformer"] = "cnn"
-    """theta_2: two convolutions over the grid of patches and a mean; or an encoder of two layers and a mean."""
+    head: Literal["cnn", "cnn-max", "transformer"] = "cnn"
+    """theta_2: two convolutions over the grid of patches and a mean, or a maximum; or an encoder of two layers and a mean."""
     head_channels: int = 64
     at_once: int = 16
     """Patches that the backbone is given at once where Z is filled."""

@@ -96,7 +96,7 @@ def place(comm, shared_path) -> Path:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("more", [{}, dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5), dict(at_once=5, norm="instance", sampled=4)])
+@pytest.mark.parametrize("more", [{}, dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(at_once=5, norm="instance", sampled=4)])
 def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
     plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")

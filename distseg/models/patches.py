@@ -65,17 +65,18 @@ class PatchNetwork(nn.Module):
 
 
 class ConvHead(nn.Module):
-    """(N, s, *grid) -> (N, K): two 3-wide convolutions, a mean over all places, a linear layer."""
+    """(N, s, *grid) -> (N, K): two 3-wide convolutions, a mean or maximum over all places, a linear layer."""
 
-    def __init__(self, features: int, channels: int, outputs: int, dims: int = 2):
+    def __init__(self, features: int, channels: int, outputs: int, dims: int = 2, largest: bool = False):
         super().__init__()
+        self.largest = largest
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
         self.first, self.second = conv(features, channels, 3, padding=1), conv(channels, channels, 3, padding=1)
         self.last = nn.Linear(channels, outputs)
 
     def forward(self, z: Tensor) -> Tensor:
         y = F.relu(self.second(F.relu(self.first(z))))
-        return self.last(y.flatten(2).mean(2))
+        return self.last(y.flatten(2).amax(2) if self.largest else y.flatten(2).mean(2))
 
 
 class TransformerHead(nn.Module):
@@ -126,7 +127,7 @@ def patch_network(config: Config, backbone: nn.Module, outputs: int) -> PatchNet
         if settings.head == "transformer":
             head = TransformerHead(settings.features, settings.head_channels, outputs)
         else:
-            head = ConvHead(settings.features, settings.head_channels, outputs, len(settings.patch))
+            head = ConvHead(settings.features, settings.head_channels, outputs, len(settings.patch), settings.head == "cnn-max")
     network = PatchNetwork(backbone, head, settings.patch, settings.step)
     check_size(network.backbone, settings.patch, "a patch (patchgd.patch)")
     return network

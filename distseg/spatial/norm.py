@@ -221,10 +221,11 @@ class DistributedNorm(nn.Module):
         """For each image of window ``index``."""
         rows, channels = self.rows(index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
-        return [
-            _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, None if mask is None else mask[b])
-            for b, i in enumerate(rows)
-        ]
+        of = lambda i, mask: _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask)
+        if mask is None:  # once for the images that share statistics
+            each = {i: of(i, None) for i in set(rows)}
+            return [each[i] for i in rows]
+        return [of(i, mask[b]) for b, i in enumerate(rows)]
 
     def per_channel(self, values: Tensor, channels: int) -> Tensor:
         """(I, K) -> (I, C)."""
@@ -404,6 +405,11 @@ def _nowhere(x: Tensor) -> Box:
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
     y = torch.empty_like(x)
+    if len(affines) > 1 and x.is_contiguous() and all(affine is affines[0] for affine in affines):  # images alike are one with as many times the channels
+        pivot, scale, shift, slope = affines[0]
+        many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
+        _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
+        return y
     for b, affine in enumerate(affines):
         _kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
     return y

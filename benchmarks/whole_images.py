@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from itertools import count
 from pathlib import Path
 from statistics import mean
@@ -163,9 +164,14 @@ def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, s
     return run_ranks(1, ["-m", "benchmarks.whole_images", *flags], threads=1, timeout=3600)
 
 
+def _prepare(store: str | Path, side: int, images: Sequence[int], digits: tuple[int, int] = (3, 5)) -> None:
+    with redirect_stdout(sys.stderr):  # its table
+        prepare_ultramnist(store, Extents((side, side)), images, digits)
+
+
 def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
     store, rows = folder / "compare.h5", []
-    prepare_ultramnist(store, Extents((options.size,) * 2), options.images, tuple(options.digits))
+    _prepare(store, options.size, options.images, tuple(options.digits))
     for method in options.methods:
         found = [_run(options, method, store, seed, options.seconds) for seed in range(options.seeds)]
         last = [one["curve"][-1] for one in found]
@@ -185,7 +191,7 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict]:
         for side in sides:
             store = folder / f"{side}.h5"
             if not store.exists():
-                prepare_ultramnist(store, Extents((side, side)), (2, 0, 0))
+                _prepare(store, side, (2, 0, 0))
             rows.append({"method": method, "size": f"{side}x{side}", "peak [MB]": _run(options, method, store)["peak"] / 1e6})
             print(rows[-1], file=sys.stderr, flush=True)
     return rows
@@ -196,7 +202,7 @@ def _time(options: argparse.Namespace, folder: Path) -> list[dict]:
     side = options.plain[min(1, len(options.plain) - 1)]
     options.store, options.seconds = str(folder / f"{side}.h5"), 0.0
     if not Path(options.store).exists():
-        prepare_ultramnist(options.store, Extents((side, side)), (2, 0, 0))
+        _prepare(options.store, side, (2, 0, 0))
     torch.set_num_threads(1)
     rows = []
     for kind, cases in (("a step", _steps(options)), ("filling Z", _fills(options))):

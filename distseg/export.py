@@ -60,10 +60,14 @@ def export(run: str, own: ModelConfig, output: str, formats: Sequence[str]) -> l
         raise ValueError(f"format onnx needs the package {missing[0]}: pip install onnx onnxscript, or leave onnx out of --formats")
     checkpoint = find(run)
     manifest = read_run_manifest(checkpoint)
-    model = load(checkpoint, plain_model(own, *manifest["channels"]) if ":" in own.name else None)
+    bands, outputs = manifest["channels"]
+    patches = manifest["config"].get("train", {}).get("method") == "patchgd"
+    if patches and (others := [name for name in formats if name != "safetensors"]):
+        raise ValueError(f"{run} is a network of patches, of which every size of images has another number, so it can't be written as {others[0]}: export it to safetensors, or take distseg.load")
+    model = load(checkpoint, plain_model(own, bands, manifest["config"]["patchgd"]["features"] if patches else outputs) if ":" in own.name else None)
     data, folder = manifest["data"], Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    unit, program, files = _unit(model), None, [folder / "export.json"]
+    unit, program, files = (1,) if patches else _unit(model), None, [folder / "export.json"]
     facts = {key: data[key] for key in ("classes", "mean", "std")} | {"bands": manifest["channels"][0], "outputs": manifest["channels"][1]}
     write_json(files[0], facts | {"multiple": list(unit), "network": own.name, "arguments": own.args, "checkpoint": str(checkpoint), "step": manifest["step"]})
     if "safetensors" in formats:

@@ -156,8 +156,10 @@ def prepare(config: Config, image: Extents | None):
     """The config with what the data settles, the plain model and the source of images: random ones of size ``image``, or the store's.
 
     Raises:
-        ValueError: neither a size nor a store.
+        ValueError: neither a size nor a store; or PatchGD, of which there is no exact step.
     """
+    if config.train.method == "patchgd":
+        raise ValueError("train.method is patchgd, which approximates the gradient, and here are exact steps alone: set train.method to exact")
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
         config = with_store(config, store.ignore)

@@ -146,6 +146,17 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         x = torch.from_numpy(store.read_normalised(name, Box.whole((45, 61))))[None]
         assert abs(float(bright) - float(module(x).softmax(1)[0, 1])) < 1e-4
     assert len(rows) == len(store.split("test"))
+    if comm.size == 1:
+        done(["export", str(place / "run"), "--output", str(place / "exported"), "--formats", "safetensors"])
+        with pytest.raises(SystemExit):
+            main(["export", str(place / "run"), "--output", str(place / "exported"), "--formats", "onnx"])
+        assert "is a network of patches" in capsys.readouterr().err
+
+
+def test_verify_is_of_exact_steps(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["verify", "--train.method", "patchgd", "--image", "64x64"])
+    assert end.value.code == 2 and "train.method is patchgd, which approximates the gradient" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,23 @@ def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monke
     assert len(rows) == len(store.split("test"))
 
 
+@pytest.mark.parallel(2)
+def test_stages_evaluate_what_one_rank_does(comm, shared_path, capsys):
+    """Of a residual network, whose first stage hands on two maps."""
+    place = Path(shared_path)
+    if comm.rank == 0:
+        write_store(place / "s.h5")
+    comm.Barrier()
+    common = ["--model.name", "made_classifiers:residual", "--predict.tile", "16x16"]
+    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "1", "--mesh.stages", "2", "--train.accumulate", "2", *common])
+    done(["predict", str(place / "run"), *common, "--output", str(place / "out")])
+    if comm.rank == 0:
+        module, store = load(place / "run", made_classifiers.residual(2, 2)), Store(place / "s.h5")
+        for row in csv.DictReader(open(place / "out" / "images.csv")):
+            x = torch.from_numpy(store.read_normalised(row["image"], Box.whole((29, 43))))[None]
+            assert abs(float(row["p(bright)"]) - float(module(x).softmax(1)[0, 1])) < 1e-4
+
+
 def test_what_does_not_fit_is_refused(tmp_path, capsys):
     write_store(tmp_path / "s.h5"), write_store(tmp_path / "n.h5", classes=("height",))
     with StoreWriter(tmp_path / "pixels.h5", ["a", "b"], 2) as writer:

@@ -9,7 +9,7 @@ from torch import nn
 from made_graphs import CONV, line
 from test_exact import config as exact_config
 from distseg.extents import Extents
-from distseg.geometry.graph import Graph
+from distseg.geometry.graph import Graph, Node
 from distseg.geometry.layout import Layout
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
@@ -297,3 +297,18 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return self.head(x + self.conv(x))
+
+
+@pytest.mark.parametrize("balance, rank", [((), 0), ((3, 1), 0), ((3, 1), 1)])
+def test_maps_stay_until_all_have_read_them(balance, rank):
+    """Without backward passes: two segments read one map, and the one that is numbered last may be through first."""
+    footprints = (CONV, CONV)
+    graph = Graph([Node("stem", (0,), footprints), Node("around", (1,), footprints), Node("main", (1,), footprints), Node("sum", (3, 2))])
+    found = work(graph=graph, cuts=[1, 2, 3], balance=balance, rank=rank, back=False)
+    dropped = set()
+    for op in whole(found):
+        if isinstance(op, OfTile):
+            assert not dropped & set(found.sources(op.segment)), (op, dropped)
+        if isinstance(op, Drop):
+            dropped.add(op.position)
+    assert dropped == {p for s in found.mine for p in found.sources(s)} - {0}

@@ -135,7 +135,7 @@ def forward(work: Work, stage: int) -> Iterator[Operation]:
             yield Send(work.number, stop, band.block, band.rows[1])
         if fronts.is_done(segment):
             yield from _met(work, stop)
-            yield from _passed(work, segment)
+            yield from _passed(work, segment, lambda s: work.segments[s].stage < stage or s in fronts.segments and fronts.is_done(s))
 
 
 def outputs(work: Work, back: bool | None = None) -> Iterator[Operation]:
@@ -147,7 +147,7 @@ def outputs(work: Work, back: bool | None = None) -> Iterator[Operation]:
             yield from (OutputTile(work.number, segment, band.block, box, back) for box in band.boxes)
             if back:
                 yield from _returned(work, fronts, segment, band.block)
-        yield from _passed(work, segment)
+        yield from _passed(work, segment, lambda _: True)
 
 
 def backward(work: Work, stage: int) -> Iterator[Operation]:
@@ -238,10 +238,10 @@ def _met(work: Work, position: int) -> Iterator[Operation]:
         yield Statistic(work.number, position)
 
 
-def _passed(work: Work, segment: int) -> Iterator[Operation]:
-    """Without backward passes: maps go that no later segment reads."""
+def _passed(work: Work, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
+    """Without backward passes: maps go that all segments have read, which may be done in another order than they are numbered."""
     for position in work.sources(segment):
-        if position != 0 and not work.back and work.reading(position)[-1] == segment:
+        if position != 0 and not work.back and all(map(done, work.reading(position))):
             yield Drop(work.number, position)
 
 

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return _step_of_job(options) if options.seconds == 0 else _job(options)
     if options.quick:
         options.size, options.images, options.seconds, options.seeds, options.base, options.sizes, options.plain, options.methods = 64, [8, 0, 4], 0.5, 1, 4, [64], [64], ["patchgd", "exact"]
+        options.memory = "8GB"  # the process may be others' too
     parts: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in options.parts:

@@ -302,7 +302,7 @@ TABLE = {
     "one pixel a channel": (verify(image="4x4"), "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth"),
     "an image beyond memory": (verify(image="1000000x1000000"), r"a step of 1 images of 1000000x1000000 .* takes .* GB .*: give a smaller --image"),
     "an image of other dims": (verify(image="29x43x5"), r"image.* 29x43x5|29x43x5"),
-    "pooling of the whole image": (verify(**own("pooling"), spatial__tiles_per_rank="1x2"), r"layer 1 \(AdaptiveAvgPool2d\) .* has no twin for parts of an image: .*split samples only"),
+    "pooling of the whole image": (verify(**own("pooling"), spatial__tiles_per_rank="1x2"), "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only"),
     "circular padding": (verify(**own("circular"), spatial__tiles_per_rank="1x2"), "circular padding joins opposite borders .*use zeros"),
     "layer norm": (verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
     "one norm at two places": (verify(**own("shared_norm")), "layers 1 and 3 are one and the same InstanceNorm2d"),
@@ -341,7 +341,7 @@ TABLE = {
     # prepare
     "no classes": (FOLDER[:5], "prepare needs --classes, the names in the order of their labels"),
     "classes for another source": (["prepare", "blue-marble", "new.h5", "--classes", "a,b"], "--classes is for folders of images, but the source is blue-marble"),
-    "a size for a folder": ([*FOLDER, "--size", "8x8"], "--size is for the source gigapixel, not for images: leave it out"),
+    "a size for a folder": ([*FOLDER, "--size", "8x8"], "--size is for the sources gigapixel and ultramnist, not for images: leave it out"),
     "a size of no pixels": (["prepare", "gigapixel", "new.h5", "--size", "0x8"], "--size: sizes and grids are positive, got 0x8"),
     "values without masks": (["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"], "--values 255=1 is about masks, but there are none: give --masks"),
     "values of no form": ([*FOLDER, "--values", "255"], "--values is written as 255=1,128=2, got '255'"),

@@ -75,7 +75,7 @@ class ConvHead(nn.Module):
         self.last = nn.Linear(channels, outputs)
 
     def forward(self, z: Tensor) -> Tensor:
-        y = F.relu(self.second(F.relu(self.first(z))))
+        y = F.leaky_relu(self.second(F.leaky_relu(self.first(z), 0.1)), 0.1)  # plain ones died here within a hundred steps
         return self.last(y.flatten(2).amax(2) if self.largest else y.flatten(2).mean(2))
 
 

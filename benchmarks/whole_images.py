@@ -107,8 +107,8 @@ def _opened(options: argparse.Namespace, method: str):
     """(engine, loader, predictor, store) of a method on one rank."""
     comm = world()
     device = set_up(comm, "cpu", 1)
-    size = min(Store(options.store).size(Store(options.store).split("train")[0]))
-    config = config_of(options, method, options.store, size)
+    whole = Store(options.store)
+    config = config_of(options, method, options.store, min(whole.size(whole.split("train")[0])))
     store = Store(options.store, shrink=config.data.shrink)
     config = with_store(config, store.ignore)
     network, mesh = network_of(config, store.bands, len(store.classes)), Mesh(comm)
@@ -143,16 +143,9 @@ def _job(options: argparse.Namespace) -> None:
 def _step_of_job(options: argparse.Namespace) -> None:
     """Two steps on one image; print the peak."""
     if options.job == "plain":
-        store = Store(options.store)
-        name = store.split("train")[0]
-        model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, len(store.classes))
-        optimizer = torch.optim.Adam(model.parameters())
-        x, y = torch.from_numpy(store.read_normalised(name, Box.whole(store.size(name))))[None], torch.tensor([store.label(name)])
         torch.set_num_threads(1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        step = _plain(options)
+        step(), step()
     else:
         engine, loader, _, _ = _opened(options, options.job)
         for batch in loader.epoch(0):
@@ -214,22 +207,27 @@ def _time(options: argparse.Namespace, folder: Path) -> list[dict]:
     return rows
 
 
-def _steps(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
+def _plain(options: argparse.Namespace) -> Callable[[], None]:
+    """A step on an image in plain PyTorch."""
     store = Store(options.store)
     name = store.split("train")[0]
     model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, len(store.classes))
     optimizer, whole, label = torch.optim.Adam(model.parameters(), fused=True), Box.whole(store.size(name)), torch.tensor([store.label(name)])
 
-    def plain() -> None:
+    def step() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(torch.from_numpy(store.read_normalised(name, whole))[None]), label).backward()
         optimizer.step()
 
+    return step
+
+
+def _steps(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     def ours(method: str) -> Callable[[], None]:
         engine, loader, _, _ = _opened(options, method)
         return lambda: engine.step(next(iter(loader.epoch(0))), 5e-3)
 
-    return {"plain": plain, "exact": ours("exact"), "exact in time": ours("exact in time")}
+    return {"plain": _plain(options), "exact": ours("exact"), "exact in time": ours("exact in time")}
 
 
 def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:

@@ -38,7 +38,7 @@ from distseg.scene import Scene, check_type, file_scene, network_identity, store
 from distseg.spatial.graph import receptive_field
 from distseg.checkpoint.files import find
 from distseg.infer.metrics import scores
-from distseg.trained import load
+from distseg.trained import load_named
 
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
@@ -95,9 +95,7 @@ def _heat_maps(checkpoint: Path, config: Config, manifest: dict, scenes: Mapping
     """Draw where the answers come from."""
     from PIL import Image
 
-    bands, outputs = manifest["channels"]
-    features = config.patchgd.features if config.train.method == "patchgd" else outputs
-    model = load(checkpoint, plain_model(config.model, bands, features))
+    model = load_named(checkpoint, config.model)
     for name, opened in scenes.items():
         scene = opened()
         pixels = scene.read(Box.whole(scene.size))

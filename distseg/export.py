@@ -23,10 +23,9 @@ from distseg.config import ModelConfig
 from distseg.disk import whole
 from distseg.models.capture import as_network
 from distseg.models.layers import first_convolution
-from distseg.models.zoo import plain_model
 from distseg.spatial.graph import reach_for
 from distseg.tensors import write_tensors
-from distseg.trained import load
+from distseg.trained import load_named, of_patches
 
 FORMATS = ("safetensors", "torch", "onnx")
 _ASIDE = 32  # pixels, of which sizes are multiples where nothing is known of a network
@@ -60,11 +59,10 @@ def export(run: str, own: ModelConfig, output: str, formats: Sequence[str]) -> l
         raise ValueError(f"format onnx needs the package {missing[0]}: pip install onnx onnxscript, or leave onnx out of --formats")
     checkpoint = find(run)
     manifest = read_run_manifest(checkpoint)
-    bands, outputs = manifest["channels"]
-    patches = manifest["config"].get("train", {}).get("method") == "patchgd"
+    patches = of_patches(manifest)
     if patches and (others := [name for name in formats if name != "safetensors"]):
         raise ValueError(f"{run} is a network of patches, of which every size of images has another number, so it can't be written as {others[0]}: export it to safetensors, or take distseg.load")
-    model = load(checkpoint, plain_model(own, bands, manifest["config"]["patchgd"]["features"] if patches else outputs) if ":" in own.name else None)
+    model = load_named(checkpoint, own)
     data, folder = manifest["data"], Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     unit, program, files = (1,) if patches else _unit(model), None, [folder / "export.json"]

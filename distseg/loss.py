@@ -156,7 +156,7 @@ class Dice:
 
 
 _TERMS = {"cross_entropy": CrossEntropy, "binary_cross_entropy": BinaryCrossEntropy, "focal": Focal, "dice": Dice, "mse": SquaredError, "l1": AbsoluteError}
-_OF_NUMBERS = ("mse", "l1")
+_OF_NUMBERS = [name for name, term in _TERMS.items() if issubclass(term, SquaredError)]
 
 
 class Loss:

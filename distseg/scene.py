@@ -57,6 +57,8 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
     if reader.bands != len(mean):
         raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows")
     check_type(path, reader.dtype, data)
+    if shrink > 1 and missing is not None:
+        raise ValueError(f"data.shrink is {shrink}, but {path} has pixels without data ({missing}), of which no mean can be taken: leave it out")
 
     def read(box: Box) -> np.ndarray:
         box = Box(tuple(shrink * a for a in box.start), tuple(shrink * b for b in box.stop))

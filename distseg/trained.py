@@ -17,7 +17,7 @@ from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
 from distseg.models.capture import as_network
 from distseg.models.layers import padded
 from distseg.models.patches import PatchNetwork, patch_network
-from distseg.models.zoo import build_model
+from distseg.models.zoo import build_model, plain_model
 
 TAKEN = {
     "model": tuple(field.name for field in fields(ModelConfig)),
@@ -111,21 +111,35 @@ def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
-    patches = manifest["config"].get("train", {}).get("method") == "patchgd"
     if model is None:
         found = taken_over(manifest["config"], str(run))["model"]
         if "name" not in found:
             raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
-        bands, outputs = manifest["channels"]
-        model = build_model(ModelConfig(**found), bands, manifest["config"]["patchgd"]["features"] if patches else outputs)
+        model = build_model(ModelConfig(**found), *_channels(manifest))
     elif (multiple := manifest["config"]["model"].get("pad")) is not None:
         model = padded(model, multiple)
-    if patches:
+    if of_patches(manifest):
         taken = taken_over(manifest["config"], str(run))
         config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
         model = patch_network(config, model, manifest["channels"][1])
     load_weights(checkpoint, model if isinstance(model, PatchNetwork) else as_network(model))
     return model.eval()
+
+
+def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
+    """The same of a checkpoint, where a function of somebody's own was named again (:func:`check_model`)."""
+    return load(checkpoint, plain_model(own, *_channels(read_run_manifest(checkpoint))) if ":" in own.name else None)
+
+
+def of_patches(manifest: dict) -> bool:
+    """Whether a run's network is one of patches (:mod:`distseg.models.patches`)."""
+    return manifest["config"].get("train", {}).get("method") == "patchgd"
+
+
+def _channels(manifest: dict) -> tuple[int, int]:
+    """Of what the config's function makes: the network, or the backbone of one of patches."""
+    bands, outputs = manifest["channels"]
+    return bands, manifest["config"]["patchgd"]["features"] if of_patches(manifest) else outputs
 
 
 def _is_code(name: str) -> bool:

@@ -50,10 +50,8 @@ from distseg.train.optim import freeze
 class RandomImages:
     """Images of noise with random labels, of pixels, a twentieth of them ignored, or ``of_image``, of each a single one; the same on every rank."""
 
-    of_image = False
-
-    def __init__(self, size: Extents, channels: int, classes: int, config: Config):
-        self.size, self.channels, self.classes = tuple(size), channels, max(2, classes)
+    def __init__(self, size: Extents, channels: int, classes: int, config: Config, of_image: bool = False):
+        self.size, self.channels, self.classes, self.of_image = tuple(size), channels, max(2, classes), of_image
         self.seed, self.ignore, self.numbers = config.train.seed, config.loss.ignore_index, of_numbers(config.loss.name)
 
     def whole(self, number: int) -> tuple[Tensor, Tensor]:
@@ -113,7 +111,6 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         freeze(plain, config.optim)
         initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
-        images.of_image = of_image(model)
         check_size(model, images.size)
         check_calls(model, images.size, config.data.images)
         told, names, dropouts = notes(config, model), getattr(model, "names", {}), getattr(model, "dropouts", None)
@@ -172,7 +169,7 @@ def prepare(config: Config, image: Extents | None):
     many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal", "mse", "l1") for _, name in parse(config.loss.name)) else 3
     model = plain_model(config.model, out_channels=many)
     _check_fits(image, channels_of(model)[0], config.mesh.samples * config.train.accumulate * config.data.images)
-    return config, model, RandomImages(image, *channels_of(model), config)
+    return config, model, RandomImages(image, *channels_of(model), config, of_image(model))
 
 
 def _check_fits(image: Extents, channels: int, count: int) -> None:

@@ -10,6 +10,7 @@ import made_classifiers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_exact import TOLERANCE, config
 from test_networks import WAYS
 
@@ -19,7 +20,12 @@ from distseg.data.store import Store, StoreWriter
 from distseg.data.ultramnist import mnist, prepare_ultramnist
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
+from distseg.infer.heat import drawn_over, heat_map
 from distseg.infer.images import area_under_curve, scores_of_images
+from distseg.models.patches import PatchNetwork
+from distseg.profile import profile
+from distseg.report import plots
+from distseg.scene import file_scene
 from distseg.trained import load
 from distseg.verify import verify
 
@@ -55,6 +61,18 @@ def test_whole_images_refuse_nothing(comm):
     assert error_of("attending", comm, settings, size="24x32") <= TOLERANCE
     with pytest.raises(ValueError, match="attention between places does.*or split samples only"):
         error_of("attending", comm, dict(tiles_per_rank=(1, 2)) if comm.size == 1 else dict(tiles="1x2"), size="24x32")
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["flat", "residual"])
+def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, name, shared_path):
+    plan = replace(config(tiles=f"1x{comm.size}", images=2), model=ModelConfig(f"{made_classifiers.__name__}:{name}"))
+    path = write_store(shared_path / f"{comm.rank}.h5")
+    for images, size in ((plan, Extents("40x52")), (replace(plan, data=replace(plan.data, store=str(path))), None)):
+        found = profile(images, comm, size, steps=1, output=str(shared_path / "profile"))
+        assert comm.rank or found.seconds > 0
+        report = verify(images, comm, size)
+        assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
 
 def done(arguments: list[str]) -> None:
@@ -206,8 +224,6 @@ def test_ultramnist_is_digits_that_add_up(tmp_path, capsys):
 
 
 def test_folders_and_tables_of_labels(tmp_path, capsys):
-    from PIL import Image
-
     generator = np.random.default_rng(0)
     for k in range(6):
         for place in (tmp_path / "folders" / ("cat", "dog")[k % 2], tmp_path / "flat"):
@@ -238,9 +254,6 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
 @pytest.mark.parametrize("kind", ["exact", "patchgd"])
 def test_heat_is_where_the_answer_comes_from(kind):
     """A network that sums bright pixels says where they are."""
-    from distseg.infer.heat import drawn_over, heat_map
-    from distseg.models.patches import PatchNetwork
-
     body = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1, bias=False), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     torch.nn.init.constant_(body[0].weight, 1.0)
     last = torch.nn.Linear(2, 2)
@@ -259,8 +272,6 @@ def test_heat_is_where_the_answer_comes_from(kind):
 
 @pytest.mark.parametrize("kinds, title", [(("accuracy", "auc"), "Validation"), (("mae", "rmse"), "Validation error")])
 def test_curves_of_networks_for_whole_images(tmp_path, monkeypatch, kinds, title):
-    from distseg.report import plots
-
     log = [{"kind": "step", "step": k, "epoch": 0, "loss": 1.0, "lr": 0.1} for k in range(4)] + [{"kind": "validation", "step": 3, "epoch": 0, **dict.fromkeys(kinds, 0.5)}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     titles = []
@@ -268,3 +279,11 @@ def test_curves_of_networks_for_whole_images(tmp_path, monkeypatch, kinds, title
     monkeypatch.setattr(plots, "_draw_validation", lambda axis, *more: (drawn(axis, *more), titles.append((axis.get_title(loc="left"), [line.get_label() for line in axis.get_lines()]))))
     plots.plot_curves([tmp_path / "log.jsonl"], tmp_path / "curves.png")
     assert titles == [(title, [f"{kind} 0.500" for kind in kinds])] and (tmp_path / "curves.png").exists()
+
+
+def test_a_file_without_data_is_not_shrunken(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((2, 8, 8), np.uint8))
+    facts = {"data": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
+    assert file_scene(str(tmp_path / "a.npy"), facts, shrink=2).read(Box.whole((4, 4))).shape == (2, 4, 4)
+    with pytest.raises(ValueError, match="data.shrink is 2, but .*a.npy has pixels without data"):
+        file_scene(str(tmp_path / "a.npy"), facts, nodata=0, shrink=2)

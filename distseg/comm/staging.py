@@ -27,6 +27,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from distseg.memory_format import channels_last
+
 
 def settled(device: torch.device) -> None:
     """Wait until all that was queued on the device's current stream is done."""
@@ -34,12 +36,14 @@ def settled(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def upload(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the host's memory on a device, without waiting for the stream; ``x`` may go at once."""
+def upload(x: Tensor, device: torch.device, dtype: torch.dtype | None = None, last: bool = False) -> Tensor:
+    """A tensor of the host's memory on a device, there with its channels ``last``, without waiting for the stream; ``x`` may go at once."""
     x = x if dtype is None else x.to(dtype)
     if torch.device(device).type != "cuda" or x.is_cuda:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+        x = x.to(device)
+    else:
+        x = x.pin_memory().to(device, non_blocking=True)
+    return x.contiguous(memory_format=channels_last(x.dim())) if last else x
 
 
 class Buffers:

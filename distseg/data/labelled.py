@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Sequence
 
 from distseg.data.folders import SPLITS, image_files
-from distseg.data.pairs import Pair, assign_splits, check_alike, opened
-from distseg.data.prepare import chunk_strips, summary
-from distseg.data.readers import open_image
+from distseg.data.pairs import assign_splits, check_alike, check_train, opened
+from distseg.data.prepare import copy_image, summary
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter, bytes_of
 from distseg.disk import room
@@ -41,31 +41,21 @@ def prepare_labelled(
     if all(split is None for _, _, split in found):
         split_of = assign_splits([str(path) for path, _, _ in found], splits, seed)
         found = [(path, label, split_of[str(path)]) for path, label, _ in found]
-    _check_splits(found, root)
+    check_train([split for _, _, split in found], root)
     names = list(classes) if classes else sorted({label for _, label, _ in found})
     labels = [_label(label, path, names) for path, label, _ in found]
     prefix = {path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found}  # folders may have files of one name
-    pairs = [Pair(prefix[path], split, *_header(path)) for path, _, split in found]
+    pairs = [replace(opened(split, path, None, None), name=prefix[path]) for path, _, split in found]
     check_alike(pairs)
     needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, False) for pair in pairs)
     writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed}, overwrite=overwrite, expected=needed, numbers=len(names) == 1)
     room(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
-            image = open_image(pair.image)
-            target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=False, nodata=pair.nodata if nodata is None else nodata, label=label)
-            for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
-                target.write(box, image.read(box))
-                shown.advance(0, pixels=box.pixels)
-            shown.advance()
+            copy_image(pair, writer, shown, {}, nodata=pair.nodata if nodata is None else nodata, label=label)
     store = Store(output)
     print(summary(store))
     return store
-
-
-def _header(path: Path) -> tuple:
-    found = opened("", path, None, None)
-    return path, None, found.size, found.bands, found.dtype, found.nodata, found.colours
 
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
@@ -104,11 +94,6 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
     if left := sorted(set(files.values()) - seen):
         raise ValueError(f"{len(left)} images of {root} have no line in {table}, such as {left[0].name}: give each a label, or move them elsewhere")
     return found
-
-
-def _check_splits(found: Sequence[tuple[Path, str, str | None]], root: Path) -> None:
-    if not any(split == "train" for _, _, split in found):
-        raise ValueError(f"none of the {len(found)} images of {root} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
 
 
 def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:

@@ -31,11 +31,11 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, n
 
     def block(those: list[Sample], place: Place) -> Block:
         def pixels(box: Box) -> torch.Tensor:
-            note_bytes(_bytes(store, those, box.pixels, 0))
+            note_bytes(bytes_of(store, those, box.pixels, 0))
             return torch.from_numpy(read_pixels(store, those, box))
 
         def labels(box: Box) -> torch.Tensor:
-            note_bytes(_bytes(store, those, 0, box.pixels))
+            note_bytes(bytes_of(store, those, 0, box.pixels))
             return _labels(store, those, box)
 
         return Block(place, pixels, labels)
@@ -71,7 +71,7 @@ def _labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     return torch.from_numpy(np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples]))
 
 
-def _bytes(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
+def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
     """What so many pixels and labels of each sample take in the store."""
     return sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels + len(samples) * labels
 
@@ -149,7 +149,7 @@ class StepLoader:
             return blocks(self.store, samples, self.grid, self.coordinates, self.reach.stride, self._note_bytes), 0
         found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach, self.pixels, self.labels)
         return found, sum(
-            _bytes(self.store, [samples[i] for i in p.place.images], self.pixels * p.place.window.pixels, self.labels * p.place.tile.pixels) for p in found
+            bytes_of(self.store, [samples[i] for i in p.place.images], self.pixels * p.place.window.pixels, self.labels * p.place.tile.pixels) for p in found
         )
 
     def _note_bytes(self, count: int) -> None:

@@ -42,11 +42,20 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
         together = paired(images, masks)
         split_of = assign_splits([image.stem for image, _ in together], shares, seed)
         files = [(split_of[image.stem], image, mask) for image, mask in together]
-    if not any(split == "train" for split, _, _ in files):
-        raise ValueError(f"none of the {len(files)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
+    check_train([split for split, _, _ in files], images)
     pairs = [opened(split, image, mask, dims) for split, image, mask in files]
     check_alike(pairs)
     return pairs
+
+
+def check_train(splits: Sequence[str], images: Path) -> None:
+    """Refuse a store without training images.
+
+    Args:
+        splits: of all images, which lie in the folder ``images``.
+    """
+    if "train" not in splits:
+        raise ValueError(f"none of the {len(splits)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
 
 
 def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> dict[str, str]:

@@ -80,7 +80,7 @@ def prepare_folder(
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                unused -= _copy(pair, writer, values or {}, dims, pair.nodata if nodata is None else nodata, shown)
+                unused -= copy_image(pair, writer, shown, values or {}, dims, pair.nodata if nodata is None else nodata)
     store = Store(output)
     print("\n".join([summary(store), *_notes_on_input(unread(*folders), unused)]))
     return store
@@ -133,18 +133,13 @@ def _check_masks(
         Survey(pairs, classes, ignore, values, absent, shown).check()
 
 
-def _copy(
-    pair: Pair,
-    writer: StoreWriter,
-    values: Mapping[int, int],
-    dims: int | None,
-    nodata: int | float | None,
-    shown: SilentProgress,
-) -> set[int]:
-    """Returns which of ``values`` the mask holds."""
+def copy_image(
+    pair: Pair, writer: StoreWriter, shown: SilentProgress, values: Mapping[int, int], dims: int | None = None, nodata: int | float | None = None, label: int | float | None = None,
+) -> set[int]:  # fmt: skip
+    """Write an image strip by strip, with its mask or its ``label``; returns which of ``values`` the mask holds."""
     image = open_image(pair.image, dims)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
-    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=nodata)
+    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=nodata, label=label)
     held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
         labels, found = (None, set()) if mask is None else mapped(mask.read(box)[0], values)

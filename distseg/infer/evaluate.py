@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from functools import partial
 from typing import Callable
 
 import numpy as np
 
 from distseg.data.store import Store
 from distseg.infer.predictor import Predictor
-from distseg.report.progress import progress
-from distseg.scene import store_scene
 from distseg.infer.metrics import confusion, most_likely, scores
-from distseg.watch import beat
+from distseg.infer.rounds import in_rounds
+from distseg.scene import store_scene
 
 
 def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False) -> np.ndarray | None:
@@ -24,20 +23,15 @@ def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callab
     classes = len(store.classes)
     total = np.zeros((classes, classes))
     names = store.split(split)
-    together, shares = predictor.deal_images([store.size(name) for name in names])
-    part, mine = predictor.among(together), shares[predictor.replicas.rank]
-    ends = {share.image: number for number, round in enumerate(zip_longest(*shares)) for share in filter(None, round)}  # in which round an image is done
-    with progress(len(names), "image", f"evaluate {split}", enabled=world.rank == 0) as bar:
-        for number in range(max(map(len, shares))):
-            for share in mine[number : number + 1]:
-                name = names[share.image]
-                beat(f"evaluation of image {name}")
-                for tile, logits in part(store_scene(store, name), share.tiles):
-                    total += confusion(store.labels(name, tile), most_likely(logits), classes, store.ignore)
-            done = [name for image, name in enumerate(names) if ends[image] == number]
-            bar.advance(len(done), pixels=sum(int(np.prod(store.size(name))) for name in done))
-            if stop():
-                return None
+
+    def work(image: int, results) -> None:
+        nonlocal total
+        for tile, logits in results:
+            total += confusion(store.labels(names[image], tile), most_likely(logits), classes, store.ignore)
+
+    scenes = [partial(store_scene, store, name) for name in names]
+    if not in_rounds(predictor, scenes, [store.size(name) for name in names], world, f"evaluate {split}", work, stop):
+        return None
     return sum(world.allgather(total)).astype(np.int64)
 
 

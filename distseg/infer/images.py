@@ -9,9 +9,8 @@ import numpy as np
 from distseg.data.store import Store
 from distseg.infer.metrics import confusion, mean, ratio
 from distseg.infer.predictor import Predictor
-from distseg.report.progress import progress
+from distseg.infer.rounds import in_rounds
 from distseg.scene import Scene, store_scene
-from distseg.watch import beat
 
 
 def vectors_of(
@@ -24,21 +23,14 @@ def vectors_of(
         what: is said beside the bar.
         stop: asked now and then, on all ranks, for the same answer: whether to give up, which returns None.
     """
-    together, shares = predictor.deal_images(sizes)
-    part, mine = predictor.among(together), shares[predictor.replicas.rank]
     found: dict[int, np.ndarray] = {}
-    with progress(len(scenes), "image", what, enabled=world.rank == 0) as bar:
-        for number in range(max(map(len, shares))):
-            for share in mine[number : number + 1]:
-                scene = scenes[share.image]()
-                beat(f"image {scene.name}")
-                parts = [vector for _, vector in part(scene, share.tiles)]
-                if parts and part.replicas.rank == 0:
-                    found[share.image] = parts[0].reshape(-1)
-            done = {s[number].image for s in shares if number < len(s)}
-            bar.advance(len(done), pixels=sum(int(np.prod(sizes[image])) for image in done))
-            if stop():
-                return None
+
+    def work(image: int, results) -> None:
+        for _, vector in results:  # the same with each tile, and on each rank
+            found[image] = vector.reshape(-1)
+
+    if not in_rounds(predictor, scenes, sizes, world, what, work, stop):
+        return None
     every = {image: vector for those in world.allgather(found) for image, vector in those.items()}
     return np.stack([every[image] for image in range(len(scenes))])
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import Alone, add
+from distseg.comm.staging import upload
 from distseg.data.prefetch import prefetch
 from distseg.geometry.tile import Box, Place, Reach
-from distseg.memory_format import channels_last as last_format
+from distseg.infer.predictor import Share
 from distseg.models.patches import PatchNetwork, check_patches
 from distseg.pipeline.build import autocast, place_model
 from distseg.scene import Scene
@@ -53,15 +54,11 @@ class Filler:
         size = tuple(x.shape[2:])
         place = Place(size, Box.whole(size), Box.whole(size), tuple(range(len(x))), tuple(samples))
         with self.autocast():
-            return self.backbone([self.uploaded(x)], [place])[0].flatten(1)
+            return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[0].flatten(1)
 
     def logits(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Of all patches of an image (patches, s) -> (1, K)."""
         return self.network.head(self.network.block(features[None].to(self.dtype), size))
-
-    def uploaded(self, x: Tensor) -> Tensor:
-        x = x.to(self.device, self.dtype)
-        return x.contiguous(memory_format=last_format(x.dim())) if self.channels_last else x
 
     @torch.no_grad()
     def __call__(self, images: Images, comm) -> list[Tensor]:
@@ -113,8 +110,8 @@ class PatchPredictor:
     def check(self, size: Sequence[int]) -> None:
         check_patches(size, self.filler.network.patch)
 
-    def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list["Dealt"]]]:
-        return 1, [[Dealt(image) for image in range(rank, len(sizes), self.replicas.size)] for rank in range(self.replicas.size)]
+    def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
+        return 1, [[Share(image, None) for image in range(rank, len(sizes), self.replicas.size)] for rank in range(self.replicas.size)]
 
     def among(self, ranks: int) -> "PatchPredictor":
         part = copy.copy(self)
@@ -131,14 +128,6 @@ class PatchPredictor:
         logits = self.filler.logits(features, scene.size)
         head.train(training)
         yield Box.whole(scene.size), logits[0].cpu().numpy().reshape(-1, *(1 for _ in scene.size))
-
-
-@dataclass(frozen=True)
-class Dealt:
-    """An image to predict."""
-
-    image: int
-    tiles: None = None
 
 
 @dataclass(frozen=True)

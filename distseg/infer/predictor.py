@@ -33,7 +33,6 @@ from distseg.geometry.segment import segments_of
 from distseg.geometry.tile import Box, Place, most_even_grid, split, tiles, window
 from distseg.infer.windows import Windows
 from distseg.launch import together
-from distseg.memory_format import channels_last as last_format
 from distseg.models.network import check_calls, check_size
 from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
@@ -314,8 +313,7 @@ class Predictor:
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
         """(C, *size) -> (1, C, *size) where and as the network takes it."""
-        x = upload(torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self._dtype)
-        return x.contiguous(memory_format=last_format(x.dim())) if self.channels_last else x
+        return upload(torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self._dtype, self.channels_last)
 
     @property
     def _dtype(self) -> torch.dtype:

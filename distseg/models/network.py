@@ -254,9 +254,9 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def of_image(model: nn.Module) -> bool:
-    """Whether what a network makes of an image is a vector, as for classification, as far as that can be worked out."""
-    if is_flat(model):
-        return getattr(model, "of_image", False)
+    """Whether what a network, plain or captured, makes of an image is a vector, as for classification, as far as that can be worked out."""
+    if isinstance(model, Network):
+        return model.of_image
     first = first_convolution(model)
     x = torch.empty(1, first.in_channels, *(256,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
     with suppress(Exception), skip_store({}):  # a module of the user's may want another size, or numbers

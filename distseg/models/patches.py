@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import product
 from typing import Sequence
 
@@ -32,9 +33,10 @@ def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) ->
     return [[min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0] for n, p, s in zip(size, patch, step)]
 
 
-def patches_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[Box]:
+@lru_cache(16)
+def patches_of(size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]) -> tuple[Box, ...]:
     """The patches of an image, row by row, all of one size: the ``patch``, as far as the image goes. Together they cover it."""
-    return [Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size))) for start in product(*starts_of(size, patch, step))]
+    return tuple(Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size))) for start in product(*starts_of(size, patch, step)))
 
 
 class PatchNetwork(nn.Module):
@@ -51,8 +53,8 @@ class PatchNetwork(nn.Module):
         self.backbone, self.head, self.patch, self.step = as_network(backbone), head, tuple(patch), tuple(step or patch)
         self.names = {f"backbone.{own}": f"backbone.{user}" for own, user in getattr(self.backbone, "names", {}).items()}
 
-    def patches(self, size: Sequence[int]) -> list[Box]:
-        return patches_of(size, self.patch, self.step)
+    def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
+        return patches_of(tuple(size), self.patch, self.step)
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""

@@ -9,7 +9,7 @@ from distseg.geometry.layout import reach_of
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
 from distseg.models.layers import first_convolution
-from distseg.models.network import calls_of, is_flat, not_flat, of_image
+from distseg.models.network import calls_of, is_flat, not_flat
 from distseg.spatial.local import node_of
 
 
@@ -46,4 +46,4 @@ def graph_of(model: nn.Module) -> Graph:
     if not is_flat(model):
         raise ValueError(f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all")
     dims = first_convolution(model).weight.dim() - 2
-    return Graph((node_of(call, dims) for call in calls_of(model)), of_image(model))
+    return Graph((node_of(call, dims) for call in calls_of(model)), getattr(model, "of_image", False))

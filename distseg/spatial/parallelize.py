@@ -201,11 +201,11 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and has no distributed twin: "
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
-    vector = of_image(model)
     _check_own_layers(model)
     _check_state(model, reach)
     _check_draws(model)
     graph = exchange.graph if exchange else _graph(model)
+    vector = graph.of_image if graph else of_image(model)
     kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if graph else ((), ())
     context = context or Context()
     context.whole = whole and not _followed(model)

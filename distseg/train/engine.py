@@ -11,18 +11,15 @@ from torch import nn
 
 from distseg.check import check_settings
 from distseg.comm.collective import add
-from distseg.comm.reducer import Gradients, make_reducer
-from distseg.comm.replicas import broadcast
 from distseg.comm.staging import upload
 from distseg.config import Config
 from distseg.extents import Extents
 from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
-from distseg.memory_format import channels_last as last_format
 from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
 from distseg.models.layers import Fill, channels_of, skip_store
-from distseg.models.network import channels_of_maps, flat_layers, refusals, user_names
+from distseg.models.network import channels_of_maps, flat_layers, refusals
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
@@ -41,12 +38,13 @@ from distseg.spatial.norm import live_layers
 from distseg.spatial.parallelize import TiledModel
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
-from distseg.train.optim import freeze, make_optimizer, set_learning_rate, state_copies
+from distseg.train.descent import Descent
+from distseg.train.optim import freeze, state_copies
 from distseg.train.step import DevicesStep, GradientStep, InTimeStep, LossHead, Rows
 from distseg.watch import beat
 
 
-class Engine:
+class Engine(Descent):
     """A model ready to train on this rank's windows.
 
     Args:
@@ -85,13 +83,7 @@ class Engine:
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
-        broadcast(model, mesh.replicas)
-        trained = user_names(((name, p) for name, p in model.named_parameters() if p.requires_grad), model)
-        self.parameters = list(trained.values())
-        self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
-        beat("start of what sums gradients")
-        self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
-        self.optimizer = make_optimizer(config.optim, trained)
+        super().__init__(config, mesh, model, self.device)
         with together(mesh.world):
             self.gradient_step = self._gradient_step(activations)
 
@@ -135,8 +127,7 @@ class Engine:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
         if pixels is not None:
-            pixels = upload(pixels, self.device, dtype)
-            pixels = pixels.contiguous(memory_format=last_format(pixels.dim())) if self.channels_last else pixels
+            pixels = upload(pixels, self.device, dtype, self.channels_last)
         if labels is not None:
             labels = upload(labels, self.devices[-1])
         return Piece(pixels, labels, piece.place)
@@ -176,10 +167,7 @@ class Engine:
     def update(self, rate: float) -> float:
         """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
         norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5
-        if self.config.optim.clip:
-            self.gradients.clip(self.config.optim.clip, norm)
-        set_learning_rate(self.optimizer, rate, self.context.epoch)
-        self.optimizer.step()
+        self.descend(rate, norm, self.context.epoch)
         self.model.commit_statistics()
         return norm
 

@@ -10,7 +10,7 @@ In a step on B images, in the paper's symbols::
 
 The patches of a sample group's images are dealt to the ranks of its tile group. Each rank has all of Z and computes the head, whose gradient counts once; dL/dZ, which
 all have then, goes back through the backbone on the rank that has the patch. Numbers are drawn by (seed, epoch, image, j), so they do not depend on the ranks.
-It approximates the gradient: the exact one is what tiles in time give (docs/images.md compares both).
+It approximates the gradient: the exact one is what tiles in time give (docs/whole_images.md compares both).
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from torch import Tensor
 
 from distseg import rng
 from distseg.comm.collective import Alone, add
-from distseg.comm.reducer import Gradients, make_reducer
-from distseg.comm.replicas import broadcast
 from distseg.config import Config
-from distseg.data.loader import read_pixels
-from distseg.data.sampler import Sample, epoch_samples
+from distseg.data.loader import bytes_of, read_pixels
+from distseg.data.sampler import Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
 from distseg.infer.patches import Filler, PatchPredictor, shared
 from distseg.launch import together
 from distseg.loss import Loss
 from distseg.mesh import Mesh
-from distseg.models.network import user_names
 from distseg.models.patches import PatchNetwork, check_patches
 from distseg.spatial.context import Context
-from distseg.train.optim import freeze, make_optimizer, set_learning_rate
+from distseg.train.descent import Descent
+from distseg.train.optim import freeze
 from distseg.train.step import Rows
 
 
@@ -46,12 +44,16 @@ from distseg.train.step import Rows
 class Patches:
     """Images of a step of one sample group, read patch by patch.
 
+    Args:
+        note: told how many bytes are read, whenever some are.
+
     Attributes:
         numbers: of the images in the epoch; ``sizes``, ``labels``: of each.
     """
 
     store: Store
     samples: Sequence[Sample]
+    note: Callable[[int], None]
 
     @property
     def numbers(self) -> list[int]:
@@ -67,6 +69,7 @@ class Patches:
 
     def read(self, image: int, box: Box) -> Tensor:
         """(C, *box.size)"""
+        self.note(bytes_of(self.store, [self.samples[image]], box.pixels, 0))
         return torch.from_numpy(read_pixels(self.store, [self.samples[image]], box)[0])
 
 
@@ -77,20 +80,24 @@ class PatchLoader:
         self.store, self.config, self.mesh = store, config, mesh
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
-        for sample in (s for step in self._samples(0) for s in step):
-            check_patches(sample.size, config.patchgd.patch)
+        for name in store.split("train"):
+            check_patches(crop_size(store.size(name), config.data.crop), config.patchgd.patch)
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Patches]:
         steps, images = self._samples(number), self.config.data.images
         for k in range(first_step, len(steps)):
-            yield Patches(self.store, steps[k][self.mesh.sample * images : (self.mesh.sample + 1) * images])
+            self.steps_read += 1
+            yield Patches(self.store, steps[k][self.mesh.sample * images : (self.mesh.sample + 1) * images], self._note_bytes)
+
+    def _note_bytes(self, count: int) -> None:
+        self.bytes_read += count
 
     def _samples(self, epoch: int) -> Sequence[list[Sample]]:
         config = self.config
         return epoch_samples(self.store, "train", config.data, config.train.seed, epoch, self.mesh.shape.samples * config.data.images)
 
 
-class PatchEngine:
+class PatchEngine(Descent):
     """A network of patches ready to train by PatchGD.
 
     Args:
@@ -110,12 +117,7 @@ class PatchEngine:
             self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=mesh.groups, seed=config.train.seed)
             self.fill = Filler(network, self.context, device, precision, channels_last, config.patchgd.at_once)
             network.train()
-        broadcast(network, mesh.replicas)
-        trained = user_names(((name, p) for name, p in network.named_parameters() if p.requires_grad), network)
-        self.parameters = list(trained.values())
-        self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
-        self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
-        self.optimizer = make_optimizer(config.optim, trained)
+        super().__init__(config, mesh, network, device)
 
     def lines(self, size: Sequence[int]) -> list[str]:
         """What training is made of, for images of this size."""
@@ -199,10 +201,7 @@ class PatchEngine:
             part.div_(iterations)
         self.reducer.sum(self.gradients.buckets)
         norm = self.gradients.norm().item()
-        if self.config.optim.clip:
-            self.gradients.clip(self.config.optim.clip, norm)
-        set_learning_rate(self.optimizer, rate, self.context.epoch)
-        self.optimizer.step()
+        self.descend(rate, norm, self.context.epoch)
         self.fill.backbone.commit_statistics()
         return norm
 

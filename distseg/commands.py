@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from distseg.colour import baseline
 from distseg.config import Config, ModelConfig
 from distseg.data import hdf5
 from distseg.data.check import check_store
 from distseg.data.class_files import Classes, are_there, paths_of
-from distseg.data.nodata import absent, parse
+from distseg.data.nodata import parse
+from distseg.data.picture import rgb
 from distseg.data.store import Store
 from distseg.disk import whole
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.infer.evaluate import evaluate, score_rows
-from distseg.infer.heat import drawn_over, heat_map
+from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.infer.predict import load_predictor, predict
 from distseg.infer.predictor import Predictor
 from distseg.launch import together
 from distseg.models.network import flat_layers, is_flat
-from distseg.models.zoo import ZOO, outline_model, plain_model
+from distseg.models.zoo import ZOO, outline_model
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
@@ -39,6 +39,7 @@ from distseg.spatial.graph import receptive_field
 from distseg.checkpoint.files import find
 from distseg.infer.metrics import scores
 from distseg.trained import load_named
+from distseg.watch import beat
 
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
@@ -91,27 +92,24 @@ def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run:
     return 0
 
 
-def _heat_maps(checkpoint: Path, config: Config, manifest: dict, scenes: Mapping[str, Callable[[], Scene]], folder: Path) -> None:
-    """Draw where the answers come from."""
+def _draw_heat(heat: Callable, data: Mapping, scenes: Mapping[str, Callable[[], Scene]], world, folder: Path) -> None:
+    """Draw where the answers come from, each rank its share of the images. Collective."""
     from PIL import Image
 
-    model = load_named(checkpoint, config.model)
-    for name, opened in scenes.items():
-        scene = opened()
-        pixels = scene.read(Box.whole(scene.size))
-        heat, data = heat_map(model, torch.from_numpy(pixels)[None]), manifest["data"]
-        by_band = lambda numbers: np.asarray(numbers)[:, None, None]
-        pixels = pixels * by_band(data["std"]) + by_band(data["mean"])
-        pixels = np.rint(pixels).clip(0, 255).astype(np.uint8) if data.get("types") == ["uint8"] else pixels
-        with whole(folder / f"{name}.heat.png") as growing:
-            Image.fromarray(drawn_over(_rgb(pixels), heat)).save(growing, "png")
-        print(folder / f"{name}.heat.png")
+    path = lambda name: folder / f"{name}.heat.png"
+    with together(world):
+        for name in list(scenes)[world.rank :: world.size]:
+            scene = scenes[name]()
+            beat(f"heat of {name}")
+            drawn = picture(heat(scene), scene, data)
+            with whole(path(name)) as growing:
+                Image.fromarray(drawn).save(growing, "png")
+    if world.rank == 0:
+        print(*map(path, scenes), sep="\n")
 
 
-def _predict_images(
-    predictor: Predictor, scenes: Mapping[str, Callable[[], Scene]], classes: Sequence[str], world, output: str, draw: Callable[[Mapping, Path], None] | None = None
-) -> int:
-    """Write a table with a line an image: its class, and the probability of each; or its number. ``draw``: pictures too."""
+def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Scene]], classes: Sequence[str], world, output: str) -> None:
+    """Write a table with a line an image: its class, and the probability of each; or its number."""
     opened = list(scenes.values())
     vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
     if world.rank == 0:
@@ -127,9 +125,6 @@ def _predict_images(
                 lines.writerow(["image", "class", *(f"p({name})" for name in classes)])
                 lines.writerows([name, classes[p.argmax()], *(f"{x:.6g}" for x in p)] for name, p in zip(scenes, likely))
         print(f"{path}: {len(opened)} images")
-        if draw:
-            draw(scenes, path.parent)
-    return 0
 
 
 def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str, nodata: str | None = None) -> int:
@@ -158,10 +153,17 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             predictor.check(scene.size)
             if not predictor.model.of_image:
                 are_there(files(scene), "")
+            elif settings.heat and len(scene.size) != 2:
+                raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")
     if world.rank == 0:
         print(f"network: {checkpoint}")
     if predictor.model.of_image:
-        return _predict_images(predictor, scenes, names, world, output, partial(_heat_maps, checkpoint, config, manifest) if settings.heat else None)
+        with together(world):
+            heat = heat_of(load_named(checkpoint, config.model), predictor) if settings.heat else None
+        _predict_images(predictor, scenes, names, world, output)
+        if heat:
+            _draw_heat(heat, manifest["data"], scenes, world, Path(output))
+        return 0
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)
@@ -200,7 +202,7 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
         part = _box(box, classes.shape)
         found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
-    plot_overlay(_rgb(store.read(name, part), store.nodata(name)), truth, found, store.classes, None, output, store.ignore, title=name)
+    plot_overlay(rgb(store.read(name, part), store.nodata(name)), truth, found, store.classes, None, output, store.ignore, title=name)
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:
@@ -217,18 +219,6 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
     if len(box.size) != len(size) or not Box.whole(size).contains(box):
         raise ValueError(f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels")
     return box
-
-
-def _rgb(pixels: np.ndarray, nodata: int | float | None = None) -> np.ndarray:
-    """The first three bands (or the first one thrice) as (H, W, 3) uint8, stretched unless they are bytes already; dark without data."""
-    bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
-    if bands.dtype != np.uint8:
-        missing = absent(bands, nodata)
-        there = bands if missing is None else bands[~missing]
-        low, high = np.percentile(there, (1, 99)) if there.size else (0.0, 1.0)
-        bands = bands if missing is None else np.where(missing, low, bands)
-        bands = (np.clip((bands - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
-    return np.ascontiguousarray(bands.transpose(1, 2, 0))
 
 
 def _constants(manifest: dict) -> tuple[list[float], list[float]]:

@@ -370,7 +370,7 @@ class PredictConfig:
     formats: List[Literal["hdf5", "tiff", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
     """Of class maps: NAME.h5, tiled NAME.tif (without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
     heat: bool = False
-    """Of networks for whole images: also draw where the answer comes from, NAME.heat.png; the image goes through the network whole."""
+    """Of networks for whole images: also draw where the answer comes from, NAME.heat.png (docs/whole_images.md)."""
     scratch: Optional[str] = None
     """Folder for the feature maps before norms that need the whole image (instance, group), or ``memory``; by default memory where they fit into half of what is free or of run.memory, else the system's temporary folder."""
 

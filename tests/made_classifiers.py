@@ -55,11 +55,11 @@ class Mixed(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.a, self.b = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
-        self.norm, self.drop, self.fc = nn.BatchNorm1d(14), nn.Dropout(0.25), nn.Linear(14, out_channels)
+        self.coarse, self.norm, self.drop, self.fc = nn.ReLU(), nn.BatchNorm1d(14), nn.Dropout(0.25), nn.Linear(14, out_channels)
 
     def forward(self, x):
         fine = F.relu(self.a(x))
-        coarse = F.relu(self.b(F.max_pool2d(fine, 2)))
+        coarse = self.coarse(self.b(F.max_pool2d(fine, 2)))
         return self.fc(self.norm(self.drop(torch.cat((fine.mean((2, 3)), coarse.amax((2, 3)), coarse.sum((2, 3))[:, :4]), 1))))
 
 

@@ -1,8 +1,10 @@
 """Labels of whole images: the exact gradient of networks that make a vector of an image, stores of such labels, and what is trained on them."""
 
+import copy
 import csv
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +17,25 @@ from test_exact import TOLERANCE, config
 from test_networks import WAYS
 
 from distseg.cli import main
+from distseg.comm.collective import Alone
 from distseg.config import LossConfig, ModelConfig
 from distseg.data.store import Store, StoreWriter
 from distseg.data.ultramnist import mnist, prepare_ultramnist
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
-from distseg.infer.heat import drawn_over, heat_map
+from distseg.infer import heat as heat_module
+from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import area_under_curve, scores_of_images
+from distseg.infer.patches import Filler, PatchPredictor
+from distseg.infer.predictor import Predictor
+from distseg.models.capture import as_network
 from distseg.models.patches import PatchNetwork
 from distseg.profile import profile
 from distseg.report import plots
-from distseg.scene import file_scene
+from distseg.scene import Scene, file_scene
+from distseg.spatial.context import Context
+from distseg.spatial.graph import reach_for
+from distseg.spatial.parallelize import parallelize
 from distseg.trained import load
 from distseg.verify import verify
 
@@ -251,23 +261,73 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
     assert not (tmp_path / "c.h5").exists()
 
 
-@pytest.mark.parametrize("kind", ["exact", "patchgd"])
-def test_heat_is_where_the_answer_comes_from(kind):
+def predictor_of(model: torch.nn.Module, **settings) -> Predictor:
+    network = as_network(copy.deepcopy(model).double())
+    tiled = parallelize(network, reach_for(network, True), Context(), whole=True).eval()
+    return Predictor(tiled, Alone(), [torch.device("cpu")], nullcontext, **{"tile": Extents("16x24"), "scratch": "memory", **settings})
+
+
+def scene_of(x: torch.Tensor) -> Scene:
+    return Scene("x", tuple(x.shape[2:]), lambda box: x[0][(slice(None), *box.slices)].numpy())
+
+
+def whole_heat(heat, scene) -> np.ndarray:
+    found = np.full(scene.size, np.nan)
+    for box, part in heat(scene):
+        found[box.slices] = part
+    return found
+
+
+@pytest.mark.parametrize("name, pooled", [("residual", lambda m: m.blocks), ("largest", lambda m: m[5]), ("gridded", lambda m: m[5]), ("normed", None), ("mixed", lambda m: m.coarse)])
+@pytest.mark.parametrize("settings", [{}, {"tile": Extents("64x64")}, {"room": 3e5}])
+def test_heat_in_tiles_is_grad_cam_of_the_eager_module(name, pooled, settings):
+    """By hooks on the module, of the whole image; of sizes that are no multiples of cells the last ones go on to the border."""
+    torch.manual_seed(0)
+    model = getattr(made_classifiers, name)(3, 3).double().eval()
+    x = torch.randn(1, 3, 48, 64, dtype=torch.float64)
+    scene, heat = scene_of(x), heat_of(model, predictor_of(model, **settings))
+    found = whole_heat(heat, scene)
+    assert (found >= 0).all()
+    odd = scene_of(x[..., :45, :61])
+    assert np.isfinite(whole_heat(heat, odd)).all() and picture(heat(odd), odd, {"mean": [0.0] * 3, "std": [1.0] * 3}).shape == (45, 61, 3)
+    if pooled:
+        maps = []
+        pooled(model).register_forward_hook(lambda module, given, made: maps.append(made) or made.retain_grad())
+        model(x).max().backward()
+        slopes = maps[0].grad.sum((2, 3), keepdim=True)
+        wanted = (maps[0] * slopes).sum(1, keepdim=True).relu()
+        scale = round(48 / wanted.shape[2])
+        wanted = torch.nn.functional.pad(wanted, (0, 64 // scale - wanted.shape[3], 0, 48 // scale - wanted.shape[2]), mode="replicate")
+        wanted = torch.nn.functional.interpolate(wanted, scale_factor=scale, mode="bilinear", align_corners=False)[0, 0]
+        assert np.abs(found - wanted.detach().numpy()).max() <= TOLERANCE * wanted.max() and wanted.max() > 0
+
+
+def test_heat_of_patches_is_where_the_answer_comes_from():
     """A network that sums bright pixels says where they are."""
     body = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1, bias=False), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     torch.nn.init.constant_(body[0].weight, 1.0)
     last = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(last.weight, 1.0), torch.nn.init.constant_(last.bias, 0.0)
-    if kind == "exact":
-        model = torch.nn.Sequential(*body, last)
-    else:
-        model = PatchNetwork(body, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), last), (8, 8))
+    model = PatchNetwork(body, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), last), (8, 8))
     x = torch.zeros(1, 1, 32, 48)
     x[..., 16:24, 32:40] = 5.0
-    heat = heat_map(model, x)
-    assert heat.shape == (32, 48) and heat[18:22, 34:38].min() > 0.5 and heat[:8].max() < 0.2 and heat[:, :16].max() < 0.2
-    picture = drawn_over(np.zeros((32, 48, 3), np.uint8), heat)
-    assert picture.dtype == np.uint8 and picture[20, 36, 0] > 150 > picture[2, 2, 0]
+    heat = heat_of(model, PatchPredictor(Filler(model, Context(), torch.device("cpu"), "fp32", False, 4), Alone()))
+    found = whole_heat(heat, scene_of(x))
+    found /= found.max()
+    assert found[18:22, 34:38].min() > 0.5 and found[:8].max() < 0.2 and found[:, :16].max() < 0.2
+    drawn = picture(heat(scene_of(x)), scene_of(x), {"mean": [0.0], "std": [1.0]})
+    assert drawn.shape == (32, 48, 3) and drawn.dtype == np.uint8 and drawn[20, 36, 0] > 150 > drawn[2, 2, 0]
+
+
+@pytest.mark.parametrize("size, shrunken", [((64, 64), (64, 64)), ((67, 90), (33, 45))])
+def test_large_pictures_of_heat_are_shrunken(monkeypatch, size, shrunken):
+    """By a whole number, each tile into its place."""
+    monkeypatch.setattr(heat_module, "_MOST", 4096)
+    rows = np.arange(size[0])[:, None] + np.zeros(size)
+    scene = Scene("x", size, lambda box: rows[box.slices][None])
+    boxes = [Box((a, b), (min(a + 9, size[0]), min(b + 14, size[1]))) for a in range(0, size[0], 9) for b in range(0, size[1], 14)]
+    drawn = picture(iter([(box, rows[box.slices]) for box in boxes]), scene, {"mean": [0.0], "std": [1.0]})
+    assert drawn.shape == (*shrunken, 3) and (np.diff(drawn[..., 0].astype(int), axis=0) >= 0).all() and (drawn == drawn[:, :1]).all()
 
 
 @pytest.mark.parametrize("kinds, title", [(("accuracy", "auc"), "Validation"), (("mae", "rmse"), "Validation error")])

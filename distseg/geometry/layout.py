@@ -163,7 +163,7 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
     """
     maps = _cut(graph, dim, n, borders, lambda number, cuts: map(graph[number].along(dim).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:
-        scales = _scales(graph, dim)
+        scales = scales_of(graph, dim)
         maps = _cut(graph, dim, n, borders, lambda number, cuts: (math.ceil(b / scales[number + 1]) for b in borders[1:-1]))
     return maps
 
@@ -266,7 +266,7 @@ def reach_of(graph: Graph, dims: int) -> Reach:
 
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
-    scales = _scales(graph, dim)
+    scales = scales_of(graph, dim)
     stride = math.lcm(*(scale.numerator for scale in scales), *(getattr(node.along(dim), "multiple", 1) for node in graph))
     sizes = lambda n: [size for size, _ in _maps(graph, dim, n, (0, n))]
     a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
@@ -282,7 +282,7 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
 _FAR = 1 << 20  # cells of the stride
 
 
-def _scales(graph: Graph, dim: int) -> list[Fraction]:
+def scales_of(graph: Graph, dim: int) -> list[Fraction]:
     """The pixels that a cell stands for, of each map."""
     found = [Fraction(1)]
     for node in graph:

@@ -4,77 +4,174 @@ Of the map A before the last pooling over the image, or of the block Z of a netw
 
     heat = max(0, sum over channels c of A_c * mean over places of dy/dA_c)
 
-resized to the image, bilinear. The image goes through the network whole, in evaluation mode; of its maps those that are still read are kept.
+resized to the image, bilinear. A pooling hands on all of the gradient of what it makes, so that the mean is dy/d(pooled) but for a factor. Hence images need not fit: the
+network up to the pooling says what is pooled, and with a layer that weighs the channels it is a network for segmentation, drawn tile by tile (:mod:`distseg.infer.predictor`).
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from itertools import count
+from typing import Callable, Iterator, Mapping, Sequence
+
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distseg.comm.collective import Alone
+from distseg.data.picture import rgb
+from distseg.data.store import shrunken
+from distseg.geometry.layout import Layout, scales_of
+from distseg.geometry.tile import Box, strips
+from distseg.infer.patches import PatchPredictor
+from distseg.infer.predictor import Predictor
 from distseg.models.capture import as_network
-from distseg.models.layers import Max, Mean
-from distseg.models.network import IMAGE, Network
+from distseg.models.layers import CutTo, Mean, Spread
+from distseg.models.network import IMAGE, Network, channels_of_maps
 from distseg.models.patches import PatchNetwork
+from distseg.pipeline.build import place_model
+from distseg.scene import Scene
+from distseg.spatial.context import Context
+from distseg.spatial.graph import graph_of, reach_for
+from distseg.spatial.parallelize import parallelize
+
+_MOST = 1 << 24  # pixels of a picture
+_STRIP = 1 << 20  # and of a part of it
+_NO_POOLING = "predict.heat draws the map before the last pooling over the image, and this network has none that is known: leave it out"
 
 
-def heat_map(model: nn.Module, x: Tensor) -> np.ndarray:
-    """(H, W) float32 from 0 to 1 of an image (1, C, H, W); by a plain module, in evaluation mode.
+def heat_of(model: nn.Module, predictor: Predictor | PatchPredictor) -> Callable[[Scene], Iterator[tuple[Box, np.ndarray]]]:
+    """What yields (tile, its heat (h, w) float32, not negative) for all tiles of an image of any size, on one rank.
+
+    Args:
+        model: plain, with its weights.
+        predictor: of the same network: its device, numbers, tiles and memory are taken.
 
     Raises:
-        ValueError: the network has no pooling over the image, or is not followed.
+        ValueError: the network is not followed, or has no pooling over the image.
     """
-    model.eval()
-    if isinstance(model, PatchNetwork):
-        heat = _of_patches(model, x)
-    else:
-        heat = _of_last_pooling(as_network(model), x)
-    heat = F.interpolate(heat[None, None], size=x.shape[2:], mode="bilinear", align_corners=False)[0, 0]
-    return (heat / heat.max().clamp(min=torch.finfo(heat.dtype).tiny)).float().cpu().numpy()
+    return _OfPatches(predictor) if isinstance(model, PatchNetwork) else _OfPooled(model, predictor)
 
 
-def _of_patches(model: PatchNetwork, x: Tensor) -> Tensor:
-    size = x.shape[2:]
-    with torch.no_grad():
-        features = torch.stack([model.backbone(x[(..., *box.slices)]).flatten(1) for box in model.patches(size)], 1)
-    return _weighted(model.block(features, size), model.head)
+class _OfPatches:
+    """Of the block Z."""
+
+    def __init__(self, predictor: PatchPredictor):
+        self.network, self.predictor = predictor.filler.network, predictor
+
+    def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
+        size = tuple(scene.size)
+        block = self.network.block(self.predictor.features(scene)[None], size)
+        (slopes,) = _slopes([block], self.network.head.eval())
+        weights = slopes.flatten(2).mean(2)
+        heat = torch.einsum("nc,nc...->n...", weights, block).relu()
+        spread = Spread(heat.shape[1:], mode="bilinear", align_corners=False)
+        for rows in strips(Box.whole(size), _STRIP):
+            places = [range(a, b) for a, b in zip(rows.start, rows.stop)]
+            yield rows, spread.part(heat.reshape(1, -1, 1, 1), size, places)[0, 0].float().cpu().numpy()
 
 
-def _of_last_pooling(network: nn.Module, x: Tensor) -> Tensor:
-    layers = {name: network.get_submodule(name) for name in network.reads} if isinstance(network, Network) else {}
-    pool = next((name for name, layer in reversed(layers.items()) if isinstance(layer, (Mean, Max))), None)
-    if pool is None:
-        raise ValueError("predict.heat draws the map before the last pooling over the image, and this network has none that is known: leave it out")
-    names = list(layers)
-    last = {source: n for n, name in enumerate(names) for source in network.reads[name]}
-    maps = {IMAGE: x}
-    with torch.no_grad():
-        for n, name in enumerate(names[: names.index(pool)]):
-            maps[name] = layers[name](*(maps[source] for source in network.reads[name]))
-            for source in network.reads[name]:
-                if last[source] == n:
-                    del maps[source]
+class _OfPooled:
+    """Of the map before the last pooling over the image."""
 
-    def rest(a: Tensor) -> Tensor:
-        there = {**maps, network.reads[pool][0]: a}
-        for name in names[names.index(pool) :]:
-            y = there[name] = layers[name](*(there[source] for source in network.reads[name]))
-        return y
+    def __init__(self, model: nn.Module, predictor: Predictor):
+        self.network, self.predictor = as_network(model).eval(), predictor
+        reads = self.network.reads if isinstance(self.network, Network) else {}
+        pools = [name for name in reads if isinstance(self.network.get_submodule(name), Mean)]
+        if not pools:
+            raise ValueError(_NO_POOLING)
+        self.source = reads[pools[-1]][0]
+        self.pools = [name for name in pools if reads[name][0] == self.source]
+        self.after: list[str] = []  # what makes the answer of what is pooled
+        for name in reads:
+            if name not in self.pools and set(reads[name]) & {*self.pools, *self.after}:
+                self.after.append(name)
+        vectors = {source for name in self.after for source in reads[name]} - set(self.after) | set(self.pools)
+        channels = dict(zip((IMAGE, *reads), channels_of_maps(self.network)))
+        if any(channels[name] for name in vectors):
+            raise ValueError(_NO_POOLING)
+        self.channels, self.graph = channels[self.source], graph_of(self._up_to(pools[-1]))
+        self._vectors = {name: self._predictor(self._up_to(name)) for name in sorted(vectors)}
 
-    return _weighted(maps[network.reads[pool][0]], rest)
+    def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
+        found = {name: self._vector(predictor, scene) for name, predictor in self._vectors.items()}
+
+        def answer(*pooled: Tensor) -> Tensor:
+            there = found | dict(zip(self.pools, pooled))
+            for name in self.after:
+                there[name] = self.network.get_submodule(name)(*(there[source] for source in self.network.reads[name]))
+            return there[(*self.pools, *self.after)[-1]]
+
+        size = tuple(scene.size)
+        cells = Layout(self.graph, size, [(0, n) for n in size], "all").sizes[self.graph[-1].first]
+        slopes = torch.zeros(self.channels)
+        for name, slope in zip(self.pools, _slopes([found[name] for name in self.pools], answer)):
+            slopes = slopes + slope.view(self.channels, -1).sum(1) * (math.prod(cells) if self.network.get_submodule(name).total else 1)
+        for box, heat in self._predictor(self._drawing(slopes, size, cells))(scene):
+            yield box, heat[0]
+
+    def _vector(self, predictor: Predictor, scene: Scene) -> Tensor:
+        for _, vector in predictor(scene):  # the same with each tile
+            found = vector
+        return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
+
+    def _drawing(self, slopes: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
+        """The network whose answer to an image of this size is its heat, of a map of so many cells."""
+        scales = [int(scales_of(self.graph, dim)[self.graph[-1].first]) for dim in range(len(size))]
+        missing = [max(0, -(-n // scale) - cell) for n, cell, scale in zip(size, cells, scales)]
+        weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
+        weigh.weight.data = slopes.view(1, -1, 1, 1)
+        more = {"weigh": weigh, "positive": nn.ReLU(), "beside": nn.ReplicationPad2d((0, missing[1], 0, missing[0]))}
+        more |= {"resized": nn.Upsample(scale_factor=tuple(map(float, scales)), mode="bilinear", align_corners=False), "cut": CutTo()}
+        return self._up_to(self.source, {f"heat.{name}": layer for name, layer in more.items() if name != "beside" or any(missing)}, {"heat.cut": ("heat.resized", IMAGE)})
+
+    def _up_to(self, last: str, more: Mapping[str, nn.Module] = {}, reads: Mapping[str, tuple[str, ...]] = {}) -> Network:
+        """A copy of the layers that make one of the maps, and ``more`` behind them."""
+        wanted = {last}
+        for name in reversed(list(self.network.reads)):
+            wanted |= set(self.network.reads[name]) if name in wanted else set()
+        layers = {name: copy.deepcopy(self.network.get_submodule(name)) for name in self.network.reads if name in wanted}
+        first = {next(iter(more)): (last,)} if more else {}
+        found = Network({**layers, **more}, {name: self.network.reads[name] for name in layers} | first | dict(reads))
+        found.of_image = not more
+        return found.eval()
+
+    def _predictor(self, network: Network) -> Predictor:
+        """Of another network, on this rank alone."""
+        like = self.predictor
+        place_model(network, like.devices[0], "fp64" if like.dtype == torch.float64 else "fp32", like.channels_last)
+        model = parallelize(network, reach_for(network, True), Context(), whole=True)
+        return Predictor(model.eval(), Alone(), like.devices[:1], like.autocast, like.tile, like.scratch, like.channels_last, neighbours=like.neighbours, room=like.room)
 
 
 @torch.enable_grad()
-def _weighted(a: Tensor, rest) -> Tensor:
-    """(*size) of a map (1, C, *size), of which the ``rest`` of the network makes logits."""
-    a = a.detach().requires_grad_()
-    logits = rest(a).flatten()
-    likeliest = logits.max() if len(logits) > 1 else logits[0] * logits[0].detach().sign()
-    (gradient,) = torch.autograd.grad(likeliest, a)
-    weights = gradient.mean(tuple(range(2, a.dim())), keepdim=True)
-    return (weights * a.detach()).sum(1)[0].relu()
+def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """Of the likeliest class's logit, or towards what a single one says, by what is given."""
+    given = [x.detach().requires_grad_() for x in given]
+    logits = answer(*given).flatten()
+    return torch.autograd.grad(logits.max() if len(logits) > 1 else logits[0] * logits[0].detach().sign(), given)
+
+
+def picture(heat: Iterator[tuple[Box, np.ndarray]], scene: Scene, data: Mapping) -> np.ndarray:
+    """(H, W, 3) uint8: the image, fainter where nothing comes from, and red to yellow where the answer does; smaller by a whole number where the image has more than 16 million pixels.
+
+    Args:
+        data: of a run's manifest: by what images were normalised.
+    """
+    by = next(k for k in count(1) if math.prod(n // k for n in scene.size) <= _MOST)
+    size = tuple(n // by for n in scene.size)
+    warmth, pixels = np.zeros(size, np.float32), np.zeros((min(3, len(data["mean"])), *size), np.float32)
+    for box, part in heat:
+        first, stop = (tuple(min(n, max(0, -(-(a - by // 2) // by))) for a, n in zip(corner, size)) for corner in (box.start, box.stop))
+        inside = tuple(slice(i * by + by // 2 - a, None, by) for i, a in zip(first, box.start))
+        warmth[Box(first, stop).slices] = part[inside][tuple(slice(b - a) for a, b in zip(first, stop))]
+    by_band = lambda numbers: np.asarray(numbers[: len(pixels)], np.float32)[:, None, None]
+    for rows in strips(Box.whole(size), _STRIP / by**2):
+        read = scene.read(Box(tuple(by * a for a in rows.start), tuple(by * b for b in rows.stop)))[: len(pixels)]
+        pixels[(slice(None), *rows.slices)] = shrunken(read, by) * by_band(data["std"]) + by_band(data["mean"])
+    image = rgb(np.rint(pixels).clip(0, 255).astype(np.uint8) if data.get("types") == ["uint8"] else pixels)
+    return drawn_over(image, warmth / max(warmth.max(), np.finfo(np.float32).tiny))
 
 
 def drawn_over(image: np.ndarray, heat: np.ndarray) -> np.ndarray:

@@ -118,14 +118,17 @@ class PatchPredictor:
         part.replicas = Alone()
         return part
 
+    def features(self, scene: Scene) -> Tensor:
+        """(patches, s)"""
+        return self.filler(_OneScene(scene), Alone())[0]
+
     @torch.no_grad()
     def __call__(self, scene: Scene, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (the image, its logits (K, 1, ...))."""
         head = self.filler.network.head
         training = head.training
         head.eval()
-        (features,) = self.filler(_OneScene(scene), Alone())
-        logits = self.filler.logits(features, scene.size)
+        logits = self.filler.logits(self.features(scene), scene.size)
         head.train(training)
         yield Box.whole(scene.size), logits[0].cpu().numpy().reshape(-1, *(1 for _ in scene.size))
 

@@ -307,16 +307,16 @@ class Predictor:
     def _activations(self) -> Activations:
         with self.autocast():
             kind = self.devices[0].type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self._dtype
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
         model = self.model
-        return Activations(model.graph, model.kinds, model.channels, dtype.itemsize, self._dtype.itemsize, self.channels_last, graph_kept=False)
+        return Activations(model.graph, model.kinds, model.channels, dtype.itemsize, self.dtype.itemsize, self.channels_last, graph_kept=False)
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
         """(C, *size) -> (1, C, *size) where and as the network takes it."""
-        return upload(torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self._dtype, self.channels_last)
+        return upload(torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last)
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):

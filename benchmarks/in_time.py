@@ -46,6 +46,7 @@ NETWORKS = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
     parser.add_argument("--network", default="unet-16", help=f"{', '.join(NETWORKS)}, or another as package.module:function, with its own norms (default: %(default)s)")
+    parser.add_argument("--args", type=json.loads, default={}, help="""of such a function, as '{"encoder_name": "resnet18"}'""")
     parser.add_argument("--images", type=int, default=1, help="in a batch; a batch norm of vectors wants two (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="sides of square images (default: %(default)s)")
     parser.add_argument("--plain", type=int, nargs="*", default=[512, 768, 1024, 1536], help="sides for plain PyTorch (default: %(default)s)")
@@ -72,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     extrapolated = _extrapolated(rows, max(options.sizes))
     ours, own = "spill: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm", "spill: its norms in training mode; plain: the module itself"
     notes = (
-        f"{options.network}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
+        f"{options.network}{options.args or ''}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
     )
-    parameters = {"network": NETWORKS.get(options.network, options.network), "images": options.images, "memory": options.memory, "precision": options.precision, "extrapolated [GB]": extrapolated}
+    parameters = {"network": NETWORKS.get(options.network, options.network), "args": options.args, "images": options.images, "memory": options.memory, "precision": options.precision, "extrapolated [GB]": extrapolated}
     report(options.name, QUESTION, Rows(rows), options, parameters, notes, lambda path: draw(rows, options, path))
 
 
@@ -97,13 +98,13 @@ def _store(path: Path, side: int, images: int) -> str:
 
 
 def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
-    flags = ["--job", mode, "--store", store, "--network", options.network, "--images", str(options.images), "--memory", options.memory, "--precision", options.precision]
+    flags = ["--job", mode, "--store", store, "--network", options.network, "--args", json.dumps(options.args), "--images", str(options.images), "--memory", options.memory, "--precision", options.precision]
     return run_ranks(1, ["-m", "benchmarks.in_time", *flags, "--scratch", folder, "--seconds", str(options.seconds)], threads=torch.get_num_threads(), timeout=7200)
 
 
 def _config(options: argparse.Namespace, mode: str) -> Config:
     norm = "none" if mode == "recompute" else "instance"
-    known = dict(NETWORKS[options.network], norm=norm) if options.network in NETWORKS else dict(name=options.network)
+    known = dict(NETWORKS[options.network], norm=norm) if options.network in NETWORKS else dict(name=options.network, args=options.args or None)
     model = ModelConfig(**known, in_channels=4, out_channels=1)
     spatial = SpatialConfig() if mode == "plain" else SpatialConfig(in_time=mode, scratch=options.scratch)
     run = RunConfig() if mode == "plain" else RunConfig(memory=options.memory)

@@ -28,6 +28,7 @@ from distseg.comm.staging import upload
 from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
+from distseg.memory_format import channels_last
 from distseg.models.layers import Mean, VectorNorm
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
@@ -35,6 +36,7 @@ from distseg.spatial.dropout import KeyedDropout
 from distseg.spatial.moments import Moments, by_group, combine, of_channels, stack
 
 _ALONE = Alone()
+_SMALL = 1 << 19  # values up to which two passes of PyTorch's kernels are through before one of ours is called
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 STATISTICAL = (*NORMS, Mean)
 """Layers that look at all of a map by its statistics."""
@@ -77,6 +79,8 @@ class DistributedNorm(nn.Module):
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
         """The same windows normalised: a list of (B, C, *size), one each place of the context."""
+        if not (self.live or self.training or torch.is_grad_enabled()):
+            return [self.fixed(x) for x in xs]
         if self.parts is not None:
             return [y.view_as(x) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
         if self.is_local(xs):
@@ -84,6 +88,14 @@ class DistributedNorm(nn.Module):
         if len(xs) == 1 and self.is_whole(xs[0]):
             return [_WholeNorm.apply(self, self.weight, self.bias, xs[0])]
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
+
+    def fixed(self, x: Tensor) -> Tensor:
+        """Images with the running statistics, where nothing goes back."""
+        if x.numel() <= _SMALL and self.parts is None:
+            y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
+        of = self.running_mean.double(), self.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
+        return _normalised(self.opened(x), [_coefficients(*of).affine] * len(x)).view_as(x)
 
     def opened(self, x: Tensor) -> Tensor:
         """Its input with one dim of channels: the parts of a vector's are places."""
@@ -105,7 +117,11 @@ class DistributedNorm(nn.Module):
 
     def is_whole(self, x: Tensor) -> bool:
         """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
-        return compiled.available(x) and self.live and self.comm.size == 1 and (self.context.per_window or self.context.owns_all(x.shape[2:]))
+        return compiled.available(x) and self.live and self.comm.size == 1 and self.has_all(x)
+
+    def has_all(self, x: Tensor) -> bool:
+        """Whether a rank's only window has all that statistics are taken over."""
+        return self.context.per_window or self.context.owns_all(x.shape[2:])
 
     def local(self, x: Tensor) -> Tensor:
         """The norm of whole images (B, C, *size) by PyTorch."""
@@ -405,11 +421,16 @@ def _nowhere(x: Tensor) -> Box:
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
     y = torch.empty_like(x)
-    if len(affines) > 1 and x.is_contiguous() and all(affine is affines[0] for affine in affines):  # images alike are one with as many times the channels
-        pivot, scale, shift, slope = affines[0]
-        many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
-        _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
-        return y
+    if len(affines) > 1 and all(affine is affines[0] for affine in affines):
+        if x.is_contiguous():  # images alike are one with as many times the channels
+            pivot, scale, shift, slope = affines[0]
+            many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
+            _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
+            return y
+        if x.is_contiguous(memory_format=channels_last(x.dim())):  # or one below the other
+            below = lambda t: t.movedim(1, -1).flatten(0, 1).movedim(-1, 0)[None]
+            _kernels(x).forward(below(x), affines[0], out=below(y))
+            return y
     for b, affine in enumerate(affines):
         _kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
     return y

@@ -287,6 +287,13 @@ class Cut:
         result = self.made(block, self.segments[segment].result)
         return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
 
+    def in_rows(self, block: int, position: int) -> bool:
+        """Whether all tiles that make or read a map are whole rows of their results, and no neighbours lie beside them."""
+        if any(g > 1 for g in self.layouts[block].grid[1:]):
+            return False
+        near = [n for n, segment in enumerate(self.segments) if segment.result == position or position in segment.sources]
+        return all(tile.size[1:] == self.made(block, self.segments[n].result).size[1:] for n in near for tile in self.tiles(block, n)[:1])
+
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
@@ -508,7 +515,7 @@ class Walk:
     def expect_gradient(self, op: ExpectGradient) -> None:
         for i in self._blocks():
             box = self.cut.made(i, op.position)
-            coming = Receiving(box, lambda like, box=box: self._made(box, op.position, self._here(like), gradient=True))  # all of it comes
+            coming = Receiving(box, lambda like, i=i, box=box: self._made(box, i, op.position, self._here(like), gradient=True))  # all of it comes
             self._returning.setdefault((i, op.position), []).append(self.transfers.begin(coming, op.source, 2 * op.position + 1))
 
     def send(self, op: Send) -> None:
@@ -561,14 +568,14 @@ class Walk:
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
-            maps[i, position] = self._made(self.cut.held(i, position), position, like, gradient=maps is self.gradients)
+            maps[i, position] = self._made(self.cut.held(i, position), i, position, like, gradient=maps is self.gradients)
         return maps[i, position]
 
-    def _made(self, box: Box, position: int, like: Tensor, gradient: bool) -> Map | VectorMap:
+    def _made(self, box: Box, i: int, position: int, like: Tensor, gradient: bool) -> Map | VectorMap:
         """What keeps a map, or its gradient, to which parts are added."""
         if position in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
-        return Map(box, like, self.executor.folder, zero=gradient)
+        return Map(box, like, self.executor.folder, zero=gradient, rows=self.cut.in_rows(i, position))
 
     def _here(self, like: Tensor) -> Tensor:
         return like.to(self.executor.devices[0])

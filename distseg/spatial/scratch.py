@@ -2,8 +2,9 @@
 
 Windows are read and written row by row, not mapped: a full disk then is an error with a name instead of a signal, and what the
 operating system caches is not this process's memory. A file has the channels of a cell side by side, so that a row of a window is
-one run of bytes; to turn a window around in memory takes less time than to call for its rows channel by channel. Or maps lie in
-the host's memory.
+one run of bytes; to turn a window around in memory takes less time than to call for its rows channel by channel. Where windows are
+whole rows, it has the channels of a row side by side instead, if that is how they lie in memory: a window is one run then too, and
+rows are moved as they are. Or maps lie in the host's memory.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ class Map:
     Args:
         like: a part of it, for batch, channels, type, device and layout in memory.
         folder: of the file; None: in memory.
+        rows: nearly all parts that are read or written are whole rows.
         zero: it is 0 before it is written, so that parts can be added to it.
 
     Raises:
         OSError: the file does not fit its disk, before anything is written.
     """
 
-    def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None, zero: bool = False):
+    def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None, zero: bool = False, rows: bool = False):
         self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
+        self.rows = rows and not self.last
         self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
         self.images, self.channels = like.shape[:2]
         self.cell = self.channels * like.element_size()  # bytes
@@ -64,7 +67,10 @@ class Map:
         if self._values is not None:
             self._part(box).add_(self._inward(x))
         else:
-            self.put(box, self.take(box).add_(self._inward(x)))
+            wide = self._widened(box)
+            values = self._fetched(wide)
+            self._as_it_lies(values, box.relative_to(wide)).add_(self._inward(x))
+            self._run(os.pwritev, values, wide, "written to")
 
     def room(self, box: Box) -> Tensor:
         """A tensor for a part of the map as it lies there, in the host's memory; pinned, where a GPU reads it next."""
@@ -73,12 +79,21 @@ class Map:
     def take(self, box: Box) -> Tensor:
         """:meth:`read`, as it lies."""
         found = self.room(box)
-        self._move(os.preadv, found, box, "read from")
-        return found
+        if self._values is not None:
+            return found.copy_(self._part(box))
+        wide = self._widened(box)
+        if self.last and wide == box:
+            self._run(os.preadv, found, box, "read from")
+            return found
+        return found.copy_(self._as_it_lies(self._fetched(wide), box.relative_to(wide)))
 
     def put(self, box: Box, values: Tensor) -> None:
         """:meth:`write`, as it lies."""
-        self._move(os.pwritev, values, box, "written to")
+        if self._values is not None:
+            self._part(box).copy_(values)
+            return
+        lying = values if self.last else values.movedim(1, 2 if self.rows else -1)
+        self._run(os.pwritev, lying.contiguous(), box, "written to")
 
     def bytes_of(self, box: Box) -> int:
         """Of a part of the map."""
@@ -107,23 +122,39 @@ class Map:
     def _outward(self, x: Tensor) -> Tensor:
         return (x.movedim(-1, 1) if self.last else x).to(self.device, non_blocking=True)
 
-    def _move(self, how, values: Tensor, box: Box, what: str) -> None:
-        """Between ``values`` and the part ``box`` of the map, in a file by runs of cells that lie side by side."""
-        reads = how is os.preadv
-        if self._values is not None:
-            there = self._part(box)
-            values.copy_(there) if reads else there.copy_(values)
-            return
-        cells = values if self.last else values.movedim(1, -1)
-        lying = cells if cells.is_contiguous() else torch.empty(cells.shape, dtype=cells.dtype)
-        if lying is not cells and not reads:
-            lying.copy_(cells)
-        flat, offset = memoryview(lying.view(-1).view(torch.uint8).numpy()), 0
-        for place, length in _runs(self.images, box.relative_to(self.box), self.box.size, self.cell):
+    def _widened(self, box: Box) -> Box:
+        """With the rest of its rows, where it has nearly all of them: one run instead of a run a row."""
+        held = self.box
+        if box.size[1:] == held.size[1:] or not box.pixels or any(_NEARLY * a < b for a, b in zip(box.size[1:], held.size[1:])):
+            return box
+        return Box((box.start[0], *held.start[1:]), (box.stop[0], *held.stop[1:]))
+
+    def _fetched(self, box: Box) -> Tensor:
+        """A part of the map as it lies in the file: (B, rows, C, ...), or (B, *box.size, C)."""
+        rows, *others = box.size
+        values = torch.empty((self.images, rows, self.channels, *others) if self.rows else (self.images, *box.size, self.channels), dtype=self.dtype)
+        self._run(os.preadv, values, box, "read from")
+        return values
+
+    def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
+        """A part of what was fetched, with the dims of :meth:`room`."""
+        if self.last:
+            return values[(slice(None), *inside.slices)]
+        return values.movedim(2 if self.rows else -1, 1)[(..., *inside.slices)]
+
+    def _run(self, how, values: Tensor, box: Box, what: str) -> None:
+        """Between ``values``, as they lie in the file, and the part ``box`` of the map there, by runs of bytes."""
+        inside, size, cell = box.relative_to(self.box), self.box.size, self.cell
+        if self.rows:  # the channels of a row are as a dim more
+            (first, *others), (last, *ends) = inside.start, inside.stop
+            inside, size, cell = Box((first, 0, *others), (last, self.channels, *ends)), (size[0], self.channels, *size[1:]), self.cell // self.channels
+        flat, offset = memoryview(values.view(-1).view(torch.uint8).numpy()), 0
+        for place, length in _runs(self.images, inside, size, cell):
             _all(how, self._file.fileno(), flat[offset : offset + length], place, what)
             offset += length
-        if lying is not cells and reads:
-            cells.copy_(lying)
+
+
+_NEARLY = 1.125  # as many cells a row of a map may have as a part of it, of which whole rows are read
 
 
 class VectorMap:

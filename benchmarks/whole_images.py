@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, nargs=3, default=[4000, 0, 500], help="of train, val and test (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="that each case trains, evaluations apart (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=5e-3, help="of Adam, which stays (default: %(default)s)")
     parser.add_argument("--base", type=int, default=8, help="channels of the backbone's first level (default: %(default)s)")
     parser.add_argument("--memory", default="700MB", help="budget of tiles in time (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for the memory (default: %(default)s)")
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [{"part": part, **row} for part, those in parts.items() for row in those]
     shown = [{key: value for key, value in row.items() if key != "curve"} for row in rows]
     notes = (
-        f"backbone {_BACKBONE}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam 0.005;\n"
+        f"backbone {_BACKBONE}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
         "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
         "memory and time: one image a step, patchgd by patches of 128x128, 4 of them in each of 4 inner iterations"
     )
@@ -128,7 +129,7 @@ def _job(options: argparse.Namespace) -> None:
         engine.context.epoch = epoch
         start = time.perf_counter()
         for batch in loader.epoch(epoch):
-            engine.step(batch, 5e-3)
+            engine.step(batch, options.rate)
             images += 8
             spent += time.perf_counter() - start
             if spent >= options.seconds * (len(curve) + 1) / _TIMES:
@@ -154,7 +155,7 @@ def _step_of_job(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, seconds: float = 0.0) -> dict:
-    flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory]
+    flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory, "--rate", str(options.rate)]
     return run_ranks(1, ["-m", "benchmarks.whole_images", *flags], threads=1, timeout=3600)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from distseg.config import Config
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
+from distseg.data.sampler import crop_size
 from distseg.data.store import Store
 from distseg.models.layers import VectorNorm
 from distseg.models.network import of_image
@@ -195,8 +196,8 @@ def check_labels(store: Store, model: nn.Module, config: Config) -> None:
     Raises:
         ValueError: naming both, and the repair.
     """
-    numbers = len(store.classes) == 1
-    if of_image(model) != store.of_images:
+    numbers, size = len(store.classes) == 1, crop_size(store.size(store.split("train")[0]), config.data.crop)
+    if of_image(model, size) != store.of_images:
         made, has = ("a vector of each image", "labels of pixels") if of_image(model) else ("a map of each image", "a label for each image")
         raise ValueError(f"the network makes {made}, but {store.path} has {has}: take another network (model.name), or prepare the store with the labels that are meant")
     if of_numbers(config.loss.name) != numbers:

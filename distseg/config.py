@@ -357,6 +357,8 @@ class PatchgdConfig:
         _at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
             raise ValueError(f"patchgd.sampled is a share up to 1, or a whole number of patches, got {self.sampled}")
+        if self.accumulate > self.inner:
+            raise ValueError(f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner iterations (patchgd.inner): give at most as many")
         if self.step is not None and (len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))):
             raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")
 

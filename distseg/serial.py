@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Callable, Mapping
 
@@ -92,6 +92,29 @@ def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config,
     (3 * _forward(model, images, config, epoch, dropouts)[0]).backward()
     again = _gradients(parameters)
     return {name: (again[name] / 3 - w).norm().item() for name, w in wanted.items()}
+
+
+def rounding_of_step(model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None) -> Outcome:
+    """The step of :func:`serial_step`, whose every function's result is off by up to half of its last bit more."""
+    with _Rounding():
+        return serial_step(model, images, config, epoch, dropouts)
+
+
+class _Rounding(TorchFunctionMode):
+    """In which new tensors differ in their last bits."""
+
+    def __init__(self):
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if not isinstance(made, Tensor) or not made.is_floating_point() or made.is_leaf and made.requires_grad:
+            return made
+        given = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if made.untyped_storage().data_ptr() in given or made._base is not None:
+            return made
+        return made * (1 + (torch.rand(made.shape, generator=self._generator, dtype=made.dtype) - 0.5) * torch.finfo(made.dtype).eps)
 
 
 def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts) -> tuple[Tensor, "_Whole"]:

@@ -97,3 +97,57 @@ class Attending(nn.Module):
 
 def attending(in_channels=3, out_channels=3):
     return Attending(in_channels, out_channels)
+
+
+class Levels(nn.Module):
+    """Means of three levels, joined; what joins them begins with zeros."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Conv2d(n, 6, 3, 2, 1) for n in (in_channels, 6, 6))
+        self.first, self.all = nn.Linear(6, out_channels), nn.Linear(18, out_channels)
+        nn.init.zeros_(self.all.weight), nn.init.zeros_(self.all.bias)
+
+    def forward(self, x):
+        found = []
+        for level in self.levels:
+            x = torch.tanh(level(x))
+            found.append(x.mean((2, 3)))
+        return self.first(found[0]) + self.all(torch.cat(found, 1))
+
+
+def levels(in_channels=3, out_channels=3):
+    return Levels(in_channels, out_channels)
+
+
+class Pooled(nn.Module):
+    """Written as many are: places as one dim, minima, a batch norm of what is pooled."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a, self.b, self.norm, self.fc = nn.Conv2d(in_channels, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.BatchNorm1d(24), nn.Linear(24, out_channels)
+
+    def forward(self, x):
+        y = F.relu(self.b(self.a(x)))
+        flat = y.view(y.size(0), y.size(1), -1)
+        return self.fc(self.norm(torch.cat((flat.mean(-1), flat.max(2)[0], y.flatten(2).sum(2), y.amin((2, 3))), 1)))
+
+
+def pooled(in_channels=3, out_channels=3):
+    return Pooled(in_channels, out_channels)
+
+
+def fixed(in_channels=3, out_channels=3):
+    """For images of 24x32 pixels alone."""
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 8, out_channels))
+
+
+class Squeezed(Residual):
+    """One number of each image, (N,)."""
+
+    def forward(self, x):
+        return super().forward(x).squeeze(1)
+
+
+def squeezed(in_channels=3, out_channels=1):
+    return Squeezed(in_channels, 1)

@@ -606,3 +606,10 @@ def stashed_twice(in_channels, out_channels):
 
 def _with(layer, in_channels, out_channels):
     return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), layer, nn.ReLU(), nn.Conv2d(4, out_channels, 3, padding=1))
+
+
+def cancelling(in_channels=3, out_channels=3):
+    """Maps far from zero, of which a norm leaves the last digits."""
+    first = nn.Conv2d(in_channels, 4, 3, padding=1)
+    nn.init.constant_(first.bias, 1e6)
+    return nn.Sequential(first, nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, out_channels, 3, padding=1))

@@ -19,6 +19,7 @@ from test_networks import WAYS
 from distseg.cli import main
 from distseg.comm.collective import Alone
 from distseg.config import LossConfig, ModelConfig
+from distseg.data.focus import Focus
 from distseg.data.store import Store, StoreWriter
 from distseg.data.ultramnist import mnist, prepare_ultramnist
 from distseg.extents import Extents
@@ -39,12 +40,12 @@ from distseg.spatial.parallelize import parallelize
 from distseg.trained import load
 from distseg.verify import verify
 
-NAMES = ["residual", "flat", "gridded", "largest", "mixed", "normed"]
+NAMES = ["residual", "flat", "gridded", "largest", "mixed", "normed", "levels", "pooled"]
 
 
 def error_of(name, comm, settings, outputs=3, loss="cross_entropy", size=None):
     plan = replace(config(**settings), model=ModelConfig(f"{made_classifiers.__name__}:{name}", in_channels=3, out_channels=outputs), loss=LossConfig(name=loss))
-    report = verify(plan, comm, Extents(size or ("40x52" if name == "mixed" else "41x53")))
+    report = verify(plan, comm, Extents(size or ("40x56" if name in ("mixed", "levels") else "41x53")))
     return comm.bcast(report and report["max_error"])
 
 
@@ -83,6 +84,24 @@ def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, nam
         assert comm.rank or found.seconds > 0
         report = verify(images, comm, size)
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2])
+def test_networks_for_one_size_are_trained_on_whole_images(comm, shared_path):
+    settings = dict(samples=comm.size, images=2)
+    assert error_of("fixed", comm, settings, size="24x32") <= TOLERANCE
+    if comm.rank == 0:
+        write_store(shared_path / "s.h5", size=(24, 32))
+    comm.Barrier()
+    common = ["--data.store", str(shared_path / "s.h5"), "--train.output", str(shared_path / "run"), "--model.name", "made_classifiers:fixed", "--train.tensorboard", "false"]
+    done(["train", *common, "--train.epochs", "1", "--mesh.samples", str(comm.size), "--data.images", "2"])
+    done(["evaluate", str(shared_path / "run"), "--model.name", "made_classifiers:fixed"])
+
+
+@pytest.mark.parallel(1)
+def test_a_number_without_a_dim_is_refused(comm):
+    with pytest.raises(ValueError, match=r"makes \(N,\) of N images, one number of each: let it keep the dim of outputs, \(N, 1\)"):
+        verify(replace(config(images=2), model=ModelConfig("made_classifiers:squeezed"), loss=LossConfig("binary_cross_entropy")), comm, Extents("40x52"))
 
 
 def done(arguments: list[str]) -> None:
@@ -259,6 +278,23 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
             main(["prepare", str(tmp_path / "flat"), str(tmp_path / "c.h5"), "--labels", str(table), "--classes", "age"])
         assert re.search(why, capsys.readouterr().err)
     assert not (tmp_path / "c.h5").exists()
+    table.write_text("image,label\n" + "".join(f"{k}.png, {k % 3 * 5} \n" for k in range(6)))
+    done(["prepare", str(tmp_path / "flat"), str(tmp_path / "d.h5"), "--labels", str(table)])
+    assert Store(tmp_path / "d.h5").classes == ["0", "5", "10"] and "were taken as 3 classes: if they measure something, give it a name" in capsys.readouterr().out
+    for path, arguments, why in [
+        (tmp_path / "folders" / "cat", ["folders"], "has no folders"),
+        (tmp_path / "one", ["folders"], "all 6 images of .* have the label 'a', and one class is nothing to learn"),
+        (tmp_path / "flat", [str(table)], "labels.csv is not in UTF-8"),
+    ]:
+        (tmp_path / "one").mkdir(exist_ok=True)
+        if not (tmp_path / "one" / "a").exists():
+            (tmp_path / "one" / "a").symlink_to(tmp_path / "flat")
+        table.write_bytes("image,label\n0.png,ch\xe2t\n".encode("latin-1"))
+        with pytest.raises(SystemExit):
+            main(["prepare", str(path), str(tmp_path / "e.h5"), "--labels", *arguments])
+        assert re.search(why, capsys.readouterr().err)
+    with pytest.raises(ValueError, match="has a label for each image, so that its crops have no pixels of a class"):
+        Focus(store, "train", "age")
 
 
 def predictor_of(model: torch.nn.Module, **settings) -> Predictor:

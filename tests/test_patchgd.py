@@ -130,6 +130,11 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
         assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name
 
 
+def test_more_iterations_to_an_update_than_there_are():
+    with pytest.raises(ValueError, match="patchgd.accumulate is 9, but a batch has 4 inner iterations"):
+        PatchgdConfig(inner=4, accumulate=9)
+
+
 @pytest.mark.parallel([1, 2])
 def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, capsys):
     common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "distseg.models.classifier:residual",

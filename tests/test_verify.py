@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from made_store import random_store
+from test_exact import config
 
 from distseg import verify as module
 from distseg.cli import main
@@ -155,3 +156,13 @@ def test_the_step_runs_on_the_device_that_is_named(comm, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["verify", "--image", "13x18", "--run.device", "cuda"])
         assert ended.value.code == 2 and "run.device is cuda, but this node shows no GPU to PyTorch" in capsys.readouterr().err
+
+
+@pytest.mark.parallel(1)
+def test_errors_as_large_as_the_serial_programs_own_rounding_pass(comm):
+    """A network whose norms cancel all but a few digits; and not one that is wrong by as much."""
+    plan = replace(config(tiles_per_rank=(1, 2), exchange_every="1"), model=ModelConfig("made_networks:cancelling"))
+    report = verify(plan, comm, Extents("41x53"))
+    assert report["max_error"] > 1e-12 and passed(report, 1e-12) and not passed(report, 1e-14)
+    assert "the serial program itself moves by as much as" in summary(report, 1e-12) and "\nexact: " in summary(report, 1e-12)
+    assert not passed({**report, "max_error": 10 * report["rounding"]}, 1e-12) and not passed({**report, "max_error": math.nan}, 1e-12)

@@ -26,6 +26,8 @@ class Focus:
     def __init__(self, store: Store, split: str, name: str):
         if name not in store.classes:
             raise ValueError(f"data.focus_class is {name!r}, which is no class of {store.path}: choose {', '.join(store.classes)}")
+        if store.of_images:
+            raise ValueError(f"data.focus_class is {name!r}, but {store.path} has a label for each image, so that its crops have no pixels of a class: leave it out")
         self._blocks = lru_cache(_IMAGES_KEPT)(self._read_weights)
         self._store, self._class = store, store.classes.index(name)
         self._names = [image for image in store.split(split) if store.has_labels(image)]

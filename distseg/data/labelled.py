@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,9 @@ def prepare_labelled(
         split_of = assign_splits([str(path) for path, _, _ in found], splits, seed)
         found = [(path, label, split_of[str(path)]) for path, label, _ in found]
     check_train([split for _, _, split in found], root)
-    names = list(classes) if classes else sorted({label for _, label, _ in found})
+    names = list(classes) if classes else sorted({label for _, label, _ in found}, key=lambda label: (_number(label), label))
+    if not classes and len(names) == 1:
+        raise ValueError(f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is nothing to learn: give images of others too, or name them all by --classes")
     labels = [_label(label, path, names) for path, label, _ in found]
     prefix = {path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found}  # folders may have files of one name
     pairs = [replace(opened(split, path, None, None), name=prefix[path]) for path, _, split in found]
@@ -55,7 +58,18 @@ def prepare_labelled(
             copy_image(pair, writer, shown, {}, nodata=pair.nodata if nodata is None else nodata, label=label)
     store = Store(output)
     print(summary(store))
+    if table is not None and not classes and all(_number(name) < math.inf for name in names):
+        print(f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if they measure something, give it a name, --classes NAME")
     return store
+
+
+def _number(label: str) -> float:
+    """What a label says as a number; of others more than of any."""
+    try:
+        value = float(label)
+    except ValueError:
+        return math.inf
+    return value if math.isfinite(value) else math.inf
 
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
@@ -75,14 +89,18 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         raise FileNotFoundError(f"there is no table of labels {table}")
     files = {path.name: path for path in image_files(root).values()}
     files |= {path.stem: path for path in files.values()}
-    with open(table, newline="", encoding="utf-8-sig") as file:
-        lines = csv.DictReader(file)
+    try:
+        text = table.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): write it anew, such as by iconv -f LATIN1 -t UTF-8") from None
+    with io.StringIO(text, newline="") as file:
+        lines = csv.DictReader(file, skipinitialspace=True)
         columns = lines.fieldnames or []
         if not {"image", "label"} <= set(columns) <= set(_COLUMNS):
             raise ValueError(f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of labels has image, label and perhaps split")
         found, seen = [], set()
         for number, line in enumerate(lines, 2):
-            name, label, split = line["image"], line["label"], line.get("split")
+            name, label, split = ((line.get(column) or "").strip() or None for column in _COLUMNS)
             if name not in files:
                 raise ValueError(f"{table}, line {number}: there is no image {name!r} in {root}")
             if files[name] in seen:
@@ -101,10 +119,6 @@ def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
         if label not in classes:
             raise ValueError(f"{path} has the label {label!r}, which is none of the classes {', '.join(classes)}: add it to --classes, or correct it")
         return classes.index(label)
-    try:
-        value = float(label)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+    if (value := _number(label)) == math.inf:
         raise ValueError(f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are numbers: name all classes, or correct it")
     return value

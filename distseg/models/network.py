@@ -6,7 +6,7 @@ Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read
 
 from __future__ import annotations
 
-from contextlib import suppress
+import math
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator, Mapping, Sequence, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.altered import hooked
-from distseg.models.layers import Pop, Stash, first_convolution, is_vector, outline, register, skip_store
+from distseg.models.layers import Pop, Stash, answer_of, first_convolution, is_vector, outline, register, skip_store
 
 IMAGE = "image"
 T = TypeVar("T")
@@ -252,16 +252,12 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-@torch.no_grad()
-def of_image(model: nn.Module) -> bool:
-    """Whether what a network, plain or captured, makes of an image is a vector, as for classification, as far as that can be worked out."""
+def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
+    """Whether what a network, plain or captured, makes of an image is a vector, as for classification, as far as that can be worked out; ``size``: :func:`answer_of`."""
     if isinstance(model, Network):
         return model.of_image
-    first = first_convolution(model)
-    x = torch.empty(1, first.in_channels, *(256,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
-    with suppress(Exception), skip_store({}):  # a module of the user's may want another size, or numbers
-        return outline(model)(x).shape[2:].numel() == 1
-    return False
+    made = answer_of(model, size)
+    return made is not None and math.prod(made[2:]) == 1
 
 
 @torch.no_grad()

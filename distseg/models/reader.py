@@ -82,6 +82,7 @@ class Reader:
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
+        self._flattened: dict[Value, CanNotCapture] = {}  # what is to be said where they are read in a way that is not known
         self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:
@@ -180,12 +181,14 @@ class Reader:
         if not isinstance(x, Value):
             what = "what is computed of parameters alone" if isinstance(x, (Made, Kept)) else "stacked maps" if isinstance(x, Stack) else repr(x)
             raise self.refusal(f"takes {what} where a map of the image is expected")
+        if x.form == "flat" and "flat" not in forms:
+            raise self._flattened[x]
         if x.form not in (forms or FORMS):
             raise self.refusal(f"takes {FORMS[x.form]}, of which it is not known")
         return x
 
     def any_form(self, x: Any) -> Value:
-        return self.map(x, *FORMS)
+        return self.map(x, *(form for form in FORMS if form != "flat"))
 
     def fixed(self, x: Any, what: str) -> Any:
         """A setting, which must not follow the image's size."""
@@ -198,7 +201,7 @@ class Reader:
 
     def axis(self, dim: int, x: Value) -> int:
         """Of (N, C, *size), whichever form the user's code has it in; 1 for each dim of a cell."""
-        cell, places = [1] * len(x.cell), [] if x.form == "vector" else list(range(2, self.dims + 2))
+        cell, places = [1] * len(x.cell), {"vector": [], "flat": [2]}.get(x.form, list(range(2, self.dims + 2)))
         order = [0, *places, *cell] if x.form in LAST else [0, *cell, *places]
         if not isinstance(dim, int) or not -len(order) <= dim < len(order):
             raise self.refusal(f"is told dim {dim} of {len(order)}")
@@ -241,7 +244,14 @@ class Reader:
         self.names.update({f"{name}.{own}": user for own, user in used.items()})
         return Value(name, shapes, cell, form)
 
+    def applied(self, function: Callable[[Tensor], Tensor], x: Value, what: str) -> Value:
+        """A function of single numbers that the user's call is made of, besides others; ``what`` its layer is named after."""
+        name = self._unique(f"{self._name()}_{what}")
+        self._add(name, lambda _: Formula((Step(function, (Map(0),), {}),), (None,)), [x])
+        return replace(x, name=name)
+
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
+        assert name not in self.layers, name
         self.layers[name] = make, tuple(x.name for x in reads)
 
     def _name(self) -> str:
@@ -251,7 +261,10 @@ class Reader:
             name = module if self._homes[module] == self.number else f"{module}_{function}"
         else:
             name = f"{module}.{function}".lstrip(".")
-        unique, count = name, 1
+        return self._unique(name)
+
+    def _unique(self, name: str) -> str:
+        unique, count, module = name, 1, self.call.module
         while unique in self.layers or unique in self._modules and unique != module:
             count += 1
             unique = f"{name}_{count}"
@@ -420,7 +433,11 @@ class Reader:
 
     def reshaped(self, x: Any) -> Value:
         """The same numbers in another form."""
-        x = self.cells(x)
+        x = self.cells(x, *FORMS)
+        if x.form == "flat" and x.sizes == tuple(c.shapes[0][2:] for c in self.current) or x.form == "maps" and self.is_flattened(x):
+            made = replace(x, form="maps" if x.form == "flat" else "flat")
+            self._flattened[made] = self.refusal("makes one dim of all places, as attention between places does: that is not known here; leave it out")
+            return made
         forms = sorted(VECTORS, key=lambda form: form != x.form or form == "vector") if x.form in VECTORS else (x.form,)
         for form in forms:
             try:
@@ -432,6 +449,10 @@ class Reader:
         if x.form not in VECTORS and math.prod(x.sizes[0]) in self.call.shapes[0]:
             raise self.refusal("makes one dim of all places, as attention between places does: that is not known here; leave it out")
         raise self.refusal(f"gives {FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
+
+    def is_flattened(self, x: Value) -> bool:
+        """Whether the call makes one dim of the places of a map, behind that of channels."""
+        return x.plain and all(c.shapes[0] == (*shape[:2], math.prod(shape[2:])) for c, shape in zip(self.current, x.shapes)) and self.dims > 1
 
     def is_grid(self, x: Any) -> bool:
         """Whether it is a grid of an image, (N, C, *grid)."""
@@ -462,7 +483,7 @@ class Reader:
         for v in [v for v in reversed(self.values.values()) if isinstance(v, Value) and v.form == "maps"]:
             by = _whole_times(v.sizes, sizes)
             if by is not None:
-                name = f"{self._name()}_like"
+                name = self._unique(f"{self._name()}_like")
                 self._add(name, lambda _: (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1](by if self.dims > 1 else by[0]), [v])
                 return replace(v, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)))
         raise self.refusal(f"spreads what is alike at all places over {sizes[0]}, as many as no other map has")
@@ -473,7 +494,7 @@ class Reader:
             return x
         for fewer, by in ((False, _whole_times(sizes, x.sizes)), (True, _whole_times(x.sizes, sizes))):
             if by is not None:
-                name = f"{self._name()}_places"
+                name = self._unique(f"{self._name()}_places")
                 self._add(name, lambda _, by=by, fewer=fewer: Restride(by, fewer), [x])
                 return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
         raise self.refusal(f"spreads what is alike at all places of {x.shapes[0]} over a map of {sizes[0]}: whole times as many places, or as few, are known")
@@ -533,6 +554,8 @@ class Reader:
 
     def over_places(self, make: Callable[[], nn.Module], x: Value, dim: Any, keepdim: bool, what: str, known: str = "over all places, or over channels") -> Value:
         over = {self.axis(d, x) for d in (dim if isinstance(dim, tuple) else (dim,)) if d is not None}
+        if x.form == "flat" and over == {2} and not keepdim:
+            return self.of_image(make, x, "vector")
         if x.form not in ("maps", "last") or over != set(range(2, self.dims + 2)):
             raise self.refusal(f"takes {what} over {dim}: {known}, it is known")
         return self.of_image(make, x, "last place" if x.form == "last" and keepdim else "place" if keepdim else "vector")
@@ -584,7 +607,7 @@ class Reader:
 
 DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
 DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
-FORMS = {"maps": "a map", "last": "a map whose channels come last", "place": "what is alike at all places", "last place": "what is alike at all places, with channels last", "vector": "a vector of the image"}
+FORMS = {"maps": "a map", "flat": "a map whose places are one dim", "last": "a map whose channels come last", "place": "what is alike at all places", "last place": "what is alike at all places, with channels last", "vector": "a vector of the image"}
 _LARGEST_MULTIPLE = 256  # that a padding is looked at for
 LAST, VECTORS = ("last", "last place"), ("place", "last place", "vector")
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")

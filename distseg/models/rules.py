@@ -33,7 +33,7 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 
 
 _PART = "takes a part of the image, or of the batch: of the channels it is known"
-_OVER_CHANNELS = {"amin", "std", "var", "logsumexp", "prod", "cumsum", "flip"}  # where the dims that they are told are those of channels
+_OVER_CHANNELS = {"std", "var", "logsumexp", "prod", "cumsum", "flip"}  # where the dims that they are told are those of channels
 POINTWISE = {
     *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink prelu").split(),
     *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
@@ -194,7 +194,7 @@ class Rules:
     adaptive_max_pool1d = adaptive_max_pool3d = adaptive_max_pool2d
 
     def mean(self: Reader, input, dim=None, keepdim=False, dtype=None):
-        return self.reduced(Mean, self.cells(input), dim, keepdim, "a mean")
+        return self.reduced(Mean, self.cells(input, *FORMS), dim, keepdim, "a mean")
 
     def norm(self: Reader, input, p="fro", dim=None, keepdim=False, dtype=None):
         """Of all places, or of channels."""
@@ -203,22 +203,28 @@ class Rules:
             return self.formula((x, p, dim, keepdim), {})
         if p not in (2, 2.0, "fro", None):
             raise self.refusal(f"takes a norm of order {p}: of order 2 it is known")
-        squares = replace(x, name=f"{self._name()}_squares")
-        self._add(squares.name, lambda _: Formula((Step(torch.square, (Map(0),), {}),), (None,)), [x])
-        made = self.over_places(lambda: Mean(total=True), squares, dim, keepdim, "a norm")
-        root = replace(made, name=f"{made.name}_root")
-        self._add(root.name, lambda _: Formula((Step(_root, (Map(0),), {}),), (None,)), [made])
-        return root
+        made = self.over_places(lambda: Mean(total=True), self.applied(torch.square, x, "squares"), dim, keepdim, "a norm")
+        return self.applied(_root, made, "root")
 
     def vector_norm(self: Reader, x, ord=2, dim=None, keepdim=False, dtype=None):
         return vars(Rules)["norm"](self, x, ord, dim, keepdim)
 
     def amax(self: Reader, input, dim=(), keepdim=False):
-        return self.reduced(lambda: Max(first=False), self.cells(input), dim, keepdim, "a maximum")
+        return self.reduced(lambda: Max(first=False), self.cells(input, *FORMS), dim, keepdim, "a maximum")
+
+    def amin(self: Reader, input, dim=(), keepdim=False):
+        """The largest of what has the other sign, with the other sign."""
+        x = self.cells(input)
+        if self.all_of_cell(dim, x):
+            return self.formula((x, dim, keepdim), {})
+        made = self.over_places(lambda: Max(first=False), self.applied(torch.neg, x, "turned"), dim, keepdim, "a minimum")
+        return self.applied(torch.neg, made, "back")
 
     def max(self: Reader, input, dim=None, keepdim=False):
         if isinstance(dim, Value):
             return self.formula((input, dim), {})
+        if isinstance(input, Value) and input.form == "flat" and self.call.name == "max":
+            return self.over_places(lambda: Max(first=True), input, dim, keepdim, "a maximum")
         if not self.all_of_cell(dim, self.cells(input)):
             raise self.refusal("takes a maximum: over channels it is known")
         return self.formula((input, dim, keepdim), {}, part=0)
@@ -294,7 +300,7 @@ class Rules:
 
     def sum(self: Reader, input, dim=None, keepdim=False):
         if not isinstance(input, Stack):
-            return self.reduced(lambda: Mean(total=True), self.cells(input), dim, keepdim, "a sum", "over all places, over channels, or over maps that were stacked")
+            return self.reduced(lambda: Mean(total=True), self.cells(input, *FORMS), dim, keepdim, "a sum", "over all places, over channels, or over maps that were stacked")
         if dim != 0 or keepdim or len({x.shapes for x in input.maps}) > 1 or not all(x.plain for x in input.maps):
             raise self.refusal("takes a sum: over maps that were stacked it is known")
         return self.emit(lambda _: Sum(), input.maps)

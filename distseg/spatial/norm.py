@@ -8,6 +8,8 @@ gradient from every window:
     s1 = sum over all windows of g * w,    s2 = sum over all windows of g * w * xhat        (one message)
     dx = r * (g * w)  everywhere,          dx -= r / N * (s1 + xhat * s2)  on owned pixels
 
+(of vectors, xhat less its mean s0 / N, which is no more than the rounding of the mean)
+
 which is the adjoint of 'mean and variance of the owned pixels, handed to every window'.
 
 A dropout of channels before the norm and a leaky activation behind it are computed with it (:func:`fold`): the one
@@ -248,9 +250,10 @@ class DistributedNorm(nn.Module):
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
 
-    def tilt_and_shift(self, c: "Coefficients", s1: Tensor, s2: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
-        """Of -r / N * (s1 + xhat * s2), by which the gradient of owned pixels differs, each of which stands for so many; ``s1`` and ``s2`` divided by N."""
-        return -c.hat * c.hat * s2 * times, -c.hat * (s1 + c.offset * s2) * times
+    def tilt_and_shift(self, c: "Coefficients", shares: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
+        """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, s0, divided by N."""
+        s1, s2, s0 = shares
+        return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - s0) * s2) * times
 
     def pending(self, statistics: Moments) -> "Pending":
         """Windows one after another, with these statistics."""
@@ -329,11 +332,15 @@ class _JointNorm(torch.autograd.Function):
         if ctx.live or any(ctx.needs_input_grad[1:3]):
             for j, b, i in images:
                 _collect(dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b])
-        s1, s2 = _shares(ctx.norm, weight, dweight, dbias, ctx.pixels) if ctx.live else (None, None)
+        centre = torch.zeros_like(dweight)
+        if ctx.live and ctx.norm.parts is not None:
+            for j, b, i in images:
+                centre[i] += _centre(xs[j][b : b + 1], ctx.coefficients[j][b], ctx.times[j])
+        shares = _shares(ctx.norm, weight, dweight, dbias, centre, ctx.pixels) if ctx.live else None
         dxs = [torch.empty_like(x) for x in xs]
         for j, b, i in images:
             c = ctx.coefficients[j][b]
-            tilt, shift = ctx.norm.tilt_and_shift(c, s1[i], s2[i], ctx.times[j]) if ctx.live else (torch.zeros_like(c.hat),) * 2
+            tilt, shift = ctx.norm.tilt_and_shift(c, shares[:, i], ctx.times[j]) if ctx.live else (torch.zeros_like(c.hat),) * 2
             own = ctx.own[j] if ctx.live else _nowhere(xs[j])
             _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
         return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
@@ -352,18 +359,20 @@ class Pending:
     def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
         opened = self.norm.opened(x)
-        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), opened)
+        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), self.norm.times(index), opened)
         return y.view_as(x)
 
-    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients) -> None:
+    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: int) -> None:
         if self.dweight is None:
-            self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), x.shape[1], dtype=torch.float64, device=x.device)
+            self.dweight, self.dbias, self.centre = torch.zeros(3, len(self.statistics.count), x.shape[1], dtype=torch.float64, device=x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
+        if self.norm.parts is not None:
+            self.centre[row] += _centre(x, coefficients, times)
 
     def settle(self) -> None:
         """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
         norm = self.norm
-        self.s1, self.s2 = _shares(norm, norm.weight, self.dweight, self.dbias, self.statistics.count)
+        self.shares = _shares(norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count)
         accumulate((norm.weight, norm.bias), [None if p is None else d.sum(0).to(p.dtype) for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
@@ -371,7 +380,7 @@ class Pending:
         form, g, x = x, self.norm.opened(g), self.norm.opened(x)
         own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
         for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
-            tilt, shift = self.norm.tilt_and_shift(c, self.s1[i], self.s2[i], self.norm.times(index))
+            tilt, shift = self.norm.tilt_and_shift(c, self.shares[:, i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
         return dx.view_as(form)
@@ -379,8 +388,8 @@ class Pending:
 
 class _PendingNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], x):
-        ctx.pending, ctx.coefficients, ctx.rows = pending, coefficients, rows
+    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: int, x):
+        ctx.pending, ctx.coefficients, ctx.rows, ctx.times = pending, coefficients, rows, times
         ctx.save_for_backward(x)
         return _normalised(x, [c.affine for c in coefficients])
 
@@ -391,9 +400,9 @@ class _PendingNorm(torch.autograd.Function):
         for b, (i, c) in enumerate(zip(ctx.rows, ctx.coefficients)):
             image = g[b : b + 1], x[b : b + 1]
             none = torch.zeros_like(c.hat)
-            ctx.pending.collect(i, *image, c)
+            ctx.pending.collect(i, *image, c, ctx.times)
             _kernels(x).gradient(*image, c.affine, none, none, _nowhere(x), out=dx[b : b + 1])
-        return None, None, None, dx
+        return None, None, None, None, dx
 
 
 def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficients) -> None:
@@ -403,15 +412,23 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
     dweight += c.hat * weighted + c.offset * total
 
 
-def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """s1 / N and s2 / N of each channel, (I, C)."""
+def _centre(x: Tensor, c: Coefficients, times: int) -> Tensor:
+    """The sum of xhat over an image, which stands for so many: zero but for the rounding of the mean.
+
+    Of vectors of a batch, which differ by little, that is large against xhat, and gradients that nearly cancel would show it.
+    """
+    return (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:]))).transpose(0, 1).flatten(1).sum(1) * c.hat * times
+
+
+def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, centre: Tensor, pixels: Tensor) -> Tensor:
+    """s1 / N, s2 / N and s0 / N of each channel, (3, I, C)."""
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
     sums = sums if weight is None else sums * weight.double()
+    sums = torch.cat((sums, centre.unsqueeze(0)))
     if norm.kind == "group":
         sums = sums.unflatten(-1, (norm.groups, -1)).sum(-1)
-    s1, s2 = add(sums, norm.comm) / pixels.unsqueeze(-1)
-    return norm.per_channel(s1, channels), norm.per_channel(s2, channels)
+    return norm.per_channel(add(sums, norm.comm) / pixels.unsqueeze(-1), channels)
 
 
 def _nowhere(x: Tensor) -> Box:

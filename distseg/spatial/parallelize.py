@@ -214,7 +214,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         layer = model.get_submodule(name)
         twin = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
         _put(model, name, twin(layer, context, stride, name))
-    inputs = _inputs(model)
+    inputs = None if vector and graph is None else _inputs(model)  # nobody knows where its vector begins
     for part in _flat_parts(model):
         _fold(part)
         _act_in_place(part)

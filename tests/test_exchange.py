@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distseg.config import Config, MeshConfig, ModelConfig, SpatialConfig
 from distseg.extents import Extents
 from distseg.models.capture import as_network
-from distseg.geometry.graph import Graph, last_readings
+from distseg.geometry.graph import Graph
 from distseg.geometry.layout import Layout
 from distseg.geometry.tile import Box, Place, tiles
 from distseg.mesh import Mesh
@@ -82,7 +82,11 @@ def compare(layers: list[nn.Module], graph, comm, size, grid, tolerance=1e-12, *
         xs.append(whole.detach()[(..., *tile.slices)].clone().requires_grad_())
     context.places = places
     maps = [{0: x} for x in xs]
-    exchange.run(dict(enumerate(layers)), maps, last_readings([node.inputs for node in graph], range(len(graph))), context)
+    compute = exchange.layers(maps, context, 0)
+    for number, layer in enumerate(layers):
+        for had, made in zip(maps, compute(number, layer)):
+            had[number + 1] = made
+    context.regions = None
     ys = [had[len(layers)] for had in maps]
     owned = [layout.result_of(cell) for cell in own_cells(exchange)]
     gradients = torch.autograd.grad(ys, [*xs, *parameters], [g[(..., *box.slices)] for box in owned])

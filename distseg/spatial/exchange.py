@@ -7,7 +7,7 @@ any exchange (``all``) tiles are windows at first, and each layer computes no mo
 
 from __future__ import annotations
 
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -67,41 +67,30 @@ class Exchange:
             self._layouts[image] = Layout(self.graph, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
         return self._layouts[image]
 
-    def run(
-        self, layers: Mapping[int, nn.Module], maps: list[dict[int, Tensor]], frees: Mapping[int, Sequence[int]], context: Context,
-        after_layer: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Layers, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.
+    def layers(self, maps: list[dict[int, Tensor]], context: Context, first: int) -> Callable[[int, nn.Module], list[Tensor]]:
+        """What computes a layer, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.
 
         Args:
-            maps: for each piece what it has of feature maps, (B, C, *size), as the layout says; pixels on its window. What layers make is added.
-            frees: by layer, the maps to let go of behind it.
+            maps: for each piece what it has of feature maps, (B, C, *size), as the layout says; pixels on its window.
+            first: the layer that is computed first.
         """
         places = context.places
         layouts = [self.layout(place.image) for place in places]
         cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
         for had, place, layout, cell in zip(maps, places, layouts, cells):
-            if 0 in layers:
+            if first == 0:
                 assert place.window.contains(layout.made(0, cell))
                 had[0] = cropped(had[0], place.window, layout.made(0, cell))
         stores = [{} for _ in maps]
-        try:
-            for number, layer in layers.items():
-                parts = [layout.part(number, cell) for layout, cell in zip(layouts, cells)]
-                context.regions = parts
-                if isinstance(layer, DistributedNorm):
-                    made = layer.joint([had[self.graph[number].first] for had in maps])
-                else:
-                    made = self._layer(number, layer, maps, parts, layouts, cells, context, stores)
-                for had, y in zip(maps, made):
-                    had[number + 1] = y
-                    for source in frees[number]:
-                        del had[source]
-                del made, y
-                if after_layer is not None:
-                    after_layer()
-        finally:
-            context.regions = None
+
+        def compute(number: int, layer: nn.Module) -> list[Tensor]:
+            parts = [layout.part(number, cell) for layout, cell in zip(layouts, cells)]
+            context.regions = parts
+            if isinstance(layer, DistributedNorm):
+                return layer.joint([had[self.graph[number].first] for had in maps])
+            return self._layer(number, layer, maps, parts, layouts, cells, context, stores)
+
+        return compute
 
     def _layer(self, number: int, layer: nn.Module, maps: list[dict[int, Tensor]], parts: list[Part], layouts, cells, context: Context, stores) -> list[Tensor]:
         """One layer on all pieces: where it looks further than they have, after an exchange."""

@@ -123,23 +123,31 @@ class TiledModel(nn.Module):
         """
         self.context.places = places
         frees = self._frees_of(part, frozenset(leaving))
-        layers = {number: self.layers[number] for number in part}
-        if self.exchange is not None:
-            return self.exchange.run(layers, maps, frees, self.context, after_layer)
+        compute = self._windowed(maps) if self.exchange is None else self.exchange.layers(maps, self.context, part.start)
+        try:
+            for number in part:
+                made = compute(number, self.layers[number])
+                for had, y in zip(maps, made):
+                    had[number + 1] = y
+                    for source in frees[number]:
+                        del had[source]
+                del made, y
+                if after_layer is not None:
+                    after_layer()
+        finally:
+            self.context.regions = None
+
+    def _windowed(self, maps: list[dict[int, Tensor]]) -> Callable[[int, nn.Module], list[Tensor]]:
+        """What computes a layer on all windows, halos and all."""
         stores = [{} for _ in maps]
-        for number, layer in layers.items():
+
+        def compute(number: int, layer: nn.Module) -> list[Tensor]:
             inputs = self.inputs[number]
             if isinstance(layer, DistributedNorm):
-                made = layer.joint([had[inputs[0]] for had in maps])
-            else:
-                made = [self._one(layer, *(had[source] for source in inputs), index=i, store=stores[i]) for i, had in enumerate(maps)]
-            for had, y in zip(maps, made):
-                had[number + 1] = y
-                for source in frees[number]:
-                    del had[source]
-            del made, y
-            if after_layer is not None:
-                after_layer()
+                return layer.joint([had[inputs[0]] for had in maps])
+            return [self._one(layer, *(had[source] for source in inputs), index=i, store=stores[i]) for i, had in enumerate(maps)]
+
+        return compute
 
     def _frees_of(self, part: range, leaving: frozenset[int]) -> dict[int, list[int]]:
         """By layer, the maps that nothing behind it reads."""

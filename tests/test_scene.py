@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distseg.commands import _rgb
+from distseg.data.picture import rgb
 from distseg.data.prepare import prepare_folder
 from distseg.geometry.tile import Box
 from distseg.scene import file_scene, store_scene
@@ -89,5 +89,5 @@ def test_no_data_that_no_pixel_can_be(tmp_path):
 def test_an_overlay_shows_what_there_is(tmp_path):
     """Stretched as if what has no data were not there, which is dark."""
     pixels = np.repeat(image(np.nan)[None], 3, 0)
-    found, there = _rgb(pixels, float("nan")), _rgb(pixels[:, 8:])
+    found, there = rgb(pixels, float("nan")), rgb(pixels[:, 8:])
     assert np.array_equal(found[8:], there) and not found[:8].any() and there.max() == 255

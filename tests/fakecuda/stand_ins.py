@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from distseg.comm import mail
 from distseg.geometry.tile import Reach
 from distseg.spatial import parallelize
-from distseg.train import engine
+from distseg.train import descent, engine
 
 from .waits import Event, Stream, Waits
 
@@ -73,7 +73,7 @@ def stand_in(waits: Waits, direct: bool = False, reach: Reach | None = None):
         patch("torch.cuda.set_device", lambda device: None),
         patch.object(mail, "cuda_aware", lambda: direct),
         patch.object(mail, "message", lambda x: x),  # to ranks that look where it lies, not what it is
-        patch.object(engine, "broadcast", lambda model, comm: None),
+        patch.object(descent, "broadcast", lambda model, comm: None),
         *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
     ]
     if reach is not None:

@@ -98,6 +98,7 @@ def _draw_heat(heat: Callable, data: Mapping, scenes: Mapping[str, Callable[[], 
 
     path = lambda name: folder / f"{name}.heat.png"
     with together(world):
+        folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
         for name in list(scenes)[world.rank :: world.size]:
             scene = scenes[name]()
             beat(f"heat of {name}")

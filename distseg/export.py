@@ -7,7 +7,6 @@ number of images and any size that is a multiple of what ``export.json`` says.
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import math
 import warnings

@@ -55,7 +55,7 @@ def prepare_labelled(
     room(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
-            copy_image(pair, writer, shown, {}, nodata=pair.nodata if nodata is None else nodata, label=label)
+            copy_image(pair, writer, shown, {}, nodata=nodata, label=label)
     store = Store(output)
     print(summary(store))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):

@@ -80,7 +80,7 @@ def prepare_folder(
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                unused -= copy_image(pair, writer, shown, values or {}, dims, pair.nodata if nodata is None else nodata)
+                unused -= copy_image(pair, writer, shown, values or {}, dims, nodata)
     store = Store(output)
     print("\n".join([summary(store), *_notes_on_input(unread(*folders), unused)]))
     return store
@@ -136,10 +136,10 @@ def _check_masks(
 def copy_image(
     pair: Pair, writer: StoreWriter, shown: SilentProgress, values: Mapping[int, int], dims: int | None = None, nodata: int | float | None = None, label: int | float | None = None,
 ) -> set[int]:  # fmt: skip
-    """Write an image strip by strip, with its mask or its ``label``; returns which of ``values`` the mask holds."""
+    """Write an image strip by strip, with its mask or its ``label``; returns which of ``values`` the mask holds. ``nodata``: by default what its file says."""
     image = open_image(pair.image, dims)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
-    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=nodata, label=label)
+    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=pair.nodata if nodata is None else nodata, label=label)
     held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
         labels, found = (None, set()) if mask is None else mapped(mask.read(box)[0], values)

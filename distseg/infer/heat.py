@@ -91,7 +91,7 @@ class _OfPooled:
         channels = dict(zip((IMAGE, *reads), channels_of_maps(self.network)))
         if any(channels[name] for name in vectors):
             raise ValueError(_NO_POOLING)
-        self.channels, self.graph = channels[self.source], graph_of(self._up_to(pools[-1]))
+        self.channels, self.graph, self.number = channels[self.source], graph_of(self.network), (IMAGE, *reads).index(self.source)
         self._vectors = {name: self._predictor(self._up_to(name)) for name in sorted(vectors)}
 
     def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
@@ -104,7 +104,7 @@ class _OfPooled:
             return there[(*self.pools, *self.after)[-1]]
 
         size = tuple(scene.size)
-        cells = Layout(self.graph, size, [(0, n) for n in size], "all").sizes[self.graph[-1].first]
+        cells = Layout(self.graph, size, [(0, n) for n in size], "all").sizes[self.number]
         slopes = torch.zeros(self.channels)
         for name, slope in zip(self.pools, _slopes([found[name] for name in self.pools], answer)):
             slopes = slopes + slope.view(self.channels, -1).sum(1) * (math.prod(cells) if self.network.get_submodule(name).total else 1)
@@ -118,7 +118,7 @@ class _OfPooled:
 
     def _drawing(self, slopes: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
         """The network whose answer to an image of this size is its heat, of a map of so many cells."""
-        scales = [int(scales_of(self.graph, dim)[self.graph[-1].first]) for dim in range(len(size))]
+        scales = [int(scales_of(self.graph, dim)[self.number]) for dim in range(len(size))]
         missing = [max(0, -(-n // scale) - cell) for n, cell, scale in zip(size, cells, scales)]
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
         weigh.weight.data = slopes.view(1, -1, 1, 1)

@@ -20,6 +20,7 @@ from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
 from distseg.models.layers import answer_of
+from distseg.models.network import refusals
 from distseg.models.patches import network_of
 from distseg.models.zoo import outline_model
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
@@ -61,7 +62,8 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
         model = outline_model(config.model, *manifest["channels"])
-        answer_of(model, manifest["data"].get("size"))  # of networks that take images of one size
+        if model in refusals:
+            answer_of(model, manifest["data"].get("size"))  # it may take images of one size alone
         reach = used_reach(reach_for(model, cut=config.spatial.halo is not None), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)

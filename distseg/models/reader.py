@@ -434,9 +434,11 @@ class Reader:
     def reshaped(self, x: Any) -> Value:
         """The same numbers in another form."""
         x = self.cells(x, *FORMS)
-        if x.form == "flat" and x.sizes == tuple(c.shapes[0][2:] for c in self.current) or x.form == "maps" and self.is_flattened(x):
-            made = replace(x, form="maps" if x.form == "flat" else "flat")
-            self._flattened[made] = self.refusal("makes one dim of all places, as attention between places does: that is not known here; leave it out")
+        if x.form == "flat" and x.sizes == tuple(c.shapes[0][2:] for c in self.current):
+            return replace(x, form="maps")
+        if x.form == "maps" and self.is_flattened(x):
+            made = replace(x, form="flat")
+            self._flattened[made] = self.refusal(_ONE_DIM)
             return made
         forms = sorted(VECTORS, key=lambda form: form != x.form or form == "vector") if x.form in VECTORS else (x.form,)
         for form in forms:
@@ -447,7 +449,7 @@ class Reader:
             except CanNotCapture:
                 continue
         if x.form not in VECTORS and math.prod(x.sizes[0]) in self.call.shapes[0]:
-            raise self.refusal("makes one dim of all places, as attention between places does: that is not known here; leave it out")
+            raise self.refusal(_ONE_DIM)
         raise self.refusal(f"gives {FORMS[x.form]} another shape, {self.call.shapes[0]}: that is not known here")
 
     def is_flattened(self, x: Value) -> bool:
@@ -608,6 +610,7 @@ class Reader:
 DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
 DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 FORMS = {"maps": "a map", "flat": "a map whose places are one dim", "last": "a map whose channels come last", "place": "what is alike at all places", "last place": "what is alike at all places, with channels last", "vector": "a vector of the image"}
+_ONE_DIM = "makes one dim of all places, as attention between places does: that is not known here; leave it out"
 _LARGEST_MULTIPLE = 256  # that a padding is looked at for
 LAST, VECTORS = ("last", "last place"), ("place", "last place", "vector")
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distseg.models.layers import Cat, Fill, Formula, Map, Max, Mean, Step, Sum, VectorNorm
+from distseg.models.layers import Cat, Fill, Max, Mean, Sum, VectorNorm
 from distseg.models.reader import FORMS, LAST, VECTORS, Reader, Stack, Value, has_sizes
 from distseg.models.trace import Kept, Made
 

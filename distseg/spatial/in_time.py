@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 
 import torch
@@ -254,6 +255,7 @@ class Cut:
         self.segments, self.layouts, self.tiling, self.boxes = segments, list(layouts), tiling, boxes
         self.images = [len(place.images) for place in places]
         self.cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
+        self.in_rows = cache(self._in_rows)
         inputs = [node.inputs for node in graph]
         self.frees = [last_readings(inputs, segment.nodes) for segment in segments]
         """By segment and node, the maps that are read for the last time."""
@@ -287,7 +289,7 @@ class Cut:
         result = self.made(block, self.segments[segment].result)
         return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
 
-    def in_rows(self, block: int, position: int) -> bool:
+    def _in_rows(self, block: int, position: int) -> bool:
         """Whether all tiles that make or read a map are whole rows of their results, and no neighbours lie beside them."""
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False

@@ -251,9 +251,9 @@ class DistributedNorm(nn.Module):
 
 
     def tilt_and_shift(self, c: "Coefficients", shares: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
-        """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, s0, divided by N."""
-        s1, s2, s0 = shares
-        return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - s0) * s2) * times
+        """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, of vectors s0, divided by N."""
+        s1, s2, *s0 = shares
+        return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
 
     def pending(self, statistics: Moments) -> "Pending":
         """Windows one after another, with these statistics."""
@@ -332,8 +332,8 @@ class _JointNorm(torch.autograd.Function):
         if ctx.live or any(ctx.needs_input_grad[1:3]):
             for j, b, i in images:
                 _collect(dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b])
-        centre = torch.zeros_like(dweight)
-        if ctx.live and ctx.norm.parts is not None:
+        centre = None if ctx.norm.parts is None else torch.zeros_like(dweight)
+        if ctx.live and centre is not None:
             for j, b, i in images:
                 centre[i] += _centre(xs[j][b : b + 1], ctx.coefficients[j][b], ctx.times[j])
         shares = _shares(ctx.norm, weight, dweight, dbias, centre, ctx.pixels) if ctx.live else None
@@ -354,7 +354,7 @@ class Pending:
 
     def __init__(self, norm: DistributedNorm, statistics: Moments):
         self.norm, self.statistics = norm, statistics
-        self.dweight = self.dbias = None
+        self.dweight = self.dbias = self.centre = None
 
     def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
@@ -364,9 +364,10 @@ class Pending:
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: int) -> None:
         if self.dweight is None:
-            self.dweight, self.dbias, self.centre = torch.zeros(3, len(self.statistics.count), x.shape[1], dtype=torch.float64, device=x.device)
+            self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), x.shape[1], dtype=torch.float64, device=x.device)
+            self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
-        if self.norm.parts is not None:
+        if self.centre is not None:
             self.centre[row] += _centre(x, coefficients, times)
 
     def settle(self) -> None:
@@ -420,12 +421,12 @@ def _centre(x: Tensor, c: Coefficients, times: int) -> Tensor:
     return (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:]))).transpose(0, 1).flatten(1).sum(1) * c.hat * times
 
 
-def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, centre: Tensor, pixels: Tensor) -> Tensor:
-    """s1 / N, s2 / N and s0 / N of each channel, (3, I, C)."""
+def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, centre: Tensor | None, pixels: Tensor) -> Tensor:
+    """s1 / N and s2 / N of each channel, (2, I, C); of vectors s0 / N too, (3, I, C)."""
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
     sums = sums if weight is None else sums * weight.double()
-    sums = torch.cat((sums, centre.unsqueeze(0)))
+    sums = sums if centre is None else torch.cat((sums, centre.unsqueeze(0)))
     if norm.kind == "group":
         sums = sums.unflatten(-1, (norm.groups, -1)).sum(-1)
     return norm.per_channel(add(sums, norm.comm) / pixels.unsqueeze(-1), channels)

@@ -343,13 +343,13 @@ class PatchgdConfig:
     """k: share of an image's patches that an inner iteration computes with gradients; above 1 their number, so that memory does not grow with the image."""
     inner: int = 8
     """zeta: inner iterations on a batch of images."""
-    accumulate: int = 1
-    """epsilon: inner iterations whose mean gradient makes an update."""
+    accumulate: Optional[int] = None
+    """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
     head: Literal["cnn", "cnn-max", "transformer"] = "cnn"
-    """theta_2: two convolutions over the grid of patches and a mean, or a maximum; or an encoder of two layers and a mean."""
+    """theta_2: two convolutions with batch norm over the grid of patches and a mean, or a maximum; or an encoder of two layers and a mean."""
     head_channels: int = 64
     at_once: int = 16
-    """Patches that the backbone is given at once where Z is filled."""
+    """Patches that the backbone is given at once in evaluation and prediction."""
 
     def __post_init__(self):
         _extents(self, "patch", "step")
@@ -357,7 +357,7 @@ class PatchgdConfig:
         _at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
             raise ValueError(f"patchgd.sampled is a share up to 1, or a whole number of patches, got {self.sampled}")
-        if self.accumulate > self.inner:
+        if self.accumulate is not None and self.accumulate > self.inner:
             raise ValueError(f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner iterations (patchgd.inner): give at most as many")
         if self.step is not None and (len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))):
             raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")

@@ -347,7 +347,7 @@ def test_heat_of_patches_is_where_the_answer_comes_from():
     model = PatchNetwork(body, torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), last), (8, 8))
     x = torch.zeros(1, 1, 32, 48)
     x[..., 16:24, 32:40] = 5.0
-    heat = heat_of(model, PatchPredictor(Filler(model, Context(), torch.device("cpu"), "fp32", False, 4), Alone()))
+    heat = heat_of(model, PatchPredictor(Filler(model, Context(), Context(), torch.device("cpu"), "fp32", False, 4), Alone()))
     found = whole_heat(heat, scene_of(x))
     found /= found.max()
     assert found[18:22, 34:38].min() > 0.5 and found[:8].max() < 0.2 and found[:, :16].max() < 0.2

@@ -62,10 +62,10 @@ class _OfPatches:
 
     def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
         size = tuple(scene.size)
-        block = self.network.block(self.predictor.features(scene)[None], size)
-        (slopes,) = _slopes([block], self.network.head.eval())
-        weights = slopes.flatten(2).mean(2)
-        heat = torch.einsum("nc,nc...->n...", weights, block).relu()
+        features = self.predictor.features(scene)
+        self.network.head.eval()
+        (slopes,) = _slopes([features], lambda features: self.predictor.filler.logits([features], [size]))
+        heat = self.network.block((features @ slopes.mean(0))[None, :, None], size)[:, 0].relu()
         spread = Spread(heat.shape[1:], mode="bilinear", align_corners=False)
         for rows in strips(Box.whole(size), _STRIP):
             places = [range(a, b) for a, b in zip(rows.start, rows.stop)]

@@ -20,6 +20,7 @@ from distseg.models.patches import PatchNetwork, check_patches
 from distseg.pipeline.build import autocast, place_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
+from distseg.spatial.norm import STATISTICAL
 from distseg.spatial.parallelize import TiledModel, parallelize
 
 
@@ -37,28 +38,43 @@ class Filler:
 
     Args:
         network: is changed in place.
-        context: who shares statistics of the backbone's norms.
-        at_once: patches that the backbone is given at once.
+        context, head_context: who shares statistics of the backbone's norms, and of the head's.
+        at_once: patches that the backbone is given at once in evaluation mode.
     """
 
-    def __init__(self, network: PatchNetwork, context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
+    def __init__(self, network: PatchNetwork, context: Context, head_context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
         self.network, self.device, self.channels_last, self.at_once = network, device, channels_last, at_once
         self.dtype = torch.float64 if precision == "fp64" else torch.float32
         self.autocast: Callable[[], ContextManager] = autocast(precision, device)
-        dims = len(network.patch)
-        self.backbone: TiledModel = parallelize(network.backbone, Reach((0,) * dims, (1,) * dims), context, whole=True)
+        nowhere = Reach((0,) * len(network.patch), (1,) * len(network.patch))
+        self.backbone: TiledModel = parallelize(network.backbone, nowhere, context, whole=True)
+        has_norms = any(isinstance(layer, STATISTICAL) for layer in network.head.modules())
+        self.head: TiledModel | None = parallelize(network.head, nowhere, head_context, whole=True) if has_norms else None
         place_model(network, device, precision, channels_last)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
         """Patches (n, C, *patch) -> (n, s); ``samples``: the keys of their dropout masks."""
-        size = tuple(x.shape[2:])
-        place = Place(size, Box.whole(size), Box.whole(size), tuple(range(len(x))), tuple(samples))
+        place = _place(x.shape[2:], range(len(x)), samples)
         with self.autocast():
             return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[0].flatten(1)
 
-    def logits(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Of all patches of an image (patches, s) -> (1, K)."""
-        return self.network.head(self.network.block(features[None].to(self.dtype), size))
+    def logits(self, features: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+        """Of all patches of each image (patches, s) -> (B, K)."""
+        alike: dict[tuple[int, ...], list[int]] = {}  # those of a size together
+        for i, size in enumerate(sizes):
+            alike.setdefault(tuple(size), []).append(i)
+        blocks = [self.network.block(torch.stack([features[i] for i in those]).to(self.dtype), size) for size, those in alike.items()]
+        if self.head is None:
+            found = [self.network.head(z) for z in blocks]
+        else:
+            found = self.head(blocks, [_place(z.shape[2:], those, [0] * len(those)) for z, those in zip(blocks, alike.values())])
+        order = [i for those in alike.values() for i in those]
+        return torch.cat([y.flatten(1) for y in found])[[order.index(i) for i in range(len(order))]]
+
+    def commit_statistics(self) -> None:
+        """Update the running statistics, once an optimizer step; collective over the sample groups."""
+        for part in filter(None, (self.backbone, self.head)):
+            part.commit_statistics()
 
     @torch.no_grad()
     def __call__(self, images: Images, comm) -> list[Tensor]:
@@ -83,6 +99,11 @@ class Filler:
         finally:
             self.backbone.train(training)
             context.batch_comm = before
+
+
+def _place(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> Place:
+    """Of whole images of this size."""
+    return Place(tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples))
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
@@ -128,7 +149,7 @@ class PatchPredictor:
         head = self.filler.network.head
         training = head.training
         head.eval()
-        logits = self.filler.logits(self.features(scene), scene.size)
+        logits = self.filler.logits([self.features(scene)], [scene.size])
         head.train(training)
         yield Box.whole(scene.size), logits[0].cpu().numpy().reshape(-1, *(1 for _ in scene.size))
 

@@ -98,7 +98,7 @@ def _load_patches(run: str, config: Config, world, device: torch.device, precisi
         manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
         network = network_of(config, *manifest["channels"])
-        filler = Filler(network, Context(), device, precision, channels_last, config.patchgd.at_once)
+        filler = Filler(network, Context(), Context(), device, precision, channels_last, config.patchgd.at_once)
         if world.rank == 0:
             load_weights(checkpoint, network)
     broadcast(network, world)

@@ -2,21 +2,23 @@
 
 In a step on B images, in the paper's symbols::
 
-    Z <- theta_1 of all patches, without gradients                        filling; in evaluation mode, so that it does not depend on who does it
+    Z <- theta_1 of all patches, k of each image at a time                filling; without gradients
     for j = 1 .. zeta:                                                    patchgd.inner
         k patches of each image are drawn, and Z[those] <- theta_1        patchgd.sampled; with gradients
         L = loss of theta_2 of Z, dL/dtheta added up
         every epsilon-th j: theta <- theta - alpha (sum / epsilon)        patchgd.accumulate
 
-The patches of a sample group's images are dealt to the ranks of its tile group. Each rank has all of Z and computes the head, whose gradient counts once; dL/dZ, which
-all have then, goes back through the backbone on the rank that has the patch. Numbers are drawn by (seed, epoch, image, j), so they do not depend on the ranks.
-It approximates the gradient: the exact one is what tiles in time give (docs/whole_images.md compares both).
+As in the authors' program, patches are drawn without replacement until all of an image were drawn, and batch norms take the statistics of the patches that are
+computed together, also where Z is filled. The patches of a sample group's images are dealt to the ranks of its tile group. Each rank has all of Z and computes the head,
+whose gradient counts once; dL/dZ, which all have then, goes back through the backbone on the rank that has the patch. What is drawn is keyed by seed, epoch, image and
+j, so it does not depend on the ranks. It approximates the gradient: the exact one is what tiles in time give (docs/whole_images.md compares both).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Callable, Iterator, Sequence
 
 import torch
@@ -26,6 +28,7 @@ from distseg import rng
 from distseg.comm.collective import Alone, add
 from distseg.config import Config
 from distseg.data.loader import bytes_of, read_pixels
+from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
@@ -55,11 +58,11 @@ class Patches:
     samples: Sequence[Sample]
     note: Callable[[int], None]
 
-    @property
+    @cached_property
     def numbers(self) -> list[int]:
         return [sample.number for sample in self.samples]
 
-    @property
+    @cached_property
     def sizes(self) -> list[tuple[int, ...]]:
         return [tuple(sample.size) for sample in self.samples]
 
@@ -112,10 +115,12 @@ class PatchEngine(Descent):
         mesh.waits.timeout = config.run.timeout
         with together(mesh.world):
             freeze(network, config.optim)
-            self.loss = Loss(config.loss, network.head.last.out_features)
+            self.loss = Loss(config.loss, network.outputs)
             step = config.spatial.norm_scope == "step"
-            self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=mesh.groups, seed=config.train.seed)
-            self.fill = Filler(network, self.context, device, precision, channels_last, config.patchgd.at_once)
+            step, groups = config.spatial.norm_scope == "step", mesh.groups
+            self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=groups, seed=config.train.seed)
+            head_context = Context(norm_comm=Alone(), batch_comm=groups if step else Alone(), groups_comm=groups, seed=config.train.seed)
+            self.filler = Filler(network, self.context, head_context, device, precision, channels_last, config.patchgd.at_once)
             network.train()
         super().__init__(config, mesh, network, device)
 
@@ -124,63 +129,86 @@ class PatchEngine(Descent):
         settings, patches = self.config.patchgd, len(self.network.patches(size))
         return [
             f"PatchGD: {patches} patches of {settings.patch} an image of {'x'.join(map(str, size))}, {settings.inner} inner iterations of {drawn(settings.sampled, patches)} of them, "
-            f"an update after {settings.accumulate}; gradients are approximate"
+            f"an update after {settings.accumulate or settings.inner}; gradients are approximate"
         ]
 
     def step(self, images: Patches, rate: float) -> tuple[float, float]:
         """The inner iterations on a batch of images; returns the mean of their losses, and of the gradients' norms before clipping. Collective."""
         settings, losses, norms = self.config.patchgd, [], []
-        features = self.fill(images, self.mesh.tiles)
+        features, every = self.fill(images), settings.accumulate or settings.inner
         for j in range(settings.inner):
-            if j % settings.accumulate == 0:
+            if j % every == 0:
                 self.gradients.zero()
             losses.append(self.backward(images, features, j))
-            if (j + 1) % settings.accumulate == 0 or j + 1 == settings.inner:
-                norms.append(self._update(rate, 1 + j % settings.accumulate))
+            if (j + 1) % every == 0 or j + 1 == settings.inner:
+                norms.append(self._update(rate, 1 + j % every))
         return math.fsum(losses) / len(losses), math.fsum(norms) / len(norms)
+
+    @torch.no_grad()
+    def fill(self, images: Patches) -> list[Tensor]:
+        """Z: of each image the features of all its patches, (patches, s), on all ranks of the tile group. Collective."""
+        counts = [len(self.network.patches(size)) for size in images.sizes]
+        rounds = range(max(math.ceil(count / self._drawn_of(count)) for count in counts))
+        drawn, features = [self._draw(images, "fill", j) for j in rounds], None
+        read = (self._read(images, pairs) for pairs in drawn)
+        with self.context.repeating():  # of running statistics the inner iterations are told
+            for j, pairs, x in zip(rounds, drawn, prefetch(read, 1)):
+                _, rows = self._features(images, pairs, x, "fill", j)
+                features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
+                _put(features, pairs, rows)
+        return features
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """The gradient of inner iteration ``j``, added to the parameters' ``grad``: this rank's part; and the loss. New features take their place in ``features``."""
-        network, tiles = self.network, self.mesh.tiles
-        pairs = self._drawn(images, j)
-        mine = pairs[tiles.rank :: tiles.size]
-        boxes = [network.patches(size) for size in images.sizes]
-        made = self._features(images, [(i, p, boxes[i][p]) for i, p in mine], j)
-        for (i, p), value in zip(pairs, shared(made, len(pairs), tiles, self.device)):
-            features[i][p] = value
+        pairs = self._draw(images, "patches", j)
+        made, rows = self._features(images, pairs, self._read(images, pairs), "patches", j)
+        _put(features, pairs, rows)
         block = [z.detach().requires_grad_() for z in features]
         loss = self._head(images, block)
-        own = torch.stack([block[i].grad[p] for i, p in mine])
+        own = torch.stack([block[i].grad[p] for i, p in self._mine(pairs)])
         made.backward(own.to(made.dtype))
         return loss
 
-    def _drawn(self, images: Patches, j: int) -> list[tuple[int, int]]:
-        """(image, patch) of all that are computed with gradients."""
+    def _drawn_of(self, patches: int) -> int:
+        return drawn(self.config.patchgd.sampled, patches)
+
+    def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
+        """(image, patch) of all that are computed together: of each image the next ones of an order in which each comes once; then of another."""
         found = []
         for i, (number, size) in enumerate(zip(images.numbers, images.sizes)):
             count = len(self.network.patches(size))
-            order = rng.permutation(rng.key(self.config.train.seed, self.context.epoch, number, "patches", j), count)
-            found += [(i, int(p)) for p in sorted(order[: drawn(self.config.patchgd.sampled, count)])]
+            share = self._drawn_of(count)
+            turn, at = divmod(j, math.ceil(count / share))
+            order = rng.permutation(rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count)
+            start = min(at * share, count - share)  # the last ones of an order may have come before
+            found += [(i, int(p)) for p in sorted(order[start : start + share])]
         if len(found) < self.mesh.tiles.size:
             raise ValueError(
                 f"patchgd.sampled {self.config.patchgd.sampled} draws {len(found)} patches of {len(images.numbers)} images, but {self.mesh.tiles.size} ranks share them (mesh.tiles): draw more, or take fewer ranks"
             )
         return found
 
-    def _features(self, images: Patches, those: Sequence[tuple[int, int, Box]], j: int) -> Tensor:
-        """(patches, s) of this rank's patches, with their graph."""
-        x = torch.stack([images.read(i, box) for i, _, box in those])
-        epoch, self.context.epoch = self.context.epoch, rng.key(self.context.epoch, j)  # masks of dropout are others in each iteration
+    def _mine(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
+
+    def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
+        """This rank's patches of the pairs, (patches, C, *patch)."""
+        return torch.stack([images.read(i, self.network.patches(images.sizes[i])[p]) for i, p in self._mine(pairs)])
+
+    def _features(self, images: Patches, pairs: list[tuple[int, int]], x: Tensor, what: str, j: int) -> tuple[Tensor, Tensor]:
+        """(patches, s) of this rank's, with their graph, and of all pairs."""
+        epoch, self.context.epoch = self.context.epoch, rng.key(self.context.epoch, what, j)  # masks of dropout are others each time
         try:
-            return self.fill.features(x, [rng.key(images.numbers[i], p) for i, p, _ in those])
+            made = self.filler.features(x, [rng.key(images.numbers[i], p) for i, p in self._mine(pairs)])
         finally:
             self.context.epoch = epoch
+        return made, shared(made, len(pairs), self.mesh.tiles, self.device)
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
         """The loss of the head's answers over all sample groups, gone back through to Z; each image counts on one rank."""
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(block))
         at = [rows.of(0, i) for i in range(len(block))]
-        logits = torch.cat([self.fill.logits(z, size) for z, size in zip(block, images.sizes)])
+        logits = self.filler.logits(block, images.sizes)
         labels = images.labels.to(self.device)
         found = self.loss.rows(logits[..., None], labels[:, None])
         table = torch.zeros(rows.total, self.loss.sums, dtype=torch.float64)
@@ -202,7 +230,7 @@ class PatchEngine(Descent):
         self.reducer.sum(self.gradients.buckets)
         norm = self.gradients.norm().item()
         self.descend(rate, norm, self.context.epoch)
-        self.fill.backbone.commit_statistics()
+        self.filler.commit_statistics()
         return norm
 
     def pixels(self, images: Patches) -> int:
@@ -213,7 +241,16 @@ class PatchEngine(Descent):
         """Steps are not told of part by part."""
 
     def predictor(self) -> "PatchPredictor":
-        return PatchPredictor(self.fill, self.mesh.replicas)
+        return PatchPredictor(self.filler, self.mesh.replicas)
+
+
+def _put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
+    """Features of pairs of (image, patch), image by image, in their places."""
+    those: dict[int, list[int]] = {}
+    for i, p in pairs:
+        those.setdefault(i, []).append(p)
+    for (i, patches), own in zip(those.items(), rows.split([len(patches) for patches in those.values()])):
+        features[i][patches] = own
 
 
 def drawn(share: float, patches: int) -> int:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean
@@ -21,7 +22,7 @@ from typing import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import measure, parent, repeats_of, report, run_ranks
+from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.check import with_store
@@ -35,7 +36,7 @@ from distseg.infer.images import evaluate_images
 from distseg.infer.predictor import Predictor
 from distseg.launch import set_up, world
 from distseg.mesh import Mesh
-from distseg.models.patches import network_of
+from distseg.models.patch_zoo import network_of
 from distseg.models.zoo import plain_model
 from distseg.report.style import PALETTE, new_figure
 from distseg.train.engine import Engine
@@ -57,14 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, nargs=3, default=[4000, 0, 500], help="of train, val and test (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="of its one processor that each case trains, evaluations apart (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of Adam, which stays (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=5e-3, help="of Adam, which stays (default: %(default)s)")
     parser.add_argument("--base", type=int, default=8, help="channels of the backbone's first level (default: %(default)s)")
     parser.add_argument("--memory", default="700MB", help="budget of tiles in time (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for the memory (default: %(default)s)")
-    parser.add_argument("--plain", type=int, nargs="*", default=[512, 1024, 2048], help="sides for plain PyTorch's memory (default: %(default)s)")
+    parser.add_argument("--plain", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for plain PyTorch's memory; of the last one times are taken (default: %(default)s)")
     parser.add_argument("--name", default="whole_images", help="of the result files")
     parser.add_argument("--job", help="a method: internal")
     parser.add_argument("--store")
+    parser.add_argument("--patches", type=int, default=4, help="that PatchGD computes at once, for the memory (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.job:
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     notes = (
         f"backbone {_BACKBONE}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
         "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
-        "memory and time: one image a step, patchgd by patches of 128x128, 4 of them in each of 4 inner iterations"
+        f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by 16 at once where that is timed"
     )
     report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store")}, notes, lambda path: draw(parts, path))
 
@@ -98,7 +100,7 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
         data=DataConfig(store=store, images=8 if compared else 1, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
         optim=OptimConfig("adam", lr=1e-3, schedule="constant", warmup=0.0),
         train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32"),
-        patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else 4, inner=4, head="cnn-max", head_channels=32) if method == "patchgd" else PatchgdConfig(),
+        patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else options.patches, inner=4, head="cnn-max", head_channels=32) if method == "patchgd" else PatchgdConfig(),
         predict=PredictConfig(tile=Extents((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )
@@ -142,20 +144,21 @@ def _job(options: argparse.Namespace) -> None:
 
 
 def _step_of_job(options: argparse.Namespace) -> None:
-    """Two steps on one image; print the peak."""
+    """Two steps on one image; print the peak, and the processor's seconds of the second."""
     if options.job == "plain":
         torch.set_num_threads(1)
         step = _plain(options)
-        step(), step()
     else:
         engine, loader, _, _ = _opened(options, options.job)
-        for batch in loader.epoch(0):
-            engine.step(batch, 1e-3)
-    print(json.dumps({"peak": peak()}))
+        step = lambda: engine.step(next(iter(loader.epoch(0))), 1e-3)
+    step()
+    start = time.process_time()
+    step()
+    print(json.dumps({"peak": peak(), "seconds": time.process_time() - start}))
 
 
 def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, seconds: float = 0.0) -> dict:
-    flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory, "--rate", str(options.rate)]
+    flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory, "--rate", str(options.rate), "--patches", str(options.patches)]
     return run_ranks(1, ["-m", "benchmarks.whole_images", *flags], threads=1, timeout=3600)
 
 
@@ -193,18 +196,27 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict]:
 
 
 def _time(options: argparse.Namespace, folder: Path) -> list[dict]:
-    """In this process, in turns."""
-    side = options.plain[min(1, len(options.plain) - 1)]
+    """In turns: steps by jobs of their own, as tiles in time fill what is left of their memory; filling Z in this process."""
+    side = options.plain[-1]
     options.store, options.seconds = str(folder / f"{side}.h5"), 0.0
     if not Path(options.store).exists():
         _prepare(options.store, side, (2, 0, 0))
     torch.set_num_threads(1)
-    rows = []
-    for kind, cases in (("a step", _steps(options)), ("filling Z", _fills(options))):
-        results = measure(cases, repeats_of(options), clock=time.process_time)
-        for case in list(cases)[1:]:
+    peaks: dict[str, float] = {}
+
+    def job(method: str) -> Reading:
+        found = _run(options, method, Path(options.store))
+        peaks[method] = max(peaks.get(method, 0.0), found["peak"])
+        return Reading(found["seconds"])
+
+    rows, methods = [], ("plain", "exact", "exact in time")
+    for kind, cases, warmup in (("a step", {method: partial(job, method) for method in methods}, 0), ("filling Z", _fills(options), 1)):
+        results = measure(cases, repeats_of(options), warmup, clock=time.process_time)
+        for case in cases:
             ratio = results.ratio(case)
-            rows.append({"method": f"{kind}: {case} / {next(iter(cases))}", "size": f"{side}x{side}", "ratio": ratio.median, "from": ratio.min, "to": ratio.max, "seconds": results.spread(case).median})
+            rows.append({"method": f"{kind}: {case}", "size": f"{side}x{side}", "ratio": ratio.median, "from": ratio.min, "to": ratio.max, "seconds": results.spread(case).median})
+            if case in peaks:
+                rows[-1]["peak [MB]"] = peaks[case] / 1e6
     return rows
 
 
@@ -223,16 +235,8 @@ def _plain(options: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def _steps(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    def ours(method: str) -> Callable[[], None]:
-        engine, loader, _, _ = _opened(options, method)
-        return lambda: engine.step(next(iter(loader.epoch(0))), 1e-3)
-
-    return {"plain": _plain(options), "exact": ours("exact"), "exact in time": ours("exact in time")}
-
-
 def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    engine, loader, _, store = _opened(options, "patchgd")
+    engine, loader, _, store = _opened(argparse.Namespace(**{**vars(options), "patches": 16}), "patchgd")
     batch = next(iter(loader.epoch(0)))
     backbone = plain_model(engine.config.model, store.bands, 32)
     boxes, together = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)

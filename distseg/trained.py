@@ -7,8 +7,9 @@ the machine of the training, its folders, devices and threads, stays there.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Callable
 
 from torch import nn
 
@@ -16,7 +17,7 @@ from distseg.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
 from distseg.models.capture import as_network
 from distseg.models.layers import padded
-from distseg.models.patches import PatchNetwork, patch_network
+from distseg.models.patch_zoo import patch_network
 from distseg.models.zoo import build_model, plain_model
 
 TAKEN = {
@@ -111,35 +112,49 @@ def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
-    if model is None:
-        found = taken_over(manifest["config"], str(run))["model"]
-        if "name" not in found:
-            raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
-        model = build_model(ModelConfig(**found), *_channels(manifest))
-    elif (multiple := manifest["config"]["model"].get("pad")) is not None:
-        model = padded(model, multiple)
-    if of_patches(manifest):
-        taken = taken_over(manifest["config"], str(run))
-        config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
-        model = patch_network(config, model, manifest["channels"][1])
-    load_weights(checkpoint, model if isinstance(model, PatchNetwork) else as_network(model))
-    return model.eval()
+    if model is not None:
+        return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest))
+    found = taken_over(manifest["config"], str(run))["model"]
+    if "name" not in found:
+        raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
+    return _with_weights(checkpoint, manifest, lambda count: build_model(_open(ModelConfig(**found)), manifest["channels"][0], count))
 
 
 def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
     """The same of a checkpoint, where a function of somebody's own was named again (:func:`check_model`)."""
-    return load(checkpoint, plain_model(own, *_channels(read_run_manifest(checkpoint))) if ":" in own.name else None)
+    if ":" not in own.name:
+        return load(checkpoint)
+    manifest = read_run_manifest(checkpoint)
+    return _with_weights(checkpoint, manifest, lambda count: _as_trained(plain_model(_open(own), manifest["channels"][0], count), manifest))
+
+
+def _open(model: ModelConfig) -> ModelConfig:
+    """The manifest says how many outputs there are; a backbone's are others."""
+    return replace(model, out_channels=None)
+
+
+def _as_trained(model: nn.Module, manifest: dict) -> nn.Module:
+    multiple = manifest["config"]["model"].get("pad")
+    return model if multiple is None else padded(model, multiple)
+
+
+def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Module]) -> nn.Module:
+    """``made``: makes the network of a run, or the backbone of one of patches, with so many outputs."""
+    outputs = manifest["channels"][1]
+    if of_patches(manifest):
+        taken = taken_over(manifest["config"], str(checkpoint))
+        config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
+        network = patch_network(config, made, outputs)
+        load_weights(checkpoint, network)
+    else:
+        network = made(outputs)
+        load_weights(checkpoint, as_network(network))
+    return network.eval()
 
 
 def of_patches(manifest: dict) -> bool:
     """Whether a run's network is one of patches (:mod:`distseg.models.patches`)."""
     return manifest["config"].get("train", {}).get("method") == "patchgd"
-
-
-def _channels(manifest: dict) -> tuple[int, int]:
-    """Of what the config's function makes: the network, or the backbone of one of patches."""
-    bands, outputs = manifest["channels"]
-    return bands, manifest["config"]["patchgd"]["features"] if of_patches(manifest) else outputs
 
 
 def _is_code(name: str) -> bool:

@@ -156,7 +156,7 @@ def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monke
     way = ["--spatial.tiles_per_rank", "2x2", "--spatial.in_time", "spill"] if comm.size == 1 else ["--mesh.tiles", "1x2"]
     common = ["--model.name", name, "--predict.tile", "16x16"]
     padded = ["--model.pad", "4"]
-    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "6", "--data.images", "2", "--optim.lr", "0.02", *common, *padded, *way])
+    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "6", "--data.images", "2", "--optim.lr", "0.02", "--train.precision", "fp32", *common, *padded, *way])
     with pytest.raises(SystemExit):
         main(["evaluate", str(place / "run")])
     if comm.rank == 0:
@@ -182,7 +182,7 @@ def test_stages_evaluate_what_one_rank_does(comm, shared_path, capsys):
         write_store(place / "s.h5")
     comm.Barrier()
     common = ["--model.name", "made_classifiers:residual", "--predict.tile", "16x16"]
-    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "1", "--mesh.stages", "2", "--train.accumulate", "2", *common])
+    done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "1", "--mesh.stages", "2", "--train.accumulate", "2", "--train.precision", "fp32", *common])
     done(["predict", str(place / "run"), *common, "--output", str(place / "out")])
     if comm.rank == 0:
         module, store = load(place / "run", made_classifiers.residual(2, 2)), Store(place / "s.h5")

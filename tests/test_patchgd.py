@@ -18,7 +18,8 @@ from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.mesh import Mesh
-from distseg.models.patches import network_of, patches_of
+from distseg.models.patch_zoo import network_of
+from distseg.models.patches import patches_of
 from distseg.train.patchgd import PatchEngine, PatchLoader
 from distseg.trained import load
 
@@ -190,7 +191,7 @@ def test_verify_is_of_exact_steps(capsys):
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
         (["--patchgd.sampled", "2.5"], "patchgd.sampled is a share up to 1, or a whole number of patches, got 2.5"),
         (["--patchgd.head", "transformer", "--patchgd.head_channels", "12"], "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8"),
-        (["--model.name", "unet"], "PatchGD's backbone makes a vector of a patch"),
+        (["--model.name", "unet"], "the network makes a map of each image, but .* has a label for each image"),
         (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),
     ],
 )

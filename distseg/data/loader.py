@@ -36,7 +36,7 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, n
 
         def labels(box: Box) -> torch.Tensor:
             note_bytes(bytes_of(store, those, 0, box.pixels))
-            return _labels(store, those, box)
+            return read_labels(store, those, box)
 
         return Block(place, pixels, labels)
 
@@ -55,7 +55,7 @@ def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach
 
 def _read(store: Store, samples: list[Sample], place: Place, pixels: bool, labels: bool) -> Piece:
     return Piece(
-        torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None, _labels(store, samples, place.tile) if labels else None, place
+        torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None, read_labels(store, samples, place.tile) if labels else None, place
     )
 
 
@@ -64,7 +64,7 @@ def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
     return np.stack([_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box)))) for s in samples])
 
 
-def _labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
+def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """(B, *box.size) uint8; of whole images (B, 1, ...), int64 or float32."""
     if store.of_images:
         return labels_of_images(torch.tensor([store.label(s.image) for s in samples]), box, store.ignore)

@@ -54,7 +54,7 @@ class Filler:
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
         """Patches (n, C, *patch) -> (n, s); ``samples``: the keys of their dropout masks."""
-        place = _place(x.shape[2:], range(len(x)), samples)
+        place = place_of(x.shape[2:], range(len(x)), samples)
         with self.autocast():
             return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[0].flatten(1)
 
@@ -67,7 +67,7 @@ class Filler:
         if self.head is None:
             found = [self.network.head(z) for z in blocks]
         else:
-            found = self.head(blocks, [_place(z.shape[2:], those, [0] * len(those)) for z, those in zip(blocks, alike.values())])
+            found = self.head(blocks, [place_of(z.shape[2:], those, [0] * len(those)) for z, those in zip(blocks, alike.values())])
         order = [i for those in alike.values() for i in those]
         return torch.cat([y.flatten(1) for y in found])[[order.index(i) for i in range(len(order))]]
 
@@ -84,12 +84,12 @@ class Filler:
         mine = pairs[comm.rank :: comm.size]
         chunks = [mine[a : a + self.at_once] for a in range(0, len(mine), self.at_once)]
         read = (torch.stack([images.read(i, boxes[i][p]) for i, p in chunk]) for chunk in chunks)
-        with self._evaluating():
+        with self.evaluating():
             found = [self.features(x, (0,) * len(x)) for x in prefetch(read, 1)]
         return list(shared(torch.cat(found) if found else None, len(pairs), comm, self.device).split([len(those) for those in boxes]))
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Evaluation mode, on each rank by itself."""
         context, training = self.backbone.context, self.backbone.training
         before, context.batch_comm = context.batch_comm, Alone()
@@ -101,7 +101,7 @@ class Filler:
             context.batch_comm = before
 
 
-def _place(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> Place:
+def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> Place:
     """Of whole images of this size."""
     return Place(tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples))
 
@@ -141,7 +141,7 @@ class PatchPredictor:
 
     def features(self, scene: Scene) -> Tensor:
         """(patches, s)"""
-        return self.filler(_OneScene(scene), Alone())[0]
+        return self.filler(OneScene(scene), Alone())[0]
 
     @torch.no_grad()
     def __call__(self, scene: Scene, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
@@ -155,7 +155,9 @@ class PatchPredictor:
 
 
 @dataclass(frozen=True)
-class _OneScene:
+class OneScene:
+    """An image alone, as :class:`Images`."""
+
     scene: Scene
 
     @property

@@ -15,13 +15,15 @@ from distseg.config import Config
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
+from distseg.infer.patch_maps import MapFiller, MapPredictor
 from distseg.infer.patches import Filler, PatchPredictor
 from distseg.infer.predictor import Predictor, room_of
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
 from distseg.models.layers import answer_of
 from distseg.models.network import refusals
-from distseg.models.patches import network_of
+from distseg.models.patch_unet import PatchUNet
+from distseg.models.patch_zoo import network_of
 from distseg.models.zoo import outline_model
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import check_there, devices_of
@@ -91,18 +93,20 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     return predictor, manifest
 
 
-def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor, dict]:
+def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor | MapPredictor, dict]:
     """The same of a network of patches."""
     with together(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
         network = network_of(config, *manifest["channels"])
-        filler = Filler(network, Context(), Context(), device, precision, channels_last, config.patchgd.at_once)
+        told = (device, precision, channels_last, config.patchgd.at_once)
+        by_pixels = isinstance(network, PatchUNet)
+        filler = MapFiller(network, Context(), *told) if by_pixels else Filler(network, Context(), Context(), *told)
         if world.rank == 0:
             load_weights(checkpoint, network)
     broadcast(network, world)
-    return PatchPredictor(filler, world), manifest
+    return (MapPredictor if by_pixels else PatchPredictor)(filler, world), manifest
 
 
 def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:

@@ -19,13 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg import rng
-from distseg.config import Config
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.models.capture import as_network
-from distseg.models.network import check_size, of_image
-from distseg.models.zoo import outline_model, plain_model
 
 
 def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
@@ -111,33 +107,6 @@ def _places(grid: Sequence[int], like: Tensor) -> Tensor:
     angles = (at.unsqueeze(-1) * rates).flatten(1)
     found = torch.cat((angles.sin(), angles.cos()), 1)
     return F.pad(found, (0, channels - found.shape[1])).to(like.dtype)
-
-
-def network_of(config: Config, bands: int | None, outputs: int | None) -> nn.Module:
-    """The network that a config trains, in layers that can be cut; for PatchGD one of patches.
-
-    Raises:
-        ValueError: what :func:`distseg.models.zoo.plain_model` says; or a backbone that makes no vector of a patch.
-    """
-    if config.train.method != "patchgd":
-        return outline_model(config.model, bands, outputs)
-    return patch_network(config, plain_model(config.model, bands, config.patchgd.features), outputs)
-
-
-def patch_network(config: Config, backbone: nn.Module, outputs: int) -> PatchNetwork:
-    """A network of patches with this backbone, and the head that ``patchgd`` says, whose weights follow from ``model.seed``."""
-    settings = config.patchgd
-    if not of_image(as_network(backbone)):
-        raise ValueError(f"model.name is {config.model.name}, but PatchGD's backbone makes a vector of a patch, such as distseg.models.classifier:residual does, and this one makes a map")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.key(config.model.seed, "head") & (2**63 - 1))
-        if settings.head == "transformer":
-            head = TransformerHead(settings.features, settings.head_channels, outputs)
-        else:
-            head = ConvHead(settings.features, settings.head_channels, outputs, len(settings.patch), settings.head == "cnn-max")
-    network = PatchNetwork(backbone, head, settings.patch, settings.step, outputs)
-    check_size(network.backbone, settings.patch, "a patch (patchgd.patch)")
-    return network
 
 
 def check_patches(size: Sequence[int], patch: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ j, so it does not depend on the ranks. It approximates the gradient: the exact o
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 from distseg import rng
 from distseg.comm.collective import Alone, add
 from distseg.config import Config
-from distseg.data.loader import bytes_of, read_pixels
+from distseg.data.loader import bytes_of, read_labels, read_pixels
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Sample, crop_size, epoch_samples
 from distseg.data.store import Store
@@ -75,6 +76,11 @@ class Patches:
         self.note(bytes_of(self.store, [self.samples[image]], box.pixels, 0))
         return torch.from_numpy(read_pixels(self.store, [self.samples[image]], box)[0])
 
+    def read_labels(self, image: int, box: Box) -> Tensor:
+        """Of pixels, (*box.size)."""
+        self.note(bytes_of(self.store, [self.samples[image]], 0, box.pixels))
+        return read_labels(self.store, [self.samples[image]], box)[0]
+
 
 class PatchLoader:
     """The steps of an epoch for one sample group: as :class:`distseg.data.loader.StepLoader`, but read by whoever computes."""
@@ -84,6 +90,8 @@ class PatchLoader:
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
         for name in store.split("train"):
+            if not (store.has_labels(name) or store.of_images):
+                raise ValueError(f"image {name!r} of the split 'train' of {store.path} has no labels: prepare the store with masks")
             check_patches(crop_size(store.size(name), config.data.crop), config.patchgd.patch)
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Patches]:
@@ -116,13 +124,15 @@ class PatchEngine(Descent):
         with together(mesh.world):
             freeze(network, config.optim)
             self.loss = Loss(config.loss, network.outputs)
-            step = config.spatial.norm_scope == "step"
             step, groups = config.spatial.norm_scope == "step", mesh.groups
             self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=groups, seed=config.train.seed)
-            head_context = Context(norm_comm=Alone(), batch_comm=groups if step else Alone(), groups_comm=groups, seed=config.train.seed)
-            self.filler = Filler(network, self.context, head_context, device, precision, channels_last, config.patchgd.at_once)
+            self.head_context = Context(norm_comm=Alone(), batch_comm=groups if step else Alone(), groups_comm=groups, seed=config.train.seed)
+            self.filler = self._filler(self.context)
             network.train()
         super().__init__(config, mesh, network, device)
+
+    def _filler(self, context: Context) -> Filler:
+        return Filler(self.network, context, self.head_context, self.device, self.precision, self.channels_last, self.config.patchgd.at_once)
 
     def lines(self, size: Sequence[int]) -> list[str]:
         """What training is made of, for images of this size."""
@@ -153,16 +163,18 @@ class PatchEngine(Descent):
         read = (self._read(images, pairs) for pairs in drawn)
         with self.context.repeating():  # of running statistics the inner iterations are told
             for j, pairs, x in zip(rounds, drawn, prefetch(read, 1)):
-                _, rows = self._features(images, pairs, x, "fill", j)
+                with self._masks("fill", j):
+                    rows = self._shared(self.filler.features(x, self._keys(images, pairs)), pairs)
                 features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
-                _put(features, pairs, rows)
+                put(features, pairs, rows)
         return features
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """The gradient of inner iteration ``j``, added to the parameters' ``grad``: this rank's part; and the loss. New features take their place in ``features``."""
         pairs = self._draw(images, "patches", j)
-        made, rows = self._features(images, pairs, self._read(images, pairs), "patches", j)
-        _put(features, pairs, rows)
+        with self._masks("patches", j):
+            made = self.filler.features(self._read(images, pairs), self._keys(images, pairs))
+        put(features, pairs, self._shared(made, pairs))
         block = [z.detach().requires_grad_() for z in features]
         loss = self._head(images, block)
         own = torch.stack([block[i].grad[p] for i, p in self._mine(pairs)])
@@ -195,25 +207,37 @@ class PatchEngine(Descent):
         """This rank's patches of the pairs, (patches, C, *patch)."""
         return torch.stack([images.read(i, self.network.patches(images.sizes[i])[p]) for i, p in self._mine(pairs)])
 
-    def _features(self, images: Patches, pairs: list[tuple[int, int]], x: Tensor, what: str, j: int) -> tuple[Tensor, Tensor]:
-        """(patches, s) of this rank's, with their graph, and of all pairs."""
-        epoch, self.context.epoch = self.context.epoch, rng.key(self.context.epoch, what, j)  # masks of dropout are others each time
+    def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
+        """Of the dropout masks of this rank's patches."""
+        return [rng.key(images.numbers[i], p) for i, p in self._mine(pairs)]
+
+    @contextmanager
+    def _masks(self, what: str, j: int) -> Iterator[None]:
+        """Masks of dropout are others each time."""
+        epoch, self.context.epoch = self.context.epoch, rng.key(self.context.epoch, what, j)
         try:
-            made = self.filler.features(x, [rng.key(images.numbers[i], p) for i, p in self._mine(pairs)])
+            yield
         finally:
             self.context.epoch = epoch
-        return made, shared(made, len(pairs), self.mesh.tiles, self.device)
+
+    def _shared(self, made: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
+        """Features of all pairs, of this rank's."""
+        return shared(made, len(pairs), self.mesh.tiles, self.device)
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
         """The loss of the head's answers over all sample groups, gone back through to Z; each image counts on one rank."""
-        rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(block))
-        at = [rows.of(0, i) for i in range(len(block))]
         logits = self.filler.logits(block, images.sizes)
         labels = images.labels.to(self.device)
         found = self.loss.rows(logits[..., None], labels[:, None])
+        return self._settled(images, list(range(len(block))), found, counts=self.mesh.tiles.rank == 0)
+
+    def _settled(self, images: Patches, those: list[int], found: Tensor, counts: bool = True) -> float:
+        """The loss, of rows (n, sums) of the step's table which belong to ``those`` images, gone back through to what they were made of; ``counts``: they do, and are no other rank's too."""
+        rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
+        at = torch.tensor([rows.of(0, i) for i in those])
         table = torch.zeros(rows.total, self.loss.sums, dtype=torch.float64)
-        if self.mesh.tiles.rank == 0:
-            table[at] = found.detach().double().cpu()
+        if counts:
+            table.index_add_(0, at, found.detach().double().cpu())
         value, slope = self.loss.slope(add(table, self.mesh.replicas))
         found.backward(slope[at].to(found))
         return value
@@ -244,7 +268,7 @@ class PatchEngine(Descent):
         return PatchPredictor(self.filler, self.mesh.replicas)
 
 
-def _put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
+def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
     """Features of pairs of (image, patch), image by image, in their places."""
     those: dict[int, list[int]] = {}
     for i, p in pairs:

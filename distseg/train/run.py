@@ -23,7 +23,8 @@ from distseg.extents import Extents
 from distseg.geometry.tile import owned_tiles
 from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
-from distseg.models.patches import network_of
+from distseg.models.patch_unet import PatchUNet
+from distseg.models.patch_zoo import network_of
 from distseg.plan.in_time import tiles_in_time
 from distseg.infer.predictor import Predictor, room_of
 from distseg.models.layers import channels_of
@@ -32,6 +33,7 @@ from distseg.checkpoint.files import load_optimizer, load_weights, read_run_mani
 from distseg.checkpoint.pretrained import pretrained
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
+from distseg.train.patch_maps import MapEngine
 from distseg.train.patchgd import PatchEngine, PatchLoader
 from distseg.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
@@ -81,7 +83,8 @@ class Run:
         self.image = _largest(self.store, config)
         by_patches = config.train.method == "patchgd"
         if by_patches:
-            self.engine = engine = PatchEngine(config, self.mesh, self.model, self.device, precision, channels_last)
+            kind = MapEngine if isinstance(self.model, PatchUNet) else PatchEngine
+            self.engine = engine = kind(config, self.mesh, self.model, self.device, precision, channels_last)
         else:
             self.engine = engine = Engine(config, self.mesh, self.model, self.image, self.device, precision, channels_last)
         with together(world):

@@ -1,0 +1,230 @@
+"""PatchGD for labels of pixels, a U-Net of patches, against its loop in plain PyTorch; and end to end where all patches are drawn."""
+
+import copy
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_images import done
+
+from distseg import rng
+from distseg.cli import main
+from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
+from distseg.data.store import Store, StoreWriter
+from distseg.extents import Extents
+from distseg.geometry.tile import Box
+from distseg.infer.patch_maps import MapPredictor
+from distseg.mesh import Mesh
+from distseg.models.layers import skip_store
+from distseg.models.patch_zoo import network_of
+from distseg.scene import store_scene
+from distseg.train.patch_maps import MapEngine
+from distseg.train.patchgd import PatchLoader
+from distseg.trained import load
+
+TOLERANCE, RATE, SIZE = 1e-12, 0.05, (37, 53)
+
+
+def write_store(path, count=10, size=SIZE) -> Path:
+    """Noise; a pixel is of the class "bright" where the image is, and some pixels count nowhere."""
+    generator = np.random.default_rng(0)
+    with StoreWriter(path, ["dark", "bright"], 2) as writer:
+        for k in range(count):
+            pixels = generator.integers(0, 256, (2, *size)).astype(np.uint8)
+            labels = (pixels[0] > 127).astype(np.uint8)
+            labels[generator.random(size) < 0.05] = 255
+            image = writer.add_image(f"image{k:02}", size, np.uint8, ("train", "test", "val")[k % 3 if k > 6 else 0], True)
+            image.write(Box.whole(size), pixels, labels)
+    return Path(path)
+
+
+def config(place, samples=1, tiles="1x1", dropout=0.0, loss="cross_entropy", model=None, **patchgd) -> Config:
+    settings = dict(patch=Extents("16x24"), head_channels=6, inner=3, sampled=0.3)
+    return Config(
+        model=ModelConfig("unet", base_channels=4, depth=2, norm="group", dropout=dropout, **model or {}),
+        mesh=MeshConfig(samples=samples, tiles=Extents(tiles)),
+        data=DataConfig(store=str(place / "s.h5"), images=2),
+        optim=OptimConfig(name="sgd", lr=RATE, schedule="constant", warmup=0.0),
+        train=TrainConfig(method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")),
+        loss=LossConfig(name=loss, ignore_index=255),
+        patchgd=PatchgdConfig(**{**settings, **patchgd}),
+    )
+
+
+@pytest.fixture
+def place(comm, shared_path) -> Path:
+    if comm.rank == 0:
+        write_store(shared_path / "s.h5")
+    comm.Barrier()
+    return Path(shared_path)
+
+
+def images_of(plan: Config, store: Store):
+    """(samples, pixels, labels) of the first step, of all groups."""
+    from mpi4py import MPI
+
+    whole = replace(plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshConfig())
+    samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
+    x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples])
+    return samples, x, torch.stack([torch.from_numpy(store.labels(s.image, s.box)).long() for s in samples])
+
+
+def serial(plan: Config, store: Store):
+    """(loss, weights) after a step, by one process in plain PyTorch."""
+    settings, (samples, x, labels) = plan.patchgd, images_of(plan, store)
+    network = network_of(plan, store.bands, len(store.classes)).double()
+    optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
+    size = tuple(x.shape[2:])
+    boxes = network.patches(size)
+    share = max(1, round(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled))
+    rounds, every = math.ceil(len(boxes) / share), settings.accumulate or settings.inner
+
+    def draw(what, i, j):
+        order = rng.permutation(rng.key(plan.train.seed, 0, samples[i].number, what, j // rounds), len(boxes))
+        start = min(j % rounds * share, len(boxes) - share)
+        return [(i, int(p)) for p in sorted(order[start : start + share])]
+
+    def encode(pairs):
+        with skip_store({}) as skips:
+            return network.encoder(torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in pairs])), skips
+
+    at = lambda pairs: ([i for i, _ in pairs], [p for _, p in pairs])
+    z = torch.zeros(len(samples), len(boxes), network.features * math.prod(network.cells), dtype=torch.float64)
+    with torch.no_grad():
+        for j in range(rounds):
+            for pairs in [draw("fill", i, j) for i in range(len(samples))]:
+                z[at(pairs)] = encode(pairs)[0].flatten(1)
+    losses = []
+    for j in range(settings.inner):
+        pairs = [pair for i in range(len(samples)) for pair in draw("patches", i, j)]
+        made, skips = encode(pairs)
+        z = z.clone()
+        z[at(pairs)] = made.flatten(1)
+        told = network.told(z, size)
+        with skip_store(skips):
+            logits = network.decoder(made + told[at(pairs)])
+        loss = F.cross_entropy(logits, torch.stack([labels[(i, *boxes[p].slices)] for i, p in pairs]), ignore_index=255)
+        (loss / every).backward()
+        z = z.detach()
+        losses.append(loss.item())
+        if (j + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return np.mean(losses), dict(network.named_parameters())
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Extents("11x16"), sampled=4)])
+def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
+    """Odd sizes, whose last patches overlap; images shared by one to four ranks, and sample groups beside them."""
+    samples = 2 if comm.size == 4 else 1
+    plan, store = config(place, samples, tiles=f"{comm.size // samples}x1", **more), Store(place / "s.h5")
+    network = network_of(plan, store.bands, len(store.classes))
+    mesh = Mesh(comm, samples, plan.mesh.tiles)
+    engine = MapEngine(plan, mesh, network, precision="fp64")
+    loss, _ = engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE)
+    wanted_loss, wanted = serial(plan, store)
+    assert abs(loss - wanted_loss) <= TOLERANCE
+    for name, p in engine.network.named_parameters():
+        assert (p - wanted[name]).norm() <= TOLERANCE * max(wanted[name].norm(), 1e-3), name
+
+
+@pytest.mark.parallel([1, 3])
+def test_all_patches_at_once_are_trained_end_to_end(comm, place):
+    """One inner iteration that draws all of them has the exact gradient of the network of patches; sizes of whole patches, so that each pixel is in one."""
+    plan = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, patch=Extents("37x53") if comm.size == 1 else Extents("16x16"))
+    if comm.size == 3:
+        if comm.rank == 0:
+            write_store(place / "even.h5", size=(32, 48))
+        comm.Barrier()
+        plan = replace(plan, data=replace(plan.data, store=str(place / "even.h5")))
+    store = Store(plan.data.store)
+    network = network_of(plan, store.bands, len(store.classes)).double()
+    _, x, labels = images_of(plan, store)
+    F.cross_entropy(network(x), labels, ignore_index=255).backward()
+    mesh = Mesh(comm, 1, plan.mesh.tiles)
+    engine = MapEngine(plan, mesh, copy.deepcopy(network), precision="fp64")
+    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    engine.gradients.zero()
+    engine.backward(images, engine.fill(images), 0)
+    engine.gradients.settle()
+    for (name, wanted), p in zip(network.named_parameters(), engine.network.parameters()):
+        own = torch.zeros_like(p) if name.startswith("head.") and comm.rank else p.grad
+        assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name
+
+
+@pytest.mark.parallel([1, 3])
+def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
+    plan, store = config(place, tiles=f"1x{comm.size}", dropout=0.4, loss="dice"), Store(place / "s.h5")
+
+    def stepped(comm, plan):
+        mesh = Mesh(comm, 1, plan.mesh.tiles)
+        engine = MapEngine(plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64")
+        return engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE), engine.network
+
+    from mpi4py import MPI
+
+    (loss, norm), network = stepped(comm, plan)
+    (alone, its_norm), wanted = stepped(MPI.COMM_SELF, replace(plan, mesh=MeshConfig()))
+    assert abs(loss - alone) <= TOLERANCE and abs(norm - its_norm) <= 1e-11 * norm
+    for (name, w), p in zip(wanted.named_parameters(), network.parameters()):
+        assert (p - w).norm() <= TOLERANCE * max(w.norm(), 1e-3), name
+
+
+def test_an_image_is_predicted_patch_by_patch(tmp_path):
+    from mpi4py import MPI
+
+    store = Store(write_store(tmp_path / "s.h5"))
+    plan = config(tmp_path, step=Extents("11x16"))
+    network = network_of(plan, store.bands, len(store.classes)).double().eval()
+    engine = MapEngine(plan, Mesh(MPI.COMM_SELF), copy.deepcopy(network), precision="fp64")
+    predictor, scene = engine.predictor(), store_scene(store, "image00")
+    with torch.no_grad():
+        wanted = network(torch.from_numpy(scene.read(Box.whole(SIZE)))[None].double())[0].numpy()
+    found, times = np.zeros_like(wanted), np.zeros(SIZE, int)
+    for box, logits in predictor(scene):
+        found[(slice(None), *box.slices)] = logits
+        times[box.slices] += 1
+    assert isinstance(predictor, MapPredictor) and (times == 1).all()
+    assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
+    common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "unet", "--model.norm", "instance",
+              "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]  # fmt: skip
+    done(["train", *common, "--train.precision", "fp32", "--train.epochs", "1"])
+    done(["train", *common, "--train.precision", "fp32", "--train.epochs", "2", "--train.resume", "true"])
+    done(["evaluate", str(place / "run")])
+    done(["predict", str(place / "run"), "--output", str(place / "out"), "--predict.probabilities", "true"])
+    comm.Barrier()
+    store, module = Store(place / "s.h5"), load(place / "run")
+    for name in store.split("test"):
+        with torch.no_grad():
+            wanted = module(torch.from_numpy(store.read_normalised(name, Box.whole(SIZE)))[None]).softmax(1)[0].numpy()
+        with h5py.File(place / "out" / f"{name}.h5") as file:
+            assert np.abs(file["probabilities"][...] - wanted).max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["--model.norm", "batch"], "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none"),
+        (["--model.name", "distseg.models.classifier:residual"], "the network makes a vector of each image, but .* has labels of pixels"),
+        (["--patchgd.patch", "64x64"], "an image has 37x53 pixels, but patchgd.patch is 64x64"),
+    ],
+)
+def test_what_can_not_be_is_refused(tmp_path, capsys, flags, why):
+    write_store(tmp_path / "s.h5")
+    given = {"--data.store": str(tmp_path / "s.h5"), "--train.output": str(tmp_path / "run"), "--train.method": "patchgd", "--model.name": "unet", "--patchgd.patch": "16x16"}
+    given |= dict(zip(flags[::2], flags[1::2]))
+    with pytest.raises(SystemExit) as end:
+        main(["train", *(word for pair in given.items() for word in pair)])
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and re.search(why, err), err

@@ -1,6 +1,7 @@
 """Labels of whole images at a patch's memory: PatchGD, the exact gradient that it approximates, and the plain baselines.
 
-``--parts compare``: the same small backbone on UltraMNIST for the same time of a processor by each method, and how many test images it then gets right.
+``--parts compare``: the same small backbone on UltraMNIST for the same time of a processor by each method, and how many test images it then gets right; with ``--pretrain``
+its convolutions were trained before on digits alone, as the backbones of the paper's program were on ImageNet.
 ``--parts memory``: the peak of a process after a step, against the image's size. ``--parts time``: an exact step against plain PyTorch's, and filling Z against the
 backbone alone. Every case of the first two is a job of its own, on one thread.
 """
@@ -19,17 +20,21 @@ from pathlib import Path
 from statistics import mean
 from typing import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.check import with_store
+from distseg.checkpoint.pretrained import pretrained
 from distseg.comm.collective import Alone
 from distseg.config import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.data.store import Store
-from distseg.data.ultramnist import prepare_ultramnist
+from distseg.data.store import Store, normalised
+from distseg.data.ultramnist import mnist, prepare_ultramnist
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.infer.images import evaluate_images
@@ -46,7 +51,7 @@ from distseg.train.run import step_loader
 QUESTION = "What do PatchGD, the exact gradient and plain baselines reach on large images, in which time and memory?"
 METHODS = ("downscale", "crops", "patchgd", "exact", "exact in time")
 _BACKBONE = "distseg.models.classifier:residual"
-_TIMES = 4  # that a case is evaluated while it trains
+_TIMES = 6  # that a case is evaluated while it trains
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--digits", type=int, nargs=2, default=[1, 1], help="of an image, at least and at most (default: %(default)s)")
     parser.add_argument("--images", type=int, nargs=3, default=[4000, 0, 500], help="of train, val and test (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=150, help="of its one processor that each case trains, evaluations apart (default: %(default)s)")
+    parser.add_argument("--pretrain", type=float, default=0, help="seconds that the backbone is trained on digits alone before (default: not at all)")
     parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--rate", type=float, default=5e-3, help="of Adam, which stays (default: %(default)s)")
     parser.add_argument("--base", type=int, default=8, help="channels of the backbone's first level (default: %(default)s)")
@@ -66,9 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--name", default="whole_images", help="of the result files")
     parser.add_argument("--job", help="a method: internal")
     parser.add_argument("--store")
+    parser.add_argument("--init", help="weights of the backbone: internal")
     parser.add_argument("--patches", type=int, default=4, help="that PatchGD computes at once, for the memory (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.job == "pretrain":
+        return _pretrain(options)
     if options.job:
         return _step_of_job(options) if options.seconds == 0 else _job(options)
     if options.quick:
@@ -81,11 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [{"part": part, **row} for part, those in parts.items() for row in those]
     shown = [{key: value for key, value in row.items() if key != "curve"} for row in rows]
     notes = (
-        f"backbone {_BACKBONE}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
+        f"backbone {_BACKBONE}{f', its convolutions trained on digits alone for {options.pretrain:g} s before' if options.pretrain else ''}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
         "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
         f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by 16 at once where that is timed"
     )
-    report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store")}, notes, lambda path: draw(parts, path))
+    report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, lambda path: draw(parts, path))
 
 
 def config_of(options: argparse.Namespace, method: str, store: str, size: int) -> Config:
@@ -115,12 +124,41 @@ def _opened(options: argparse.Namespace, method: str):
     store = Store(options.store, shrink=config.data.shrink)
     config = with_store(config, store.ignore)
     network, mesh = network_of(config, store.bands, len(store.classes)), Mesh(comm)
+    renamed = {part: f"backbone.{part}" for part in ("stem", "blocks")} if method == "patchgd" else {}
+    found = pretrained(options.init, network, renamed) if options.init else None
     if method == "patchgd":
         engine = PatchEngine(config, mesh, network, device)
-        return engine, PatchLoader(store, config, mesh), engine.predictor(), store
-    engine = Engine(config, mesh, network, store.size(store.split("train")[0]), device)
-    predictor = Predictor(engine.model, mesh.replicas, engine.devices, engine.autocast, config.predict.tile)
-    return engine, step_loader(config, store, mesh, engine), predictor, store
+        loader, predictor = PatchLoader(store, config, mesh), engine.predictor()
+    else:
+        engine = Engine(config, mesh, network, store.size(store.split("train")[0]), device)
+        loader, predictor = step_loader(config, store, mesh, engine), Predictor(engine.model, mesh.replicas, engine.devices, engine.autocast, config.predict.tile)
+    if found:
+        found.load(network if method == "patchgd" else engine.model)
+    return engine, loader, predictor, store
+
+
+def _pretrain(options: argparse.Namespace) -> None:
+    """Train the backbone on MNIST's digits, one on each canvas of 64x64, of 12 to 56 pixels at any place; keep its convolutions and norms."""
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    store, (pictures, values) = Store(options.store), mnist()["train"]
+    model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, 10)
+    optimizer, draws, right, count = torch.optim.Adam(model.parameters(), 3e-3, fused=True), np.random.default_rng(options.seed), 0.0, 0
+    while time.process_time() < options.seconds:
+        those = draws.integers(len(pictures), size=64)
+        canvas = (draws.random((64, 1, 64, 64), np.float32) * 16).round()
+        for at, number in zip(canvas, those):
+            side = int(draws.integers(12, 57))
+            y, x = draws.integers(0, 65 - side, size=2)
+            at[0, y : y + side, x : x + side] = np.maximum(at[0, y : y + side, x : x + side], Image.fromarray(pictures[number]).resize((side, side), Image.BILINEAR))
+        logits = model(torch.from_numpy(normalised(canvas, store.mean, store.std)))
+        labels = torch.from_numpy(values[those])
+        optimizer.zero_grad()
+        F.cross_entropy(logits, labels).backward()
+        optimizer.step()
+        right, count = 0.98 * right + 0.02 * (logits.argmax(1) == labels).float().mean().item(), count + 1
+    save_file({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("last.")}, options.init)
+    print(json.dumps({"right": right, "steps": count}))
 
 
 def _job(options: argparse.Namespace) -> None:
@@ -159,6 +197,7 @@ def _step_of_job(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, seconds: float = 0.0) -> dict:
     flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory, "--rate", str(options.rate), "--patches", str(options.patches)]
+    flags += ["--init", options.init] if options.init else []
     return run_ranks(1, ["-m", "benchmarks.whole_images", *flags], threads=1, timeout=3600)
 
 
@@ -170,6 +209,9 @@ def _prepare(store: str | Path, side: int, images: Sequence[int], digits: tuple[
 def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
     store, rows = folder / "compare.h5", []
     _prepare(store, options.size, options.images, tuple(options.digits))
+    if options.pretrain:
+        options.init = str(folder / "pretrained.safetensors")
+        print(_run(options, "pretrain", store, seconds=options.pretrain), file=sys.stderr, flush=True)
     for method in options.methods:
         found = [_run(options, method, store, seed, options.seconds) for seed in range(options.seeds)]
         last = [one["curve"][-1] for one in found]
@@ -180,7 +222,15 @@ def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
             "curve": [one["curve"] for one in found],
         })  # fmt: skip
         print({k: v for k, v in rows[-1].items() if k != "curve"}, file=sys.stderr, flush=True)
+    fewest = min(curve[-1]["images"] for row in rows for curve in row["curve"])
+    for row in rows:
+        row[f"after {fewest}"] = mean(_after(fewest, curve) for curve in row["curve"])
     return rows
+
+
+def _after(images: int, curve: Sequence[dict]) -> float:
+    """The accuracy after so many images, on a line between those that were taken."""
+    return float(np.interp(images, [at["images"] for at in curve], [at["accuracy"] for at in curve]))
 
 
 def _memory(options: argparse.Namespace, folder: Path) -> list[dict]:

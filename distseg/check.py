@@ -111,7 +111,7 @@ def _with_patchgd(setting: str) -> "Rule":
 RULES = (
     # contradictions
     *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.in_time", "spatial.halo",
-                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "train.init")),
+                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory")),
     Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
     *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
       for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once")),

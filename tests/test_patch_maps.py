@@ -22,10 +22,13 @@ from distseg.geometry.tile import Box
 from distseg.infer.patch_maps import MapPredictor
 from distseg.mesh import Mesh
 from distseg.models.layers import skip_store
+from distseg.models.network import user_names
 from distseg.models.patch_zoo import network_of
 from distseg.scene import store_scene
+from distseg.train.loop import train
 from distseg.train.patch_maps import MapEngine
 from distseg.train.patchgd import PatchLoader
+from distseg.train.run import Run
 from distseg.trained import load
 
 TOLERANCE, RATE, SIZE = 1e-12, 0.05, (37, 53)
@@ -212,11 +215,27 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
             assert np.abs(file["probabilities"][...] - wanted).max() < 2e-3
 
 
+def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
+    from mpi4py import MPI
+
+    write_store(tmp_path / "s.h5")
+    plan = config(tmp_path)
+    exact = replace(plan, train=replace(plan.train, method="exact", output=str(tmp_path / "exact")), patchgd=PatchgdConfig())
+    train(exact, MPI.COMM_SELF)
+    run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "exact"))), MPI.COMM_SELF)
+    assert any("begins with" in line for line in run.lines)
+    wanted = load(tmp_path / "exact").state_dict()
+    found = user_names(run.model.state_dict().items(), run.model)
+    assert all((found[name].float() == t).all() for name, t in wanted.items()) and any(name.startswith("head.") for name in found)
+
+
 @pytest.mark.parametrize(
     "flags, why",
     [
         (["--model.norm", "batch"], "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none"),
         (["--model.name", "distseg.models.classifier:residual"], "the network makes a vector of each image, but .* has labels of pixels"),
+        (["--patchgd.features", "32"], "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out"),
+        (["--patchgd.head", "transformer"], "patchgd.head is transformer, but the head of a U-Net is two convolutions"),
         (["--patchgd.patch", "64x64"], "an image has 37x53 pixels, but patchgd.patch is 64x64"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_images import done, write_store
 
 from distseg import rng
@@ -18,9 +19,12 @@ from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.mesh import Mesh
+from distseg.models.classifier import residual
+from distseg.models.network import user_names
 from distseg.models.patch_zoo import network_of
 from distseg.models.patches import patches_of
 from distseg.train.patchgd import PatchEngine, PatchLoader
+from distseg.train.run import Run
 from distseg.trained import load
 
 TOLERANCE = 1e-12
@@ -155,7 +159,7 @@ def test_more_iterations_to_an_update_than_there_are():
 
 @pytest.mark.parallel([1, 2])
 def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, capsys):
-    common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "distseg.models.classifier:residual",
+    common = ["--train.precision", "fp32", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "distseg.models.classifier:residual",
               "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--patchgd.features", "8", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]
     done(["train", *common, "--train.epochs", "1"])
     done(["train", *common, "--train.epochs", "2", "--train.resume", "true"])
@@ -174,6 +178,22 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         with pytest.raises(SystemExit):
             main(["export", str(place / "run"), "--output", str(place / "exported"), "--formats", "onnx"])
         assert "is a network of patches" in capsys.readouterr().err
+
+
+def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
+    """By the names of the backbone's own module; what it has not begins anew."""
+    from mpi4py import MPI
+
+    write_store(tmp_path / "s.h5", size=(45, 61))
+    torch.manual_seed(3)
+    given = residual(2, 10, 4, 2)
+    save_file({name: t for name, t in given.state_dict().items() if not name.startswith("last.")}, tmp_path / "digits.safetensors")
+    plan = config(tmp_path)
+    run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "digits.safetensors"))), MPI.COMM_SELF)
+    assert any("begins anew, as the file has no such: last.weight, last.bias" in line for line in run.lines), run.lines
+    found = run.model.backbone.state_dict()
+    theirs = {user: t for user, t in user_names(found.items(), run.model.backbone).items()}
+    assert all((theirs[name] == t).all() for name, t in given.state_dict().items() if not name.startswith("last."))
 
 
 def test_verify_is_of_exact_steps(capsys):

@@ -53,7 +53,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     """What a network takes of the weights in ``path``.
 
     Args:
-        path: a file, whose names are those of the user's module, or the folder of a run, whose names are those of its network.
+        path: a file, whose names are those of the user's module, or the folder of a run, whose names are those of its network, or of another made of the same module.
         model: perhaps only outlined.
         renamed: how names in the file begin, and how the network's do.
 
@@ -65,7 +65,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     files = _of_run(path) if folder else [_checked(path)]
     shapes = {_renamed(name, renamed or {}): (name, shape) for file in files for name, shape in shapes_in(file).items()}
     own = model.state_dict()
-    names = {name: name for name in own} if folder else {name: user for user, name in user_names(((name, name) for name in own), model).items()}
+    names = {name: name if folder and name in shapes else user for user, name in user_names(((name, name) for name in own), model).items()}
     bands, classes = channels_of(model)
     sources, anew, adapted = {}, [], []
     for name, tensor in own.items():

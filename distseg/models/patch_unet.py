@@ -40,14 +40,20 @@ class PatchUNet(PatchNetwork):
 
     def __init__(self, unet: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None, channels: int = 64):
         nn.Module.__init__(self)
-        self.patch, self.step, self.outputs, self.names = tuple(patch), tuple(step or patch), outputs, {}
-        self.encoder, self.decoder = halves(unet)
+        self.patch, self.step, self.outputs = tuple(patch), tuple(step or patch), outputs
+        parts = dict(zip(("encoder", "decoder"), halves(unet)))
+        self.encoder, self.decoder = (nn.Sequential(OrderedDict((_flat(name), layer) for name, layer in part)) for part in parts.values())
+        self.names = {f"{part}.{_flat(name)}.{own}": f"{name}.{own}" for part, layers in parts.items() for name, layer in layers for own in layer.state_dict()}
         first = first_convolution(unet)
         with torch.no_grad(), skip_store({}):
             _, features, *cells = outline(self.encoder)(torch.empty(1, first.in_channels, *patch, device="meta", dtype=first.weight.dtype)).shape
         self.features, self.cells = features, tuple(cells)
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(self.patch) - 1]
         self.head = nn.Sequential(conv(features, channels, 3, padding=1, bias=False), nn.GroupNorm(1, channels), nn.LeakyReLU(0.1), conv(channels, features, 3, padding=1))
+
+    @property
+    def begun(self) -> nn.Module:
+        return self
 
     def own(self, size: Sequence[int]) -> list[Box]:
         """The part of each patch that is the image's: from its beginning to that of the next; together they are the image."""
@@ -90,8 +96,12 @@ class PatchUNet(PatchNetwork):
         return [len(starts) for starts in starts_of(size, self.patch, self.step)]
 
 
-def halves(unet: nn.Module) -> tuple[nn.Sequential, nn.Sequential]:
-    """A flat U-Net's encoder, up to its coarsest features, and decoder.
+def _flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """The layers of a flat U-Net's encoder, up to its coarsest features, and decoder.
 
     Raises:
         ValueError: a network of another form, or with batch norm.
@@ -104,4 +114,4 @@ def halves(unet: nn.Module) -> tuple[nn.Sequential, nn.Sequential]:
         raise ValueError("PatchGD trains networks that make a vector of a patch, such as distseg.models.classifier:residual, and for labels of pixels flat U-Nets (model.name: unet); this one is neither")
     if any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
         raise ValueError("this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none")
-    return tuple(nn.Sequential(OrderedDict((name.replace(".", "_"), layer) for name, layer in part)) for part in (layers[:cut], layers[cut:]))
+    return layers[:cut], layers[cut:]

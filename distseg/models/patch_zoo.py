@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distseg import rng
-from distseg.config import Config
+from distseg.config import Config, PatchgdConfig
 from distseg.models.capture import as_network
 from distseg.models.network import check_size, of_image
 from distseg.models.patch_unet import PatchUNet
@@ -38,6 +38,7 @@ def patch_network(config: Config, made: Callable[[int], nn.Module], outputs: int
     settings, backbone = config.patchgd, as_network(made(config.patchgd.features))
     by_pixels = not of_image(backbone)
     if by_pixels:
+        _check_unread(settings)
         backbone = made(outputs)
         materialise(backbone, config.model.seed)
     elif config.model.out_channels not in (None, settings.features):
@@ -53,3 +54,9 @@ def patch_network(config: Config, made: Callable[[int], nn.Module], outputs: int
     network = PatchNetwork(backbone, head, settings.patch, settings.step, outputs)
     check_size(network.backbone, settings.patch, "a patch (patchgd.patch)")
     return network
+
+
+def _check_unread(settings: PatchgdConfig) -> None:
+    for field, what in {"features": "Z is the coarse features of the U-Net", "head": "the head of a U-Net is two convolutions"}.items():
+        if getattr(settings, field) != getattr(PatchgdConfig(), field):
+            raise ValueError(f"patchgd.{field} is {getattr(settings, field)}, but {what}: leave patchgd.{field} out")

@@ -52,6 +52,11 @@ class PatchNetwork(nn.Module):
         parts = {"backbone": self.backbone, "head": self.head}
         self.names = {f"{part}.{own}": f"{part}.{user}" for part, network in parts.items() for own, user in getattr(network, "names", {}).items()}
 
+    @property
+    def begun(self) -> nn.Module:
+        """What ``train.init`` gives weights to."""
+        return self.backbone
+
     def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
         return patches_of(tuple(size), self.patch, self.step)
 

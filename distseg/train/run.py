@@ -25,6 +25,7 @@ from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_zoo import network_of
+from distseg.models.patches import PatchNetwork
 from distseg.plan.in_time import tiles_in_time
 from distseg.infer.predictor import Predictor, room_of
 from distseg.models.layers import channels_of
@@ -75,7 +76,7 @@ class Run:
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
             init = config.train.init if not self.checkpoint else None
-            self.init = None if init is None else pretrained(init, self.model, config.train.init_names)
+            self.init = None if init is None else pretrained(init, self._begun, config.train.init_names)
         agree(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
         phase("building the network")
         precision, channels_last = choose(config.train, self.device, world)
@@ -102,6 +103,11 @@ class Run:
             for name in self.store.splits.get("val", []) if config.train.validate_every else []:
                 self.predictor.check(self.store.size(name))
         self.checkpoints = self._checkpoints()
+
+    @property
+    def _begun(self) -> nn.Module:
+        """What ``train.init`` gives weights to: the network, or a backbone."""
+        return self.model.begun if isinstance(self.model, PatchNetwork) else self.model
 
     def _predictor(self) -> Predictor:
         """The network in training on whole images."""
@@ -152,7 +158,7 @@ class Run:
         phase(f"loading {self.checkpoint.name if self.checkpoint else self.config.train.init}")
         with together(self.world):
             if self.mesh.replicas.rank == 0 and self.init:
-                self.init.load(self.model)
+                self.init.load(self._begun)
             elif self.mesh.replicas.rank == 0:
                 load_weights(self.checkpoint, self.model, part=self.engine.partition is not None)
                 load_optimizer(self.checkpoint, self.model, self.engine.optimizer)
@@ -200,7 +206,7 @@ class Run:
             *gpu_lines(engine.device, engine.precision, mesh.shape.size),
         ]
         if by_patches:
-            return lines + engine.lines(self.image) + [f"note: {text}" for text in self._notes]
+            return lines + engine.lines(self.image) + self._told
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
@@ -213,7 +219,11 @@ class Run:
             recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
             lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
         lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
-        return lines + list(self.init.lines if self.init else ()) + [f"note: {text}" for text in self._notes]
+        return lines + self._told
+
+    @property
+    def _told(self) -> list[str]:
+        return [*(self.init.lines if self.init else ()), *(f"note: {text}" for text in self._notes)]
 
     def _overlap(self) -> list[str]:
         """A word on windows that are mostly halo."""

@@ -21,7 +21,7 @@ from distseg.data.store import Store
 from distseg.models.layers import VectorNorm
 from distseg.models.network import of_image
 from distseg.spatial.norm import NORMS, STATISTICAL, kind_of, tracks
-from distseg.loss import is_linear, of_numbers
+from distseg.loss import of_numbers
 
 _DEFAULTS = Config()
 
@@ -122,8 +122,6 @@ RULES = (
     Rule("spatial.frozen_norm", "model.norm", lambda f: f.untracked is not None, "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave spatial.frozen_norm out"),
     *_in_time("pipeline.placement", lambda f: f.on_devices,
               "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
-    *_in_time("pipeline.schedule", lambda f: f.config.mesh.stages > 1 and f.config.pipeline.schedule == "1f1b" and not is_linear(f.config.loss.name),
-              "pipeline.schedule is 1f1b, and loss.name {c.loss.name} is known only when all tiles of all micro-batches went forward: set that to gpipe or auto"),
     *_in_time("spatial.halo", lambda f: f.config.spatial.halo is not None, "tiles in time are exact windows: leave out spatial.halo, or it"),
     *_in_time("spatial.norm_scope", lambda f: f.windows, "tiles in time are exact, and spatial.norm_scope window is not: leave that out, or it"),
     Rule("run.memory", "spatial.in_time", lambda f: not f.in_time, "with spatial.in_time {c.spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out"),

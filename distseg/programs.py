@@ -73,7 +73,7 @@ def _in_time(config: Config, model: nn.Module, exchange: Exchange, partition: Pa
     works = [executor.work(places, m) for m in range(len(every))]
     step = InTimeStep(executor, None, loss, order_in_time(config))
     mine = [f"segment {n}: {executor.name_of(works[0].segments[n])}" for n in works[0].mine]
-    return "\n".join(mine), text(step.program(works, every))
+    return "\n".join(mine), text([*step.before(works), *step.program(works, every)])
 
 
 def _live(config: Config, model: nn.Module) -> list[int]:

@@ -22,8 +22,6 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
     ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
     ("spatial.in_time", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
     ("run.memory", "pipeline.placement"): ({**MEMORY, **DEVICES}, LINE),
-    ("spatial.in_time", "pipeline.schedule"): ({**TIME, "mesh.stages": 2, "pipeline.schedule": "1f1b", "loss.name": "dice"}, {"pipeline.schedule": "gpipe"}),
-    ("run.memory", "pipeline.schedule"): ({**MEMORY, "mesh.stages": 2, "pipeline.schedule": "1f1b", "loss.name": "dice"}, {"loss.name": "focal"}),
     ("pipeline.schedule", "spatial.in_time"): ({**TIME, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "1f1b"}),
     ("spatial.in_time", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
     ("run.memory", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"run.memory": None}),
@@ -49,7 +47,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         (setting, "train.method"): ({setting: value, **PATCHES, **more}, {"train.method": "exact", "patchgd.patch": Extents((128, 128))})
         for setting, value, more in [
             ("mesh.stages", 2, {}), ("pipeline.placement", "v", {"mesh.stages": 1}), ("pipeline.schedule", "gpipe", {}), ("pipeline.balance", [2], {}), ("pipeline.recompute", "always", {}),
-            ("spatial.tiles_per_rank", Extents("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}), ("train.init", "a.safetensors", {}),
+            ("spatial.tiles_per_rank", Extents("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}),
             ("spatial.norm_scope", "window", {}), ("run.memory", "4GB", {}),
         ]
     },

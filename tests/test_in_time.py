@@ -94,6 +94,13 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
     assert not under_way and most == (comm.size - comm.rank if placement == "line" else most) and most < 5
 
 
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("norm, placement", [("batch", "line"), ("instance", "v"), ("none", "line")])
+def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, placement):
+    """All forward passes go first, once more and alone; running statistics count once."""
+    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, loss="dice", accumulate=4, in_time="spill", tiles_per_rank=Extents("3x2"))
+
+
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("start", [*range(1, 9), *range(14, 18), 20, 23, 26, 28])
 def test_a_stage_begins_at_any_layer(comm, start):

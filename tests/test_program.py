@@ -17,7 +17,7 @@ from distseg.program.partition import Edge
 from distseg.program.schedule import Backward, Forward, Weight, orders
 from distseg.program.stages import operations, recomputed
 from distseg.program.operations import BackwardTile, Drop, DropGradient, ForwardTile, Measure, OfTile, OutputTile, Send, text
-from distseg.program.tiles import Work, backward, forward, peak, step, whole
+from distseg.program.tiles import Work, backward, beforehand, forward, peak, step, whole
 from distseg.models.zoo import outline_model
 from distseg.programs import programs
 
@@ -177,6 +177,22 @@ def test_ranks_agree(name, placement, live):
         kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, ForwardTile)}
         assert kept <= {(op.micro_batch, op.position) for op in program if isinstance(op, Drop)}
         assert kept == {(op.micro_batch, op.position) for op in program if isinstance(op, DropGradient)}
+    assert stuck(programs, works) == {}
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 2), (0, 1, 0), (0, 1, 2, 1, 0)])
+@pytest.mark.parametrize("live", [(), (2, 5, 7)])
+def test_ranks_agree_on_forward_passes_that_go_first(placement, live):
+    """Every tile goes through once, every map goes, and none waits for ever."""
+    balance = [10 // len(placement) + (s < 10 % len(placement)) for s in range(len(placement))]
+    works = {rank: [placed(live, balance, placement, rank, m) for m in range(3)] for rank in range(max(placement) + 1)}
+    programs = {rank: beforehand(those, orders("1f1b", placement, 3)[rank]) for rank, those in works.items()}
+    for rank, program in programs.items():
+        tiles = Counter(op.segment for op in program if isinstance(op, OfTile))
+        assert tiles == dict.fromkeys(works[rank][0].mine, 3 * ROWS) and not any(op.back for op in program if isinstance(op, OutputTile))
+        kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, ForwardTile)}
+        gone = [(op.micro_batch, op.position) for op in program if isinstance(op, Drop)]
+        assert kept <= set(gone) and len(gone) == len(set(gone))
     assert stuck(programs, works) == {}
 
 

@@ -12,7 +12,7 @@ Backward the same from behind: a segment's tile can go back once all that read i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Callable, Container, Iterable, Iterator, Mapping, NamedTuple, Protocol, Sequence
@@ -190,6 +190,24 @@ def step(works: Sequence[Work], actions: Sequence[Action], linear: bool) -> list
             known = True
         found += backward(of(action), action.stage)
     return found
+
+
+def beforehand(works: Sequence[Work], actions: Sequence[Action]) -> list[Operation]:
+    """The forward passes alone, for a loss whose slope follows from all results; of each micro-batch the maps go when the next one is through.
+
+    Args:
+        actions: as :func:`step`'s, of which the forward passes are taken.
+    """
+    alone = [replace(work, back=False) for work in works]
+    found = [op for work in alone for op in expected(work)]
+    left: list[Operation] = []
+    for action in (action for action in actions if isinstance(action, Forward)):
+        work = alone[action.micro_batch]
+        found += forward(work, action.stage)
+        found += outputs(work) if any(map(work.is_last, work.of_stage(action.stage))) else ()
+        found += left
+        left = [Drop(work.number, work.stop(s)) for s in work.of_stage(action.stage) if not (work.is_last(s) or work.reading(work.stop(s)))]
+    return found + left
 
 
 def whole(work: Work) -> list[Operation]:

@@ -21,7 +21,7 @@ from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.program.schedule import Action, Backward, Forward, orders
 from distseg.program.operations import Operation
-from distseg.program.tiles import Work, step
+from distseg.program.tiles import Work, beforehand, step
 from distseg.geometry.tile import Box, Place
 from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block, InTime
@@ -173,6 +173,7 @@ class InTimeStep:
     def __init__(self, executor: InTime, head: LossHead | None, loss: Loss, order: str = "gpipe"):
         self.executor, self.head, self.loss, self.order = executor, head, loss, order
         self.schedule = f"{order}, tiles in time"
+        self.goes_before = executor.comm.size > 1 and order == "1f1b" and not loss.linear
         self.all_at_once = executor.comm.size > 1 or not loss.linear
         self._programs: dict[tuple, list[Operation]] = {}
 
@@ -183,12 +184,24 @@ class InTimeStep:
                 self._settle_from_labels(micro_batches)
         places = [[block.place for block in blocks] for blocks in micro_batches]
         works = [self.executor.work(those, m) for m, those in enumerate(places)]
+        if self.goes_before:
+            with self.executor.model.context.repeating():
+                self._run(self.before(works), works, micro_batches)
+            if self.head:
+                self.head.settle_beforehand()
+        self._run(self.program(works, places), works, micro_batches)
+        return self.head.step_loss() if self.head else 0.0
+
+    def _run(self, program: Sequence[Operation], works: list[Work], micro_batches: list[list[Block]]) -> None:
         settle = self.head.settle_beforehand if self.head else None
         with self.executor.transfers.moving():
-            for op, output in self.executor.run(self.program(works, places), works, micro_batches, settle):
+            for op, output in self.executor.run(program, works, micro_batches, settle):
                 self._end(_unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box), output)
         self.executor.transfers.flush()
-        return self.head.step_loss() if self.head else 0.0
+
+    def before(self, works: list[Work]) -> list[Operation]:
+        """The forward passes that go before all else; none where the loss is known otherwise."""
+        return beforehand(works, self._actions(len(works))) if self.goes_before else []
 
     def program(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
         """Of all micro-batches, by their works and where their blocks lie; made once for each sizes of images."""
@@ -202,10 +215,13 @@ class InTimeStep:
         return self._programs[key]
 
     def _operations(self, works: list[Work]) -> list[Operation]:
-        actions = orders(self.order, self.executor.placement, len(works))[self.executor.comm.rank]
+        return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
+
+    def _actions(self, micro_batches: int) -> Sequence[Action]:
+        actions = orders(self.order, self.executor.placement, micro_batches)[self.executor.comm.rank]
         if self.order == "gpipe":  # the first micro-batch first in the backward passes too: its maps are there before the others are
-            actions = [replace(a, micro_batch=len(works) - 1 - a.micro_batch) if isinstance(a, Backward) else a for a in actions]
-        return step(works, actions, self.loss.linear)
+            actions = [replace(a, micro_batch=micro_batches - 1 - a.micro_batch) if isinstance(a, Backward) else a for a in actions]
+        return actions
 
     def _end(self, unit: Unit, output: Tensor) -> None:
         """The loss of a tile, and its backward pass if its slope is known."""

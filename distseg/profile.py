@@ -1,4 +1,4 @@
-"""Where the time of an optimizer step goes, rank by rank: a table, a picture of the schedule, and a trace for Perfetto.
+"""Where the time of an optimizer step goes, rank by rank: a table, a picture of the schedule, and a trace for Perfetto; and what it was expected to take.
 
 Steps run as training runs them. Only for the last one the pipeline, the reducer and the communicators of norms and
 losses are handed a trace, from outside, so that training itself pays nothing for being watchable.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,15 +20,19 @@ from distseg.extents import Extents
 from distseg.launch import set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.capture import as_network
+from distseg.plan.forecast import Modelled, Passes, StagePasses, costs_of, of_tiles
+from distseg.program.simulate import Simulation
 from distseg.program.trace import Span, Trace, TracedComm
 from distseg.report.tables import table
-from distseg.report.timeline import plot_timeline, write_trace
+from distseg.report.timeline import ACTION, plot_timeline, write_trace
+from distseg.spatial.piece import Piece
 from distseg.train.engine import Engine
 from distseg.precision import choose
-from distseg.train.step import InTimeStep
+from distseg.train.step import InTimeStep, units_of
 from distseg.verify import own_pieces, prepare
 
 COMPUTING = ("forward", "backward", "weight", "recompute")
+_COMPARED = "passes of all ranks beside what a model of a device expects, by which stages are balanced; its times are multiplied by"
 KINDS = (*COMPUTING, "read", "scratch", "wait", "send", "halo", "norm-exchange", "reduce", "update")
 
 
@@ -42,6 +46,8 @@ class Profile:
         names: of the ranks, by rank.
         spans: of all ranks, in seconds since the step's start.
         seconds: until the slowest rank had done the step.
+        expected: of all ranks, modelled (:mod:`distseg.plan.forecast`).
+        simulated: the step of a pipeline, whose passes take so many times as long as modelled.
     """
 
     title: str
@@ -49,6 +55,34 @@ class Profile:
     names: tuple[str, ...]
     spans: tuple[Span, ...]
     seconds: float
+    expected: Passes | None = None
+    simulated: Callable[[float], Simulation] | None = None
+
+    @property
+    def factor(self) -> float:
+        """How much longer than modelled all passes took together."""
+        modelled = sum(self.expected.values())
+        return sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected) / modelled if modelled else 1.0
+
+    def passes(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """How many passes there were by kind and by what was computed, and their seconds, of all ranks."""
+        found: dict[tuple[str, str], tuple[int, float]] = {}
+        for rank in range(len(self.names)):
+            mine = [span for span in self.spans if span.rank == rank]
+            counts = Counter(map(_pass, mine))
+            for key, seconds in own_seconds(mine, _pass).items():
+                count, before = found.get(key, (0, 0.0))
+                found[key] = count + counts[key], before + seconds
+        return found
+
+    def compared(self) -> list[dict[str, float | str]]:
+        """Of each kind of pass how many there were, and one's mean milliseconds, measured and as modelled, where all passes together take as long."""
+        measured, rows = self.passes(), []
+        for (kind, what), modelled in self.expected.items():
+            count, seconds = measured.get((kind, what), (0, 0.0))
+            if count:
+                rows.append({"pass": kind, "of": what, "times": count, "measured [ms]": 1e3 * seconds / count, "modelled [ms]": 1e3 * self.factor * modelled / count, "ratio": seconds / (self.factor * modelled)})
+        return rows
 
     def rows(self) -> list[dict[str, float | str]]:
         """For each rank the seconds that it spent by kind; ``other`` is what no span covers, so that they add up to the step."""
@@ -67,7 +101,15 @@ class Profile:
         means = {kind: sum(row[kind] for row in rows) / len(rows) for kind in (*KINDS, "other")}
         lines.append({"rank": "mean share", **{f"{kind} [ms]": self._share(means[kind]) for kind in kinds}, **self._shares(means)})
         head = f"{self.title}, {self.details}\nstep {1e3 * self.seconds:.4g} ms; bubble: share of the step in which a rank waits for other stages"
-        return f"{head}\n\n{table(lines)}"
+        return "\n\n".join([head, table(lines), *self._comparison()])
+
+    def _comparison(self) -> Iterator[str]:
+        if not self.expected:
+            return
+        yield f"{_COMPARED} {self.factor:.3g}\n{table(self.compared())}"
+        if self.simulated:
+            of = self.simulated(self.factor)
+            yield f"simulated from these: {1e3 * of.makespan:.4g} ms without sums of gradients and the update; bubble {', '.join(f'{idle:.1%}' for idle in of.idle)} by rank"
 
     def _shares(self, times: dict) -> dict[str, str]:
         return {"computing": self._share(sum(times[kind] for kind in COMPUTING)), "bubble": self._share(times["wait"])}
@@ -76,16 +118,22 @@ class Profile:
         return f"{seconds / self.seconds:.1%}"
 
 
-def own_seconds(spans: Sequence[Span]) -> Counter:
-    """Seconds by kind of one rank's spans; what lies inside another span counts for the inner one alone."""
+def _pass(span: Span) -> tuple[str, str]:
+    """The kind of a span, and what it computes."""
+    action = ACTION.match(span.name)
+    return span.kind, f"stage {action[2]}" if action else span.name
+
+
+def own_seconds(spans: Sequence[Span], by: Callable[[Span], Hashable] = lambda span: span.kind) -> Counter:
+    """Seconds of one rank's spans, by default by kind; what lies inside another span counts for the inner one alone."""
     found: Counter = Counter()
     around: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
         while around and around[-1].end <= span.start:
             around.pop()
-        found[span.kind] += span.seconds
+        found[by(span)] += span.seconds
         if around:
-            found[around[-1].kind] -= span.seconds
+            found[by(around[-1])] -= span.seconds
         around.append(span)
     return found
 
@@ -119,9 +167,12 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+    with together(world):
+        costs = costs_of(config, model, images.size, device.type)
     engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
     with together(world):
         own = own_pieces(config, mesh, images, engine.reading)
+        expected, simulated = (None, None) if costs is None else _expected(engine, costs, images.size, own)
     for _ in range(steps - 1):
         engine.backward(own)
         engine.update(config.optim.lr)
@@ -129,15 +180,40 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
     engine.backward(own)
     with watched.span("update", config.optim.name):
         engine.update(config.optim.lr)
-    parts = world.gather((watched.spans, watched.now()))
+    parts = world.gather((watched.spans, watched.now(), expected))
     found = None
     with together(world):
         if parts is not None:
-            spans, seconds = zip(*parts)
-            found = Profile(*_title(engine), tuple(row_names(mesh.shape)), tuple(s for part in spans for s in part), max(seconds))
-            plot_timeline(found.spans, Path(output) / "timeline.png", found.title, found.names)
+            spans, seconds, modelled = zip(*parts)
+            every = None if None in modelled else sum(map(Counter, modelled), Counter())
+            found = Profile(*_title(engine), tuple(row_names(mesh.shape)), tuple(s for part in spans for s in part), max(seconds), every, simulated)
+            spans, names = _laid_over(found)
+            plot_timeline(spans, Path(output) / "timeline.png", found.title, names)
             write_trace(found.spans, Path(output) / "trace.json", rows=found.names)
     return found
+
+
+def _expected(engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[Piece]]) -> tuple[Passes, Callable[[float], Simulation] | None]:
+    """What this rank's passes are expected to take, and how the pipeline's step is simulated, where there is one."""
+    taken = engine.gradient_step
+    if isinstance(taken, InTimeStep):
+        places = [[piece.place for piece in pieces] for pieces in own]
+        works = [taken.executor.work(those, m) for m, those in enumerate(places)]
+        return of_tiles(costs, taken.executor, image, [*taken.before(works), *taken.program(works, places)], works), None
+    units = units_of(own, taken.together)
+    pixels = sum(piece.place.window.pixels for unit in units for piece in unit.pieces) / len(units)
+    partition = engine.pipeline.partition
+    passes = StagePasses(costs, partition, taken.orders_of(len(units)), engine.pipeline.recompute, pixels)
+    return passes.of_rank(engine.mesh.stage), passes.simulated if partition.stages > 1 else None
+
+
+def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
+    """Spans and the names of their rows: what was measured, and under it a pipeline as it was simulated."""
+    if not found.simulated:
+        return found.spans, [*found.names]
+    below = found.simulated(found.factor)
+    spans = [replace(span, rank=len(found.names) + span.rank) for span in below.spans]
+    return [*found.spans, *spans], [*found.names, *(f"simulated, stage {rank}" for rank in range(below.ranks))]
 
 
 def watch(engine: Engine, world) -> Trace:

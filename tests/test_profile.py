@@ -1,15 +1,25 @@
 """A step watched on several ranks: its table, picture and trace; and the table's arithmetic by hand."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from mpi4py import MPI
+from torch import nn
 
 from distseg.config import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
 from distseg.extents import Extents
-from distseg.mesh import MeshShape
+from distseg.geometry.tile import Box, Place
+from distseg.mesh import Mesh, MeshShape
+from distseg.models.network import calls_of
+from distseg.models.zoo import outline_model, plain_model
+from distseg.plan.forecast import StagePasses, costs_of, of_tiles
+from distseg.program.partition import Partition
+from distseg.program.schedule import orders
 from distseg.program.trace import Span, Trace, TracedComm
 from distseg.profile import KINDS, own_seconds, profile, row_names
+from distseg.train.engine import Engine
 from test_cli import run
 
 CONFIG = Config(
@@ -42,6 +52,11 @@ def test_files_and_table(comm, shared_path):
     for row in found.rows():
         assert sum(row[kind] for kind in (*KINDS, "other")) == pytest.approx(found.seconds)
         assert all(row[kind] >= 0 for kind in KINDS) and row["other"] >= -1e-9
+    compared = {(row["pass"], row["of"]): row for row in found.compared()}
+    assert set(compared) == {(kind, f"stage {s}") for kind in ("forward", "recompute", "backward") for s in range(2)}
+    assert all(row["times"] == 3 * comm.size // 2 for row in compared.values())
+    assert sum(row["times"] * (row["measured [ms]"] - row["modelled [ms]"]) for row in compared.values()) == pytest.approx(0, abs=1e-6)
+    assert found.simulated(found.factor).makespan < found.seconds * 1.5 and "simulated from these: " in found.text()
     header, _, *lines = found.text().split("\n\n")[1].splitlines()
     assert [line.split("  ")[0] for line in lines] == [*found.names, "mean share"] and ("norm-exchange [ms]" in header) == (comm.size == 4)
 
@@ -138,3 +153,41 @@ def test_tiles_in_time_show_what_they_read_compute_and_store(comm, tmp_path):
         for row in result.rows():
             assert all(row[kind] > 0 for kind in ("forward", "recompute", "backward", "read", "scratch", "norm-exchange"))
             assert row["other"] < 0.5 * result.seconds
+        rows = result.compared()
+        assert {kind: sum(row["pass"] == kind for row in rows) for kind in ("forward", "recompute", "backward")} == {"forward": 6, "recompute": 5, "backward": 6}  # segments
+        assert all(row["times"] == 2 * 4 for row in rows)
+
+
+def test_passes_of_stages_are_modelled():
+    """All of a network's layers on all micro-batches, whichever way it is cut; half of what may wait of the backward passes is a pass of its own."""
+    model = outline_model(ModelConfig(depth=2, num_convs=1, base_channels=4))
+    costs = costs_of(Config(), model, (32, 48), "cpu")
+    there, back = sum(costs.costs.forward), sum(costs.costs.backward)
+    for schedule, kinds in (("1f1b", {"forward", "backward", "recompute"}), ("zb-h1", {"forward", "backward", "recompute", "weight"})):
+        partition = Partition.of(calls_of(model), [10, len(costs.costs.layers) - 10])
+        passes = StagePasses(costs, partition, orders(schedule, (0, 1), 3), "always", 32 * 24)
+        ranks = [passes.of_rank(rank) for rank in range(2)]
+        assert {kind for kind, _ in ranks[0]} == kinds and all(of == f"stage {rank}" for rank in range(2) for _, of in ranks[rank])
+        total = sum(map(Counter, ranks), Counter())
+        of = lambda *kinds: sum(seconds for (kind, _), seconds in total.items() if kind in kinds)
+        assert of("forward") == pytest.approx(1.5 * there) and of("recompute") == pytest.approx(1.5 * there) and of("backward", "weight") == pytest.approx(1.5 * back)
+        busy = [sum(passes.values()) for passes in ranks]
+        assert max(busy) <= passes.simulated(1.0).makespan <= sum(busy)
+
+
+def test_tiles_are_modelled_by_their_cells():
+    """Without overlap, as where all convolutions see one pixel, tiles cost together what the image does; a tile in time goes forward twice."""
+    given = Config(model=ModelConfig(f"{__name__}:points"), spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")))
+    engine = Engine(given, Mesh(MPI.COMM_SELF), plain_model(given.model), (30, 42))
+    costs = costs_of(given, plain_model(given.model), (30, 42), "cpu")
+    executor, place = engine.gradient_step.executor, Place((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,))
+    works = [executor.work([place])]
+    found = of_tiles(costs, executor, (30, 42), engine.gradient_step.program(works, [[place]]), works)
+    of = lambda kind: sum(seconds for (k, _), seconds in found.items() if k == kind)
+    last = found["forward", executor.name_of(works[0].segments[-1])]
+    assert of("forward") == pytest.approx(sum(costs.costs.forward)) and of("backward") == pytest.approx(sum(costs.costs.backward))
+    assert of("recompute") == pytest.approx(sum(costs.costs.forward) - last)
+
+
+def points(**unused) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))

@@ -22,7 +22,7 @@ COLORS = {  # in the order in which they are drawn: what may lie inside another 
     "send": PALETTE[1], "norm-exchange": PALETTE[3], "halo": PALETTE[7], "read": "#999999", "scratch": "#8C6D46",
 }  # fmt: skip
 _ACTIONS = {action.kind: action for action in (Forward, Backward, Weight)}
-_ACTION = re.compile(r"[FBW](\d+),(\d+)")
+ACTION = re.compile(r"[FBW](\d+),(\d+)")
 _ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")  # inside an action: drawn narrower, on top of it
 
 
@@ -62,7 +62,7 @@ def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 def _place(span: Span) -> tuple[int, int]:
     """(micro-batch, stage)."""
-    match = _ACTION.match(span.name)
+    match = ACTION.match(span.name)
     if not match:
         raise ValueError(f"the name of a {span.kind} span begins with an action such as F3,0, got {span.name!r}")
     return int(match[1]), int(match[2])
@@ -103,12 +103,12 @@ def _names(rows: Sequence[str] | None, ranks: Iterable[int]) -> list[str]:
 
 
 def _first_stage(spans: Sequence[Span], rank: int) -> int:
-    return min((int(m[2]) for s in spans if s.rank == rank and (m := _ACTION.match(s.name))), default=0)
+    return min((int(m[2]) for s in spans if s.rank == rank and (m := ACTION.match(s.name))), default=0)
 
 
 def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
     """Whether a span is of a later one of its rank's stages."""
-    action = _ACTION.match(span.name)
+    action = ACTION.match(span.name)
     return action is not None and int(action[2]) > first_stage[span.rank]
 
 
@@ -132,7 +132,7 @@ def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
 
 def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
     """The micro-batch, in boxes that have room for it. ``smallest``: seconds that a digit takes on paper."""
-    action = _ACTION.match(span.name)
+    action = ACTION.match(span.name)
     if action and span.kind not in ("wait", *_ABOVE) and span.seconds > smallest * len(action[1]):
         color = "white" if span.kind == "recompute" else INK
         box = {"boxstyle": "round,pad=0.1", "facecolor": COLORS[span.kind], "edgecolor": "none"} if later else None

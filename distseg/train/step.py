@@ -124,13 +124,13 @@ class GradientStep:
     def __init__(self, pipeline: Pipeline, head: LossHead | None, loss: Loss, context: Context, schedule: str, together: bool):
         self.pipeline, self.head, self.loss, self.context = pipeline, head, loss, context
         self.schedule, self.together = schedule, together
-        # The same in every step, as a rule; for the V it takes a simulation.
-        self._orders = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
+        # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
+        self.orders_of = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
 
     def __call__(self, micro_batches: list[list[Piece]]) -> float:
         """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
         units = units_of(micro_batches, self.together)
-        every = self._orders(len(units))
+        every = self.orders_of(len(units))
         mine = every[self.pipeline.comm.rank]
         if self.head:
             self.head.clear()
@@ -196,7 +196,8 @@ class InTimeStep:
         settle = self.head.settle_beforehand if self.head else None
         with self.executor.transfers.moving():
             for op, output in self.executor.run(program, works, micro_batches, settle):
-                self._end(_unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box), output)
+                unit = _unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box)
+                self._end(unit, output, self.executor.name_of(works[op.micro_batch].segments[op.segment]))
         self.executor.transfers.flush()
 
     def before(self, works: list[Work]) -> list[Operation]:
@@ -223,12 +224,12 @@ class InTimeStep:
             actions = [replace(a, micro_batch=micro_batches - 1 - a.micro_batch) if isinstance(a, Backward) else a for a in actions]
         return actions
 
-    def _end(self, unit: Unit, output: Tensor) -> None:
+    def _end(self, unit: Unit, output: Tensor, name: str) -> None:
         """The loss of a tile, and its backward pass if its slope is known."""
         rows = self.head.rows(unit, [output])
         self.head.note(unit, rows)
         if output.requires_grad:
-            with self.executor.span("backward", "last layers"):
+            with self.executor.span("backward", name):
                 torch.autograd.backward(rows, self.head.slopes(unit, rows))
 
     def _settle_from_labels(self, micro_batches: list[list[Block]]) -> None:

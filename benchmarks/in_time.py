@@ -125,7 +125,7 @@ def _job(options: argparse.Namespace) -> None:
     seconds, stored = [], 0
     while len(seconds) < 2 or sum(seconds) < options.seconds:  # the first one makes the optimizer's state
         for blocks in loader.epoch(len(seconds)):
-            stored = engine.gradient_step.executor.stored([block.place for block in blocks[0]])
+            stored = engine.in_time.executor.stored([block.place for block in blocks[0]])
             start = time.perf_counter()
             loss = engine.backward(blocks)
             engine.update(1e-3)

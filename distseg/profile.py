@@ -28,7 +28,6 @@ from distseg.report.timeline import ACTION, plot_timeline, write_trace
 from distseg.spatial.piece import Piece
 from distseg.train.engine import Engine
 from distseg.precision import choose
-from distseg.train.step import InTimeStep, units_of
 from distseg.verify import own_pieces, prepare
 
 COMPUTING = ("forward", "backward", "weight", "recompute")
@@ -195,15 +194,14 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
 
 def _expected(engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[Piece]]) -> tuple[Passes, Callable[[float], Simulation] | None]:
     """What this rank's passes are expected to take, and how the pipeline's step is simulated, where there is one."""
-    taken = engine.gradient_step
-    if isinstance(taken, InTimeStep):
-        places = [[piece.place for piece in pieces] for pieces in own]
-        works = [taken.executor.work(those, m) for m, those in enumerate(places)]
-        return of_tiles(costs, taken.executor, image, [*taken.before(works), *taken.program(works, places)], works), None
-    units = units_of(own, taken.together)
+    if engine.in_time:
+        way, given = engine.in_time, engine.in_time.given(own)
+        return of_tiles(costs, way.executor, image, [*way.before(given.works), *way.program(given.works, given.places)], given.works), None
+    way = engine.gradient_step.way
+    units = way.given(own)
     pixels = sum(piece.place.window.pixels for unit in units for piece in unit.pieces) / len(units)
     partition = engine.pipeline.partition
-    passes = StagePasses(costs, partition, taken.orders_of(len(units)), engine.pipeline.recompute, pixels)
+    passes = StagePasses(costs, partition, way.orders_of(len(units)), engine.pipeline.recompute, pixels)
     return passes.of_rank(engine.mesh.stage), passes.simulated if partition.stages > 1 else None
 
 
@@ -226,8 +224,8 @@ def watch(engine: Engine, world) -> Trace:
     engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
     for name in ("norm_comm", "batch_comm", "groups_comm"):
         setattr(engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange"))
-    if isinstance(engine.gradient_step, InTimeStep):
-        engine.gradient_step.executor.span = trace.span
+    if engine.in_time:
+        engine.in_time.executor.span = trace.span
     if engine.gradient_step.head:
         engine.gradient_step.head.replicas = TracedComm(engine.gradient_step.head.replicas, trace, "reduce")  # the loss's table
     return trace
@@ -259,6 +257,6 @@ def _clock(device: torch.device) -> Callable[[], float]:
 def _title(engine: Engine) -> tuple[str, str]:
     """Mesh and schedule; what else a reader wants to know."""
     config = engine.config
-    schedule = f", {engine.gradient_step.schedule}, {config.pipeline.placement}" if engine.partition else ""
-    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not isinstance(engine.gradient_step, InTimeStep) else ""
+    schedule = f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}" if engine.partition else ""
+    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not engine.in_time else ""
     return f"{engine.mesh.shape}{schedule}", f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}"

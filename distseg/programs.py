@@ -27,7 +27,7 @@ from distseg.spatial.graph import reach_for
 from distseg.spatial.norm import live_layers
 from distseg.train.engine import activations_of, is_cut, make_exchange, make_in_time, order_in_time, owned_per_rank, read_around
 from distseg.train.optim import state_copies
-from distseg.train.step import InTimeStep
+from distseg.train.step import InTiles
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _in_time(config: Config, model: nn.Module, exchange: Exchange, partition: Pa
     executor.folder = None  # of which no room is asked for
     every = [places] * config.train.accumulate
     works = [executor.work(places, m) for m in range(len(every))]
-    step = InTimeStep(executor, None, loss, order_in_time(config))
+    step = InTiles(executor, None, loss, order_in_time(config))
     mine = [f"segment {n}: {executor.name_of(works[0].segments[n])}" for n in works[0].mine]
     return "\n".join(mine), text([*step.before(works), *step.program(works, every)])
 

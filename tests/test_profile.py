@@ -180,9 +180,9 @@ def test_tiles_are_modelled_by_their_cells():
     given = Config(model=ModelConfig(f"{__name__}:points"), spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")))
     engine = Engine(given, Mesh(MPI.COMM_SELF), plain_model(given.model), (30, 42))
     costs = costs_of(given, plain_model(given.model), (30, 42), "cpu")
-    executor, place = engine.gradient_step.executor, Place((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,))
+    executor, place = engine.in_time.executor, Place((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,))
     works = [executor.work([place])]
-    found = of_tiles(costs, executor, (30, 42), engine.gradient_step.program(works, [[place]]), works)
+    found = of_tiles(costs, executor, (30, 42), engine.in_time.program(works, [[place]]), works)
     of = lambda kind: sum(seconds for (k, _), seconds in found.items() if k == kind)
     last = found["forward", executor.name_of(works[0].segments[-1])]
     assert of("forward") == pytest.approx(sum(costs.costs.forward)) and of("backward") == pytest.approx(sum(costs.costs.backward))

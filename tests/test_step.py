@@ -22,7 +22,7 @@ from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
-from distseg.train.step import GradientStep, LossHead, Rows
+from distseg.train.step import GradientStep, LossHead, OnStages, Rows
 
 SIZE = (21, 27)
 
@@ -57,7 +57,7 @@ def step_of(tiled, name: str, rows: Rows, replicas, schedule: str = "1f1b", wait
     loss, partition = Loss(LossConfig(name), 3), Partition.whole()
     head = LossHead(loss, rows, replicas)
     pipeline = Pipeline(partition, [Stage(0, tiled, None, [], [], head)], Ranks(Alone(), waits))
-    return GradientStep(pipeline, head, loss, tiled.context, schedule, tiled.live_norms)
+    return GradientStep(OnStages(pipeline, schedule, tiled.live_norms), head, loss, tiled.context)
 
 
 def step(norm, loss, micro_batches, grid=(1, 1), frozen=False, schedule="1f1b", waits: Waits = Waits()):

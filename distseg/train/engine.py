@@ -40,7 +40,7 @@ from distseg.spatial.piece import Piece
 from distseg.loss import Loss
 from distseg.train.descent import Descent
 from distseg.train.optim import freeze, state_copies
-from distseg.train.step import DevicesStep, GradientStep, InTimeStep, LossHead, Rows
+from distseg.train.step import GradientStep, InTiles, LossHead, OnDevices, OnStages, Rows
 from distseg.watch import beat
 
 
@@ -87,7 +87,7 @@ class Engine(Descent):
         with together(mesh.world):
             self.gradient_step = self._gradient_step(activations)
 
-    def _gradient_step(self, activations: Activations | None) -> GradientStep | InTimeStep | DevicesStep:
+    def _gradient_step(self, activations: Activations | None) -> GradientStep:
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
         rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
@@ -98,10 +98,12 @@ class Engine(Descent):
         ]
         self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
         if config.pipeline.placement == "devices":
-            return DevicesStep(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute), head)
-        if activations:
-            return InTimeStep(self._in_time(activations), head, self.loss, order_in_time(config))
-        return GradientStep(self.pipeline, head, self.loss, self.context, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
+            way = OnDevices(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute))
+        elif activations:
+            way = InTiles(self._in_time(activations), head, self.loss, order_in_time(config))
+        else:
+            way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
+        return GradientStep(way, head, self.loss, self.context)
 
     def _in_time(self, activations: Activations) -> InTime:
         budget = None
@@ -109,6 +111,11 @@ class Engine(Descent):
             keep_freed_memory(large=False)
             budget = budget_of(self.config.run.memory, self.base_memory(), "weights, gradients and the optimizer's state")
         return make_in_time(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
+
+    @property
+    def in_time(self) -> InTiles | None:
+        """How tiles in time are computed, where they are."""
+        return self.gradient_step.way if isinstance(self.gradient_step.way, InTiles) else None
 
     def base_memory(self) -> int:
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
@@ -142,7 +149,7 @@ class Engine(Descent):
     def backward(self, micro_batches: list[list[Piece | Block]]) -> float:
         """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
         self.gradients.zero()
-        prepared = self.to_blocks if isinstance(self.gradient_step, InTimeStep) else self.to_device
+        prepared = self.to_blocks if self.in_time else self.to_device
         with self.mesh.waits.putting_off():
             loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
         self.gradients.settle()
@@ -152,8 +159,8 @@ class Engine(Descent):
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
         """Have ``watch`` told the share of a step that is done, where steps are long: with tiles in time."""
-        if isinstance(self.gradient_step, InTimeStep):
-            self.gradient_step.executor.watch = watch
+        if self.in_time:
+            self.in_time.executor.watch = watch
 
     def step(self, micro_batches: list[list[Piece | Block]], rate: float) -> tuple[float, float]:
         """An optimizer step; returns the loss and the gradient's norm before clipping."""

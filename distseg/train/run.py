@@ -39,7 +39,6 @@ from distseg.train.patchgd import PatchEngine, PatchLoader
 from distseg.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
 from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
-from distseg.train.step import InTimeStep
 from distseg.watch import phase
 
 
@@ -210,14 +209,14 @@ class Run:
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
-        if isinstance(engine.gradient_step, InTimeStep):
-            lines.append(engine.gradient_step.executor.describe(self.image))
+        if engine.in_time:
+            lines.append(engine.in_time.executor.describe(self.image))
         elif not config.spatial.exchanges:
             lines += self._overlap()
         if engine.partition:
             balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
-            recompute = "" if isinstance(engine.gradient_step, InTimeStep) else f", recompute {config.pipeline.recompute}"
-            lines.append(f"stages of {balance} layers, {engine.gradient_step.schedule}{recompute}")
+            recompute = "" if engine.in_time else f", recompute {config.pipeline.recompute}"
+            lines.append(f"stages of {balance} layers, {engine.gradient_step.way.schedule}{recompute}")
         lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
         return lines + self._told
 

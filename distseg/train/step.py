@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Sequence
+from typing import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class LossHead:
             else:
                 self.table[self._at(unit, piece)] += found.detach().double()
 
-    def note_counts(self, units: Sequence[Unit]) -> None:
+    def note_counts(self, units: Iterable[Unit]) -> None:
         """The part of the table that labels determine."""
         for unit in units:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
@@ -116,55 +116,93 @@ class GradientStep:
     """Adds the gradient of a step's loss to the parameters' ``grad``: this rank's part; the replicas' sum is the whole.
 
     Args:
+        way: how this rank computes its part.
         head: on the rank with the last stage, else None.
-        schedule: gpipe, 1f1b or zb-h1.
-        together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
     """
 
-    def __init__(self, pipeline: Pipeline, head: LossHead | None, loss: Loss, context: Context, schedule: str, together: bool):
-        self.pipeline, self.head, self.loss, self.context = pipeline, head, loss, context
-        self.schedule, self.together = schedule, together
-        # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
-        self.orders_of = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
+    def __init__(self, way: "OnStages | OnDevices | InTiles", head: LossHead | None, loss: Loss, context: Context):
+        self.way, self.head, self.loss, self.context = way, head, loss, context
 
-    def __call__(self, micro_batches: list[list[Piece]]) -> float:
+    def __call__(self, micro_batches: list[list[Piece]] | list[list[Block]]) -> float:
         """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
-        units = units_of(micro_batches, self.together)
-        every = self.orders_of(len(units))
-        mine = every[self.pipeline.comm.rank]
+        given = self.way.given(micro_batches)
         if self.head:
             self.head.clear()
-        if not _forwards_first(every[self.pipeline.partition.placement[-1]]):
-            self._settle_beforehand(units, mine)
-        self.pipeline.run(mine, units)
+        if self.way.goes_back_early(given):
+            self._settle_beforehand(given)
+        self.way.run(given)
         return self.head.step_loss() if self.head else 0.0
 
-    def _settle_beforehand(self, units: list[Unit], actions: Sequence[Action]) -> None:
+    def _settle_beforehand(self, given) -> None:
         if not self.loss.linear:
             with torch.no_grad(), self.context.repeating():
-                self.pipeline.run([a for a in actions if isinstance(a, Forward)], units)
+                self.way.run_forward(given)
         elif self.head:
-            self.head.note_counts(units)
+            self.head.note_counts(self.way.labelled(given))
         if self.head:
             self.head.settle_beforehand()
 
 
-class DevicesStep:
-    """The same where one rank drives all stages on several devices: all forward passes, then all backward passes."""
+class OnStages:
+    """Through stages that keep their graphs, this rank's of a pipeline or a lone one.
+
+    Args:
+        schedule: gpipe, 1f1b or zb-h1.
+        together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
+    """
+
+    def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
+        self.pipeline, self.schedule, self.together = pipeline, schedule, together
+        # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
+        self.orders_of = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
+
+    def given(self, micro_batches: list[list[Piece]]) -> list[Unit]:
+        return units_of(micro_batches, self.together)
+
+    def goes_back_early(self, units: list[Unit]) -> bool:
+        """Whether backward passes begin before all forward passes are through, so that the loss's slope must be known by then."""
+        return not _forwards_first(self.orders_of(len(units))[self.pipeline.partition.placement[-1]])
+
+    def labelled(self, units: list[Unit]) -> list[Unit]:
+        """All labels, for what is known from them alone."""
+        return units
+
+    def run_forward(self, units: list[Unit]) -> None:
+        self.pipeline.run([action for action in self._actions(units) if isinstance(action, Forward)], units)
+
+    def run(self, units: list[Unit]) -> None:
+        self.pipeline.run(self._actions(units), units)
+
+    def _actions(self, units: list[Unit]) -> Sequence[Action]:
+        return self.orders_of(len(units))[self.pipeline.comm.rank]
+
+
+class OnDevices:
+    """Through all stages on several devices of this rank: all forward passes, then all backward passes."""
 
     schedule = "gpipe"
 
-    def __init__(self, pipeline: DevicePipeline, head: LossHead):
-        self.pipeline, self.head = pipeline, head
+    def __init__(self, pipeline: DevicePipeline):
+        self.pipeline, self.run = pipeline, pipeline.run
 
-    def __call__(self, micro_batches: list[list[Piece]]) -> float:
-        self.head.clear()
-        self.pipeline.run(units_of(micro_batches, together=False))
-        return self.head.step_loss()
+    def given(self, micro_batches: list[list[Piece]]) -> list[Unit]:
+        return units_of(micro_batches, together=False)
+
+    def goes_back_early(self, units: list[Unit]) -> bool:
+        return False
 
 
-class InTimeStep:
-    """The same on a rank that computes its part of each image tile after tile, in the memory of one.
+@dataclass(frozen=True)
+class Tiled:
+    """A step in blocks, by micro-batch, and what this rank has of it."""
+
+    blocks: list[list[Block]]
+    places: list[list[Place]]
+    works: list[Work]
+
+
+class InTiles:
+    """Tile after tile, in the memory of one.
 
     A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. The maps of micro-batches
     that stages of a pipeline have under way wait where maps are stored: of all of them by gpipe, of as many as there are stages by 1f1b.
@@ -173,32 +211,25 @@ class InTimeStep:
     def __init__(self, executor: InTime, head: LossHead | None, loss: Loss, order: str = "gpipe"):
         self.executor, self.head, self.loss, self.order = executor, head, loss, order
         self.schedule = f"{order}, tiles in time"
-        self.goes_before = executor.comm.size > 1 and order == "1f1b" and not loss.linear
         self.all_at_once = executor.comm.size > 1 or not loss.linear
+        self.goes_before = executor.comm.size > 1 and order == "1f1b" and not loss.linear
         self._programs: dict[tuple, list[Operation]] = {}
 
-    def __call__(self, micro_batches: list[list[Block]]) -> float:
-        if self.head:
-            self.head.clear()
-            if self.loss.linear:
-                self._settle_from_labels(micro_batches)
+    def given(self, micro_batches: list[list[Block]]) -> Tiled:
         places = [[block.place for block in blocks] for blocks in micro_batches]
-        works = [self.executor.work(those, m) for m, those in enumerate(places)]
-        if self.goes_before:
-            with self.executor.model.context.repeating():
-                self._run(self.before(works), works, micro_batches)
-            if self.head:
-                self.head.settle_beforehand()
-        self._run(self.program(works, places), works, micro_batches)
-        return self.head.step_loss() if self.head else 0.0
+        return Tiled(micro_batches, places, [self.executor.work(those, m) for m, those in enumerate(places)])
 
-    def _run(self, program: Sequence[Operation], works: list[Work], micro_batches: list[list[Block]]) -> None:
-        settle = self.head.settle_beforehand if self.head else None
-        with self.executor.transfers.moving():
-            for op, output in self.executor.run(program, works, micro_batches, settle):
-                unit = _unit(op.micro_batch, micro_batches[op.micro_batch][op.block], op.box)
-                self._end(unit, output, self.executor.name_of(works[op.micro_batch].segments[op.segment]))
-        self.executor.transfers.flush()
+    def goes_back_early(self, given: Tiled) -> bool:
+        return self.loss.linear or self.goes_before
+
+    def labelled(self, given: Tiled) -> Iterator[Unit]:
+        return (_unit(m, block, box) for m, blocks in enumerate(given.blocks) for block in blocks for box in self.executor.label_tiles(block))
+
+    def run_forward(self, given: Tiled) -> None:
+        self._run(self.before(given.works), given)
+
+    def run(self, given: Tiled) -> None:
+        self._run(self.program(given.works, given.places), given)
 
     def before(self, works: list[Work]) -> list[Operation]:
         """The forward passes that go before all else; none where the loss is known otherwise."""
@@ -224,6 +255,14 @@ class InTimeStep:
             actions = [replace(a, micro_batch=micro_batches - 1 - a.micro_batch) if isinstance(a, Backward) else a for a in actions]
         return actions
 
+    def _run(self, program: Sequence[Operation], given: Tiled) -> None:
+        settle = self.head.settle_beforehand if self.head else None
+        with self.executor.transfers.moving():
+            for op, output in self.executor.run(program, given.works, given.blocks, settle):
+                unit = _unit(op.micro_batch, given.blocks[op.micro_batch][op.block], op.box)
+                self._end(unit, output, self.executor.name_of(given.works[op.micro_batch].segments[op.segment]))
+        self.executor.transfers.flush()
+
     def _end(self, unit: Unit, output: Tensor, name: str) -> None:
         """The loss of a tile, and its backward pass if its slope is known."""
         rows = self.head.rows(unit, [output])
@@ -231,13 +270,6 @@ class InTimeStep:
         if output.requires_grad:
             with self.executor.span("backward", name):
                 torch.autograd.backward(rows, self.head.slopes(unit, rows))
-
-    def _settle_from_labels(self, micro_batches: list[list[Block]]) -> None:
-        for m, blocks in enumerate(micro_batches):
-            for block in blocks:
-                for box in self.executor.label_tiles(block):
-                    self.head.note_counts([_unit(m, block, box)])
-        self.head.settle_beforehand()
 
 
 def _unit(m: int, block: Block, box: Box) -> Unit:

@@ -3,8 +3,8 @@
 Windows are read and written row by row, not mapped: a full disk then is an error with a name instead of a signal, and what the
 operating system caches is not this process's memory. A file has the channels of a cell side by side, so that a row of a window is
 one run of bytes; to turn a window around in memory takes less time than to call for its rows channel by channel. Where windows are
-whole rows, it has the channels of a row side by side instead, if that is how they lie in memory: a window is one run then too, and
-rows are moved as they are. Or maps lie in the host's memory.
+whole rows, it has one channel behind another instead, if that is how they lie in memory: a window is a run a channel then, and goes
+between file and tensor as it is. Or maps lie in the host's memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Map:
         if self._values is not None:
             return found.copy_(self._part(box))
         wide = self._widened(box)
-        if self.last and wide == box:
+        if wide == box and self._as_in_memory:
             self._run(os.preadv, found, box, "read from")
             return found
         return found.copy_(self._as_it_lies(self._fetched(wide), box.relative_to(wide)))
@@ -92,7 +92,7 @@ class Map:
         if self._values is not None:
             self._part(box).copy_(values)
             return
-        lying = values if self.last else values.movedim(1, 2 if self.rows else -1)
+        lying = values if self._as_in_memory else values.movedim(1, -1)
         self._run(os.pwritev, lying.contiguous(), box, "written to")
 
     def bytes_of(self, box: Box) -> int:
@@ -109,6 +109,11 @@ class Map:
         self._values = None
         if self._file is not None:
             self._file.close()
+
+    @property
+    def _as_in_memory(self) -> bool:
+        """Whether the file has the dims in the order of a tensor in memory."""
+        return self.last or self.rows
 
     def _shape(self, box: Box) -> tuple[int, ...]:
         return (*self.outer, *box.size, self.channels) if self.last else (*self.outer, *box.size)
@@ -130,9 +135,8 @@ class Map:
         return Box((box.start[0], *held.start[1:]), (box.stop[0], *held.stop[1:]))
 
     def _fetched(self, box: Box) -> Tensor:
-        """A part of the map as it lies in the file: (B, rows, C, ...), or (B, *box.size, C)."""
-        rows, *others = box.size
-        values = torch.empty((self.images, rows, self.channels, *others) if self.rows else (self.images, *box.size, self.channels), dtype=self.dtype)
+        """A part of the map as it lies in the file: (B, C, *box.size), or (B, *box.size, C)."""
+        values = torch.empty((self.images, self.channels, *box.size) if self.rows else (self.images, *box.size, self.channels), dtype=self.dtype)
         self._run(os.preadv, values, box, "read from")
         return values
 
@@ -140,16 +144,13 @@ class Map:
         """A part of what was fetched, with the dims of :meth:`room`."""
         if self.last:
             return values[(slice(None), *inside.slices)]
-        return values.movedim(2 if self.rows else -1, 1)[(..., *inside.slices)]
+        return (values if self.rows else values.movedim(-1, 1))[(..., *inside.slices)]
 
     def _run(self, how, values: Tensor, box: Box, what: str) -> None:
         """Between ``values``, as they lie in the file, and the part ``box`` of the map there, by runs of bytes."""
-        inside, size, cell = box.relative_to(self.box), self.box.size, self.cell
-        if self.rows:  # the channels of a row are as a dim more
-            (first, *others), (last, *ends) = inside.start, inside.stop
-            inside, size, cell = Box((first, 0, *others), (last, self.channels, *ends)), (size[0], self.channels, *size[1:]), self.cell // self.channels
+        arrays, cell = (self.images * self.channels, self.cell // self.channels) if self.rows else (self.images, self.cell)
         flat, offset = memoryview(values.view(-1).view(torch.uint8).numpy()), 0
-        for place, length in _runs(self.images, inside, size, cell):
+        for place, length in _runs(arrays, box.relative_to(self.box), self.box.size, cell):
             _all(how, self._file.fileno(), flat[offset : offset + length], place, what)
             offset += length
 

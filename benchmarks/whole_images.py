@@ -49,7 +49,7 @@ from distseg.train.patchgd import PatchEngine, PatchLoader
 from distseg.train.run import step_loader
 
 QUESTION = "What do PatchGD, the exact gradient and plain baselines reach on large images, in which time and memory?"
-METHODS = ("downscale", "crops", "patchgd", "exact", "exact in time")
+METHODS = ("downscale", "crops", "patchgd", "exact", "exact by 2", "exact in time")
 _BACKBONE = "distseg.models.classifier:residual"
 _TIMES = 6  # that a case is evaluated while it trains
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = [{key: value for key, value in row.items() if key != "curve"} for row in rows]
     notes = (
         f"backbone {_BACKBONE}{f', its convolutions trained on digits alone for {options.pretrain:g} s before' if options.pretrain else ''}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
-        "downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
+        "exact by 2: micro-batches of 2 images, in which batch norm takes its statistics; downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
         f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by 16 at once where that is timed"
     )
     report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, lambda path: draw(parts, path))
@@ -103,12 +103,13 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
     compared = options.seconds > 0
     patch = Extents((max(16, size // 4 if compared else min(size // 2, 128)),) * 2)
     budget = method == "exact in time"
+    images = {"exact by 2": 2}.get(method, 8) if compared else 1
     return Config(
         model=ModelConfig(_BACKBONE, args={"pool": "max"}, base_channels=options.base, depth=3, norm=norm, seed=options.seed),
         spatial=SpatialConfig(in_time="spill") if budget else SpatialConfig(),
-        data=DataConfig(store=store, images=8 if compared else 1, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
+        data=DataConfig(store=store, images=images, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
         optim=OptimConfig("adam", lr=1e-3, schedule="constant", warmup=0.0),
-        train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32"),
+        train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32", accumulate=8 // images if compared else 1),
         patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else options.patches, inner=4, head="cnn-max", head_channels=32) if method == "patchgd" else PatchgdConfig(),
         predict=PredictConfig(tile=Extents((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),

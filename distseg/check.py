@@ -232,7 +232,7 @@ def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
     groups = config.model.groups
     if not groups or norm_of(config) != "group":
         return None
-    every = ((name, layer.num_groups) for name, layer in model.named_modules() if isinstance(layer, nn.GroupNorm))
+    every = ((name, layer.num_groups) for name, layer in model.named_modules() if isinstance(layer, nn.GroupNorm) and layer.num_channels % groups)
     return next((found for found in every if found[1] != groups), None)
 
 

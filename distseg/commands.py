@@ -153,6 +153,8 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             scene = opened()
             predictor.check(scene.size)
             if not predictor.model.of_image:
+                if settings.heat:
+                    raise ValueError("predict.heat is True, but it draws where an answer for a whole image comes from, and this network makes a map: leave it out")
                 are_there(files(scene), "")
             elif settings.heat and len(scene.size) != 2:
                 raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")

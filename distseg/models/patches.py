@@ -114,11 +114,13 @@ def _places(grid: Sequence[int], like: Tensor) -> Tensor:
     return F.pad(found, (0, channels - found.shape[1])).to(like.dtype)
 
 
-def check_patches(size: Sequence[int], patch: Sequence[int]) -> None:
+def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an image") -> None:
     """Refuse images that are smaller than a patch.
 
     Raises:
         ValueError: naming both.
     """
-    if len(size) != len(patch) or any(n < p for n, p in zip(size, patch)):
-        raise ValueError(f"an image has {Extents(size)} pixels, but patchgd.patch is {Extents(patch)}: take a smaller patch")
+    if len(size) != len(patch):
+        raise ValueError(f"{what} has {Extents(size)} pixels, of {len(size)} dims, but patchgd.patch is {Extents(patch)}: give it as many numbers")
+    if any(n < p for n, p in zip(size, patch)):
+        raise ValueError(f"{what} has {Extents(size)} pixels, but patchgd.patch is {Extents(patch)}: take a smaller patch")

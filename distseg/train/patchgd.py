@@ -37,7 +37,7 @@ from distseg.infer.patches import Filler, PatchPredictor, shared
 from distseg.launch import together
 from distseg.loss import Loss
 from distseg.mesh import Mesh
-from distseg.models.patches import PatchNetwork, check_patches
+from distseg.models.patches import PatchNetwork, check_patches, patches_of
 from distseg.spatial.context import Context
 from distseg.train.descent import Descent
 from distseg.train.optim import freeze
@@ -89,10 +89,6 @@ class PatchLoader:
         self.store, self.config, self.mesh = store, config, mesh
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
-        for name in store.split("train"):
-            if not (store.has_labels(name) or store.of_images):
-                raise ValueError(f"image {name!r} of the split 'train' of {store.path} has no labels: prepare the store with masks")
-            check_patches(crop_size(store.size(name), config.data.crop), config.patchgd.patch)
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Patches]:
         steps, images = self._samples(number), self.config.data.images
@@ -156,9 +152,16 @@ class PatchEngine(Descent):
 
     @torch.no_grad()
     def fill(self, images: Patches) -> list[Tensor]:
-        """Z: of each image the features of all its patches, (patches, s), on all ranks of the tile group. Collective."""
+        """Z: of each image the features of all its patches, (patches, s), on all ranks of the tile group. Collective.
+
+        An image whose patches are through goes on being computed beside those that have more, for the statistics of norms, but its part of Z stays.
+        """
         counts = [len(self.network.patches(size)) for size in images.sizes]
-        rounds = range(max(math.ceil(count / self._drawn_of(count)) for count in counts))
+        turns = [math.ceil(count / self._drawn_of(count)) for count in counts]
+        most = max(turns)
+        if self.config.spatial.norm_scope == "step":  # norms then meet those of all sample groups
+            most = max(self.mesh.replicas.allgather(most))
+        rounds = range(most)
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
         with self.context.repeating():  # of running statistics the inner iterations are told
@@ -166,7 +169,8 @@ class PatchEngine(Descent):
                 with self._masks("fill", j):
                     rows = self._shared(self.filler.features(x, self._keys(images, pairs)), pairs)
                 features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
-                put(features, pairs, rows)
+                first = [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
+                put(features, [pairs[n] for n in first], rows[first])
         return features
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
@@ -194,10 +198,6 @@ class PatchEngine(Descent):
             order = rng.permutation(rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count)
             start = min(at * share, count - share)  # the last ones of an order may have come before
             found += [(i, int(p)) for p in sorted(order[start : start + share])]
-        if len(found) < self.mesh.tiles.size:
-            raise ValueError(
-                f"patchgd.sampled {self.config.patchgd.sampled} draws {len(found)} patches of {len(images.numbers)} images, but {self.mesh.tiles.size} ranks share them (mesh.tiles): draw more, or take fewer ranks"
-            )
         return found
 
     def _mine(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -266,6 +266,25 @@ class PatchEngine(Descent):
 
     def predictor(self) -> "PatchPredictor":
         return PatchPredictor(self.filler, self.mesh.replicas)
+
+
+def check_images(store: Store, config: Config) -> None:
+    """Refuse a store whose images can't be trained on.
+
+    Raises:
+        ValueError: an image without labels, smaller than a patch, or of which fewer patches are drawn than ranks share.
+    """
+    settings, ranks = config.patchgd, config.mesh.tiles.volume
+    for name in store.split("train"):
+        if not (store.has_labels(name) or store.of_images):
+            raise ValueError(f"image {name!r} of the split 'train' of {store.path} has no labels: prepare the store with masks")
+        size = crop_size(store.size(name), config.data.crop)
+        check_patches(size, settings.patch, f"image {name!r}")
+        count = config.data.images * drawn(settings.sampled, len(patches_of(tuple(size), tuple(settings.patch), tuple(settings.step or settings.patch))))
+        if count < ranks:
+            raise ValueError(
+                f"patchgd.sampled {settings.sampled} draws {count} patches of {config.data.images} images such as {name!r}, but {ranks} ranks share them (mesh.tiles {config.mesh.tiles}): draw more, or take fewer ranks"
+            )
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:

@@ -35,7 +35,7 @@ from distseg.checkpoint.pretrained import pretrained
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
 from distseg.train.patch_maps import MapEngine
-from distseg.train.patchgd import PatchEngine, PatchLoader
+from distseg.train.patchgd import PatchEngine, PatchLoader, check_images
 from distseg.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
 from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
@@ -62,6 +62,8 @@ class Run:
             self.config = config = with_store(config, self.store.ignore)
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             check_settings(config)
+            if config.train.method == "patchgd":
+                check_images(self.store, config)
             self.model = network_of(config, self.store.bands, _outputs(config, self.store))
             check_labels(self.store, self.model, config)
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)

@@ -301,24 +301,29 @@ def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
 
 
 def draw(parts: dict[str, list[dict]], path: Path) -> None:
-    with new_figure(path, (9, 4)) as figure:
-        left, right = figure.subplots(1, 2)
-        for row, colour in zip(parts.get("compare", []), PALETTE):
-            for number, curve in enumerate(row["curve"]):
-                left.plot([0, *(at["seconds"] for at in curve)], [0.1, *(at["accuracy"] for at in curve)], "o-", color=colour, markersize=3, label=None if number else row["method"])
-        left.set_xlabel("seconds of training")
-        left.set_ylabel("accuracy on the test images")
-        for method, colour in zip(dict.fromkeys(row["method"] for row in parts.get("memory", [])), PALETTE[2:]):
-            mine = [row for row in parts["memory"] if row["method"] == method]
-            right.plot([int(row["size"].split("x")[0]) for row in mine], [row["peak [MB]"] for row in mine], "o-", color=colour, label=method)
-        right.set_xscale("log", base=2)
-        right.set_yscale("log")
-        right.set_xlabel("pixels a side")
-        right.set_ylabel("peak of the process [MB]")
-        for axes, part in ((left, "compare"), (right, "memory")):
-            if parts.get(part):
-                axes.legend()
+    """Of the parts that there are: accuracy over time, memory over size."""
+    drawn = {part: how for part, how in {"compare": _draw_accuracies, "memory": _draw_peaks}.items() if parts.get(part)}
+    with new_figure(path, (4.5 * max(1, len(drawn)), 4)) as figure:
+        for axes, (part, how) in zip(figure.subplots(1, max(1, len(drawn)), squeeze=False)[0], drawn.items()):
+            how(axes, parts[part])
+            axes.legend()
         figure.tight_layout()
+
+
+def _draw_accuracies(axes, rows: list[dict]) -> None:
+    for row, colour in zip(rows, PALETTE):
+        for number, curve in enumerate(row["curve"]):
+            axes.plot([0, *(at["seconds"] for at in curve)], [0.1, *(at["accuracy"] for at in curve)], "o-", color=colour, markersize=3, label=None if number else row["method"])
+    axes.set(xlabel="seconds of training", ylabel="accuracy on the test images")
+
+
+def _draw_peaks(axes, rows: list[dict]) -> None:
+    for method, colour in zip(dict.fromkeys(row["method"] for row in rows), PALETTE[2:]):
+        mine = [row for row in rows if row["method"] == method]
+        axes.plot([int(row["size"].split("x")[0]) for row in mine], [row["peak [MB]"] for row in mine], "o-", color=colour, label=method)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="pixels a side", ylabel="peak of the process [MB]")
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--store")
     parser.add_argument("--init", help="weights of the backbone: internal")
     parser.add_argument("--patches", type=int, default=4, help="that PatchGD computes at once, for the memory (default: %(default)s)")
+    parser.add_argument("--filled", type=int, default=128, help="that it computes at once where filling Z is timed; the paper's 1/8 of 4096x4096 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.job == "pretrain":
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     notes = (
         f"backbone {_BACKBONE}{f', its convolutions trained on digits alone for {options.pretrain:g} s before' if options.pretrain else ''}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
         "exact by 2: micro-batches of 2 images, in which batch norm takes its statistics; downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
-        f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by 16 at once where that is timed"
+        f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by {options.filled} at once where that is timed"
     )
     report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, lambda path: draw(parts, path))
 
@@ -287,7 +288,7 @@ def _plain(options: argparse.Namespace) -> Callable[[], None]:
 
 
 def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    engine, loader, _, store = _opened(argparse.Namespace(**{**vars(options), "patches": 16}), "patchgd")
+    engine, loader, _, store = _opened(argparse.Namespace(**{**vars(options), "patches": options.filled}), "patchgd")
     batch = next(iter(loader.epoch(0)))
     backbone = plain_model(engine.config.model, store.bands, 32)
     boxes, together = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)

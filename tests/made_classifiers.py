@@ -151,3 +151,10 @@ class Squeezed(Residual):
 
 def squeezed(in_channels=3, out_channels=1):
     return Squeezed(in_channels, 1)
+
+
+def patched(in_channels=3, out_channels=3):
+    """Each layer halves the size without padding, so that it takes 16 pixels at least."""
+    widths = [in_channels, 4, 4, 6, 6]
+    halves = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Conv2d(a, b, 2, 2), nn.BatchNorm2d(b), nn.ReLU())]
+    return nn.Sequential(*halves, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, out_channels))

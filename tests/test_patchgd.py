@@ -126,6 +126,15 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     compare(ours(plan, comm, store), papers(plan, store), means=plan.patchgd.inner == 1)
 
 
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("backbone", ["patched", "fixed", "attending"])
+def test_backbones_of_other_kinds(comm, place, backbone):
+    """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's."""
+    plan, store = config(place, tiles=f"1x{comm.size}", patch=Extents("24x32")), Store(place / "s.h5")
+    plan = replace(plan, model=ModelConfig(f"made_classifiers:{backbone}"))
+    compare(ours(plan, comm, store), papers(plan, store))
+
+
 @pytest.mark.parallel([2, 4])
 def test_sample_groups_and_patches_together(comm, place):
     plan, store = config(place, samples=2, tiles=f"{comm.size // 2}x1", norm="group"), Store(place / "s.h5")

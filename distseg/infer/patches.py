@@ -20,6 +20,7 @@ from distseg.models.patches import PatchNetwork, check_patches
 from distseg.pipeline.build import autocast, place_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
+from distseg.spatial.graph import reach_for
 from distseg.spatial.norm import STATISTICAL
 from distseg.spatial.parallelize import TiledModel, parallelize
 
@@ -47,7 +48,7 @@ class Filler:
         self.dtype = torch.float64 if precision == "fp64" else torch.float32
         self.autocast: Callable[[], ContextManager] = autocast(precision, device)
         nowhere = Reach((0,) * len(network.patch), (1,) * len(network.patch))
-        self.backbone: TiledModel = parallelize(network.backbone, nowhere, context, whole=True)
+        self.backbone: TiledModel = parallelize(network.backbone, reach_for(network.backbone, False), context, whole=True)
         has_norms = any(isinstance(layer, STATISTICAL) for layer in network.head.modules())
         self.head: TiledModel | None = parallelize(network.head, nowhere, head_context, whole=True) if has_norms else None
         place_model(network, device, precision, channels_last)

@@ -36,7 +36,7 @@ def patch_network(config: Config, made: Callable[[int], nn.Module], outputs: int
         made: makes the backbone with so many outputs: features of a patch, or classes of its pixels.
     """
     settings, backbone = config.patchgd, as_network(made(config.patchgd.features))
-    by_pixels = not of_image(backbone)
+    by_pixels = not of_image(backbone, settings.patch)
     if by_pixels:
         _check_unread(settings)
         backbone = made(outputs)

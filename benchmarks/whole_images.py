@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "exact by 2: micro-batches of 2 images, in which batch norm takes its statistics; downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
         f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by {options.filled} at once where that is timed"
     )
-    report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, lambda path: draw(parts, path))
+    report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, (lambda path: draw(parts, path)) if {"compare", "memory"} & set(parts) else None)
 
 
 def config_of(options: argparse.Namespace, method: str, store: str, size: int) -> Config:
@@ -304,8 +304,8 @@ def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
 def draw(parts: dict[str, list[dict]], path: Path) -> None:
     """Of the parts that there are: accuracy over time, memory over size."""
     drawn = {part: how for part, how in {"compare": _draw_accuracies, "memory": _draw_peaks}.items() if parts.get(part)}
-    with new_figure(path, (4.5 * max(1, len(drawn)), 4)) as figure:
-        for axes, (part, how) in zip(figure.subplots(1, max(1, len(drawn)), squeeze=False)[0], drawn.items()):
+    with new_figure(path, (4.5 * len(drawn), 4)) as figure:
+        for axes, (part, how) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()):
             how(axes, parts[part])
             axes.legend()
         figure.tight_layout()

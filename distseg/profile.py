@@ -76,11 +76,11 @@ class Profile:
 
     def compared(self) -> list[dict[str, float | str]]:
         """Of each kind of pass how many there were, and one's mean milliseconds, measured and as modelled, where all passes together take as long."""
-        measured, rows = self.passes(), []
+        measured, factor, rows = self.passes(), self.factor, []
         for (kind, what), modelled in self.expected.items():
             count, seconds = measured.get((kind, what), (0, 0.0))
             if count:
-                rows.append({"pass": kind, "of": what, "times": count, "measured [ms]": 1e3 * seconds / count, "modelled [ms]": 1e3 * self.factor * modelled / count, "ratio": seconds / (self.factor * modelled)})
+                rows.append({"pass": kind, "of": what, "times": count, "measured [ms]": 1e3 * seconds / count, "modelled [ms]": 1e3 * factor * modelled / count, "ratio": seconds / (factor * modelled)})
         return rows
 
     def rows(self) -> list[dict[str, float | str]]:

@@ -14,6 +14,7 @@ from torch import nn
 from distseg.comm.collective import Alone
 from distseg.geometry.tile import Box, Place, Reach, tiles, window
 from distseg.kernels import norm as compiled
+from distseg.spatial import norm as norms
 from distseg.spatial.context import Context
 from distseg.spatial.norm import DistributedNorm, commit
 from distseg.spatial.parallelize import parallelize
@@ -243,6 +244,34 @@ def test_evaluation_uses_running_statistics_and_leaves_them():
     for p, y in zip(norm.context.places, norm.joint([feature_map(1)[cells(p)] for p in norm.context.places])):
         torch.testing.assert_close(y, layer(feature_map(1))[cells(p)])
     assert not norm.seen and not norm.live
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("way", ["joint", "evaluated", "pending"])
+def test_a_lone_image_keeps_its_channels_last(name, way, monkeypatch):
+    """And its gradient, where it is a part of a larger map: kernels behind tell the format by the strides."""
+    monkeypatch.setattr(norms, "_SMALL", 0)
+    norm = twin_of(layer_of(name).float())
+    norm.context.places = [Place((12, 20), Box.whole((12, 20)), Box.whole((12, 20)), (0,), (0,))]
+    whole = torch.randn(1, CHANNELS, 7, 11).contiguous(memory_format=torch.channels_last)
+    x = whole[..., 1:, :10].requires_grad_(way != "evaluated")
+    if way == "pending":
+        pending = norm.pending(norm.statistics(norm.moments(x.detach(), 0, None)))
+        y = pending(x, 0, None)
+    elif way == "joint":
+        y = norm(x)
+    else:
+        with torch.no_grad():
+            y = norm.eval()(x)
+    found = [y]
+    if way != "evaluated":
+        (g,) = torch.autograd.grad(y, x, torch.randn(y.shape).contiguous(memory_format=torch.channels_last))
+        found.append(g)
+    if way == "pending":
+        pending.settle()
+        found.append(pending.corrected(g, x.detach(), Box.whole(x.shape[2:]), 0, None))
+    for t in found:
+        assert t.stride() == torch.empty(t.shape).contiguous(memory_format=torch.channels_last).stride()
 
 
 @pytest.mark.parallel(2)

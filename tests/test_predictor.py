@@ -21,6 +21,7 @@ from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
 from distseg.scene import Scene
 from distseg.spatial.graph import receptive_field
+from distseg.spatial.in_time import Walk
 from distseg.spatial.parallelize import parallelize
 
 SIZE = (61, 45)
@@ -190,6 +191,24 @@ def test_the_predictor_over_ranks(comm, norm):
     for tile in ("32x20", "1024x1024"):  # the last: fewer tiles than ranks
         found, wanted = predicted(comm, norm, tile)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance", "group", "none"])
+def test_maps_keep_their_channels_last(norm, monkeypatch):
+    """Through every layer and on every tile, as PyTorch's kernels see it, which go by the strides of a lone image too: else each of them copies."""
+    monkeypatch.setattr("distseg.spatial.norm._SMALL", 0)
+    apart, layer = [], Walk._layer
+
+    def watched(walk, number, *more):
+        y = layer(walk, number, *more)
+        if not nn.functional.max_pool2d(y, 2).is_contiguous(memory_format=torch.channels_last):
+            apart.append((number, y.stride()))
+        return y
+
+    monkeypatch.setattr(Walk, "_layer", watched)
+    x = image((96, 96)).float()
+    list(predictor_of(network(norm).float(), "48x48", channels_last=True)(scene_of(x)))
+    assert not apart
 
 
 @pytest.mark.parallel(2)

@@ -188,7 +188,7 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx, made: Tensor, *others: Tensor) -> Tensor:
         ctx.save_for_backward(*others)
-        return made.view_as(made)
+        return made[:]
 
     @staticmethod
     def backward(ctx, g):

@@ -97,11 +97,15 @@ class DistributedNorm(nn.Module):
             y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
             return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
         of = self.running_mean.double(), self.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
-        return _normalised(self.opened(x), [_coefficients(*of).affine] * len(x)).view_as(x)
+        return self.closed(_normalised(self.opened(x), [_coefficients(*of).affine] * len(x)), x)
 
     def opened(self, x: Tensor) -> Tensor:
         """Its input with one dim of channels: the parts of a vector's are places."""
         return x if self.parts is None else x.reshape(len(x), -1, self.parts, *(1,) * (x.dim() - 3))
+
+    def closed(self, y: Tensor, x: Tensor) -> Tensor:
+        """Back in the dims of ``x``. No view where these are the same: it would forget in which format one image lies, and layers behind would copy it."""
+        return y if self.parts is None else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
         """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
@@ -360,7 +364,7 @@ class Pending:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
         opened = self.norm.opened(x)
         y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), self.norm.times(index), opened)
-        return y.view_as(x)
+        return self.norm.closed(y, x)
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: int) -> None:
         if self.dweight is None:
@@ -384,7 +388,7 @@ class Pending:
             tilt, shift = self.norm.tilt_and_shift(c, self.shares[:, i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
-        return dx.view_as(form)
+        return self.norm.closed(dx, form)
 
 
 class _PendingNorm(torch.autograd.Function):

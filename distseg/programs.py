@@ -71,7 +71,7 @@ def _in_time(config: Config, model: nn.Module, exchange: Exchange, partition: Pa
     executor.folder = None  # of which no room is asked for
     every = [places] * config.train.accumulate
     works = [executor.work(places, m) for m in range(len(every))]
-    step = InTiles(executor, None, loss, order_in_time(config))
+    step = InTiles(executor, None, loss, order_in_time(config, loss.linear, bool(exchange.stored)))
     mine = [f"segment {n}: {executor.name_of(works[0].segments[n])}" for n in works[0].mine]
     return "\n".join(mine), text([*step.before(works), *step.program(works, every)])
 

@@ -91,7 +91,12 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
 
     monkeypatch.setattr(InTime, "run", counted)
     check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, accumulate=5, in_time="spill", tiles_per_rank=Extents("3x2"))
-    assert not under_way and most == (comm.size - comm.rank if placement == "line" else most) and most < 5
+    assert not under_way and most < 5
+    behind = comm.size - comm.rank
+    if norm == "none":
+        assert min(2, behind) <= most <= behind  # tiles go back in turn, whatever micro-batch they are of
+    else:
+        assert placement != "line" or most == behind
 
 
 @pytest.mark.parallel([2, 3])

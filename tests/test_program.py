@@ -1,7 +1,9 @@
 """The operations of a rank as text, their order, and the memory that they take; nothing is computed."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 from torch import nn
@@ -13,6 +15,8 @@ from distseg.geometry.graph import Graph, Node
 from distseg.geometry.layout import Layout
 from distseg.geometry.segment import rows_read, segments_of
 from distseg.geometry.tile import Box, boxes_of
+from distseg.program.interleaved import can_interleave, interleaved
+from distseg.program.keep import Weighed, keeping
 from distseg.program.partition import Edge
 from distseg.program.schedule import Backward, Forward, Weight, orders
 from distseg.program.stages import operations, recomputed
@@ -196,6 +200,71 @@ def test_ranks_agree_on_forward_passes_that_go_first(placement, live):
     assert stuck(programs, works) == {}
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("cuts", [(), None])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_tiles_of_stages_go_back_in_turn(ranks, cuts, blocks):
+    """Every tile goes there and back, none waits for ever, and where a stage is one segment a few are under way."""
+    works = stages_of(ranks, 10, cuts, 4, blocks)
+    assert can_interleave([those[0] for those in works])
+    programs = interleaved(works)
+    assert stuck(dict(enumerate(programs)), dict(enumerate(works))) == {}
+    for those, program, alone in zip(works, programs, [step(w, orders("1f1b", tuple(range(ranks)), 4)[r], linear=True) for r, w in enumerate(works)]):
+        assert Counter(program) == Counter(alone)
+        most = max(accumulate(isinstance(op, ForwardTile) - isinstance(op, BackwardTile) for op in program))
+        if cuts == () and ranks == 2:
+            assert most < 4 * ROWS * blocks
+    for program in programs:
+        assert [op for op in program if isinstance(op, BackwardTile)] == sorted((op for op in program if isinstance(op, BackwardTile)), key=lambda op: op.micro_batch)
+
+
+def test_turns_as_text():
+    """The gradient of three rows is final once the second tile went back, as its window reaches into the first: so three tiles, and two more, are under way."""
+    first, last = interleaved(stages_of(2, 2, (), 2))
+    tile = lambda op: f"{ROWS * op.micro_batch + op.box.start[0] // HEIGHT}{chr(39) * isinstance(op, BackwardTile)}"
+    assert " ".join(tile(op) for op in first if isinstance(op, OfTile)) == "0 1 2 3 4 0' 5 1' 2' 3' 4' 5'"
+    assert " ".join(tile(op) for op in last if isinstance(op, OfTile)) == "0 1 2 3 4 5"
+
+
+def test_what_can_not_go_back_in_turn():
+    """One rank, two stages on a rank, a norm that waits for all tiles, borders that are exchanged."""
+    assert not can_interleave([work(3)])
+    assert not can_interleave([placed((), [3, 4, 3], (0, 1, 0), rank, 0) for rank in range(2)])
+    assert not can_interleave([work(4, (2,), balance=(2, 2), rank=rank) for rank in range(2)])
+    assert not can_interleave([work(4, points=(1,), balance=(2, 2), rank=rank) for rank in range(2)])
+
+
+def stages_of(ranks, layers, cuts, micro_batches, blocks=1) -> list[list[Work]]:
+    """By rank and micro-batch, without live norms."""
+    balance = [layers // ranks + (s < layers % ranks) for s in range(ranks)]
+    return [[work(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks) for m in range(micro_batches)] for rank in range(ranks)]
+
+
+def test_what_saves_most_for_its_bytes_is_kept():
+    """Of a shallow and a deep segment with three tiles each the deep one's, as far as the room lasts beside the tile at hand, at every moment."""
+    found = work(3, live=(1, 2))
+    program = whole(found)
+    weights = {0: Weighed(kept=4.0, most=6.0, saved=2.0), 1: Weighed(kept=1.0, most=2.0, saved=2.0), 2: Weighed(kept=0.0, most=3.0, saved=0.0)}
+    kept = lambda room: Counter(op.segment for op in keeping(program, lambda op: weights[op.segment], room) if isinstance(op, ForwardTile) and op.kept)
+    assert kept(2.9) == {}  # not even the tile at hand fits
+    assert kept(6.0) == {1: 3}  # the shallow ones are through by then, and are not back yet
+    assert kept(7.5) == {1: 3}
+    assert kept(9.0) == {1: 3}
+    assert kept(10.0) == {1: 3, 0: 1}
+    assert kept(math.inf) == {1: 3, 0: 3}
+    for room in (6.0, 10.0, 14.0):
+        held = 0.0
+        for op in keeping(program, lambda op: weights[op.segment], room):
+            if isinstance(op, BackwardTile) and op.kept:
+                held -= weights[op.segment].kept
+            if isinstance(op, OfTile):
+                assert held + weights[op.segment].most <= room
+            if isinstance(op, ForwardTile) and op.kept:
+                held += weights[op.segment].kept
+    flags = [(op.segment, op.box, op.kept) for op in keeping(program, lambda op: weights[op.segment], 10.0) if isinstance(op, (ForwardTile, BackwardTile))]
+    assert len(set(flags)) * 2 == len(flags)  # both passes of a tile say the same
+
+
 def placed(live, balance, placement, rank, number) -> Work:
     """As :func:`work`, with stages on the ranks of a placement."""
     found = work(10, live, balance=balance, number=number)
@@ -214,7 +283,7 @@ def stuck(programs, works) -> dict[int, str]:
             while at[rank] < len(program) and all(sent.get(key, 0) >= rows for key, rows in awaited(program[at[rank]], works[rank][0])):
                 op = program[at[rank]]
                 if isinstance(op, Send):  # a gradient too
-                    sent[op.verb, op.micro_batch, op.position] = op.final
+                    sent[op.verb, op.micro_batch, op.block, op.position] = op.final
                 at[rank] += 1
         if at == before:
             return {rank: programs[rank][n].line for rank, n in at.items() if n < len(programs[rank])}
@@ -222,14 +291,14 @@ def stuck(programs, works) -> dict[int, str]:
 
 def awaited(op, work) -> list[tuple[tuple, int]]:
     """The rows that an operation takes of maps and gradients from other ranks."""
-    there, found = lambda p, rows: (("send", op.micro_batch, p), rows), []
+    there, found = lambda p, rows, block: (("send", op.micro_batch, block, p), rows), []
     if isinstance(op, (Measure, Drop)) and op.position in work.elsewhere:
-        found.append(there(op.position, ROWS * HEIGHT))
+        found += [there(op.position, ROWS * HEIGHT, block) for block in range(work.blocks)]
     if isinstance(op, OfTile):
         rows = op.box.start[0], op.box.stop[0]
-        found += [there(p, span[1]) for p, span in work.cut.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
+        found += [there(p, span[1], op.block) for p, span in work.cut.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
     if isinstance(op, BackwardTile):
-        found += [(("return", op.micro_batch, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
+        found += [(("return", op.micro_batch, op.block, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
     return found
 
 

@@ -279,7 +279,7 @@ class Predictor:
         model, cut = self.model, self._cut
         stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
         return InTime(
-            model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations.bytes_of, self.autocast,
+            model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations, self.autocast,
             self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from distseg.geometry.segment import Chain, Segment, chain
 from distseg.geometry.tile import Box
 from distseg.launch import LARGE_BLOCK
 from distseg.models.layers import Join, Pop, Stash
+from distseg.program.keep import Weighed
 from distseg.spatial.norm import NORMS
 
 _CONVS = nn.modules.conv._ConvNd
@@ -71,6 +72,8 @@ class Activations:
     itemsize: int
     pixel: int
     last: bool
+    effort: Sequence[float] = ()
+    """Of each layer for a cell of its result, in multiplications; to weigh what is computed twice against what is kept."""
     graph_kept: bool = True
     """Whether autograd keeps results for a backward pass."""
 
@@ -80,19 +83,29 @@ class Activations:
         values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
         if not self.graph_kept:
             return self._forward(way, values)
-        result = way.makes[-1]
-        kept = sum(images * self.channels[0] * box.pixels * self.pixel if source == 0 else 2 * values(source, box.pixels) for source, box in way.read.items())  # and its gradient
-        under_way = 0.0
+        result, under_way = way.makes[-1], 0.0
         for number, takes, makes in zip(segment.nodes, way.takes, way.makes):
-            kind, made = self.kinds[number], values(number + 1, makes)
-            kept += 0 if self._kept_otherwise(number) else made
-            if issubclass(kind, _POOLS):
-                kept += made * 8 / self.itemsize  # indices
-            reordered = 0 if self.last or not issubclass(kind, _CONVS) else 1
+            made = values(number + 1, makes)
+            reordered = 0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1
             under_way = max(under_way, (1 + reordered) * (made + values(self.graph[number].first, takes)))
         if segment.result == self.graph.result:
             under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result  # the loss, with labels
-        return kept + under_way + values(segment.result, result)
+        gradients = sum(values(source, box.pixels) for source, box in way.read.items() if source != 0)
+        return self.kept(way, images) + gradients + under_way + values(segment.result, result)
+
+    def kept(self, way: Chain, images: int) -> float:
+        """Bytes that a tile holds between its forward and its backward pass."""
+        values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
+        total = sum(images * self.channels[0] * box.pixels * self.pixel if source == 0 else values(source, box.pixels) for source, box in way.read.items())
+        for number, makes in zip(way.segment.nodes, way.makes):
+            made = values(number + 1, makes)
+            total += 0 if self._kept_otherwise(number) else made
+            if issubclass(self.kinds[number], _POOLS):
+                total += made * 8 / self.itemsize  # indices
+        return total
+
+    def weigh(self, way: Chain, images: int) -> Weighed:
+        return Weighed(self.kept(way, images), self.of(way, images), images * sum(self.effort[n] * makes for n, makes in zip(way.segment.nodes, way.makes)))
 
     def _forward(self, way: Chain, values: Callable[[int, int], float]) -> float:
         numbers = way.segment.nodes
@@ -121,6 +134,18 @@ class Activations:
         while before >= 0 and issubclass(self.kinds[before], _FREE):
             before = self.graph[before].first - 1
         return before >= 0 and issubclass(self.kinds[number], _ACTIVATIONS) and issubclass(self.kinds[before], (*NORMS, _CONVS, Pop, Join))
+
+
+def effort_of(layers: Sequence[nn.Module], channels: Sequence[int]) -> list[float]:
+    """Of each layer for a cell of its result, in multiplications.
+
+    Args:
+        channels: of the maps.
+    """
+    return [sum(w.numel() for w in layer.parameters() if w.dim() > 2) + _TOUCHED * made for layer, made in zip(layers, channels[1:])]
+
+
+_TOUCHED = 50  # multiplications that take as long as a value that is read and written
 
 
 @dataclass(frozen=True)

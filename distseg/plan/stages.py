@@ -117,7 +117,8 @@ def _policy(config: Config, model: nn.Module) -> Policy:
     if not tiles_in_time(config):
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
     live = live_layers(model.modules(), config.spatial.frozen_norm)
-    return Policy(_MANY, "1f1b", "always" if live else "except_last")  # the last stage's tiles go forward once where no norm cuts it, but for Dice
+    in_turn = config.pipeline.placement == "line" and config.pipeline.schedule in ("auto", "1f1b") and not config.spatial.exchanges
+    return Policy(_MANY, "1f1b", "always" if live else "never" if in_turn else "except_last")  # the last stage's tiles go forward once where no norm cuts it, but for Dice
 
 
 _MANY = 100  # tiles, which follow each other as micro-batches do

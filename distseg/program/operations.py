@@ -94,8 +94,18 @@ class OfTile(Operation):
         return f"segment {self.segment}  {_block(self.block)}{self.box}"
 
 
-class ForwardTile(OfTile):
-    """Compute a tile from windows of the maps that the segment reads, without a graph, and store it; take its moments for a live norm."""
+@dataclass(frozen=True)
+class KeptTile(OfTile):
+    """``kept``: what autograd needs of the tile waits in memory from the forward to the backward pass; else the tile is computed twice."""
+
+    kept: bool = False
+
+    def _what(self) -> str:
+        return super()._what() + ("  kept" if self.kept else "")
+
+
+class ForwardTile(KeptTile):
+    """Compute a tile from windows of the maps that the segment reads, and store it; take its moments for a live norm."""
 
     verb = "forward"
 
@@ -111,8 +121,8 @@ class OutputTile(OfTile):
         return super()._what() + ("  and back" if self.back else "")
 
 
-class BackwardTile(OfTile):
-    """Read the tile's gradient, compute the tile again, now with a graph, go back through it, and add to the gradients of what was read."""
+class BackwardTile(KeptTile):
+    """Read the tile's gradient, compute the tile again with a graph if none was kept, go back through it, and add to the gradients of what was read."""
 
     verb = "backward"
 
@@ -244,5 +254,5 @@ def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
-    key = lambda o: (type(o), o.micro_batch, o.segment, o.block)
+    key = lambda o: (type(o), o.micro_batch, o.segment, o.block, isinstance(o, KeptTile) and o.kept)
     return isinstance(one, OfTile) and isinstance(other, OfTile) and key(one) == key(other)

@@ -33,6 +33,7 @@ from distseg.geometry.segment import Chain, Segment, chain, rows_read, segments_
 from distseg.geometry.tile import Box, Place, boxes_of, strips
 from distseg.launch import GapTrimmer
 from distseg.models.layers import skip_store
+from distseg.program.keep import Weighed, keeping, keeping_all
 from distseg.program.operations import (
     BackwardTile, Correct, Drop, DropGradient, Expect, ExpectGradient, Fetch, ForwardTile, GiveBack, Loss, Measure, OfTile, Operation, OutputTile, Send,
     SendGradient, Settle, Statistic,
@@ -76,6 +77,19 @@ def block_of(piece: Piece, ignore: int) -> Block:
     return Block(place, lambda box: within(piece.pixels, box, place.window), labels)
 
 
+class Sizes(Protocol):
+    """What maps and tiles take, in bytes."""
+
+    def bytes_of(self, position: int, box: Box, images: int) -> int:
+        """Of a part of a map, as it is stored."""
+
+    def kept(self, way: Chain, images: int) -> float:
+        """Of what a tile holds between its forward and its backward pass."""
+
+    def weigh(self, way: Chain, images: int) -> Weighed:
+        """That, and more."""
+
+
 class Tiling(Protocol):
     """How the result of a segment is cut into tiles."""
 
@@ -91,13 +105,14 @@ class InTime:
         live: the numbers of norms that take statistics.
         layout: of an image on the mesh's tiles.
         folder: for stored maps; None: the host's memory.
-        bytes_of: of a part of a map, of so many images.
+        sizes: of maps and tiles.
         autocast: makes the context in which the network runs.
         devices: where the network runs; of each stage, where a rank has several.
         stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
         returns: whether backward passes follow; else maps are let go of once they are read.
         trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
         borders: moves the margins of maps, where the layout's tiles exchange any.
+        room: bytes for a tile and those whose graphs wait for their backward pass; by default none waits, but where tiles of stages go back in turn.
 
     Attributes:
         watch: told the share of a program that is done, now and then.
@@ -106,12 +121,13 @@ class InTime:
 
     def __init__(
         self, model: TiledModel, graph: Graph, live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
-        bytes_of: Callable[[int, Box, int], int], autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
+        sizes: Sizes, autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
         placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True, borders: Borders | None = None,
+        room: float | None = None,
     ):  # fmt: skip
         self.model, self.graph, self.live, self.layout, self.tiling, self.folder = model, graph, set(live), layout, tiling, folder
-        self.bytes_of, self.autocast, self.devices = bytes_of, autocast, [torch.device(d) for d in devices]
-        self.returns, self.trims, self.borders = returns, trims, borders
+        self.sizes, self.autocast, self.devices = sizes, autocast, [torch.device(d) for d in devices]
+        self.returns, self.trims, self.borders, self.room = returns, trims, borders, room
         self.stages, self.placement, self.comm, self.transfers = tuple(stages), tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
@@ -141,30 +157,51 @@ class InTime:
         key = number, _sizes(places)
         if boxes is None and key in self._works:
             return self._works[key]
-        work = self._work(places, number, boxes)
+        work = self._work(places, number, boxes, self.comm.rank)
         return self._works.setdefault(key, work) if boxes is None else work
 
-    def _work(self, places: Sequence[Place], number: int, boxes: Sequence[Sequence[Box]] | None) -> Work:
+    def works_of_all(self, places: Sequence[Place], number: int) -> list[Work]:
+        """What each rank of the pipeline has of a micro-batch."""
+        return [self._work(places, number, None, rank) for rank in range(self.comm.size)]
+
+    def _work(self, places: Sequence[Place], number: int, boxes: Sequence[Sequence[Box]] | None, rank: int) -> Work:
         layouts = [self.layout(place.image) for place in places]
         points = {source for layout in layouts for source in layout.exchanged} - {0}  # pixels are read, with their margin
         live = {self.graph[number].first for number in self.live}
         segments = segments_of(self.graph, live | points, self.stages)
         rank_of = lambda segment: self.placement[segment.stage]
-        mine = [n for n, segment in enumerate(segments) if rank_of(segment) == self.comm.rank]
+        mine = [n for n, segment in enumerate(segments) if rank_of(segment) == rank]
         makers = {s.result: rank_of(s) for s in segments}
-        readers = {p: sorted({rank_of(s) for s in segments if p in s.sources} - {self.comm.rank}) for p in makers}
+        readers = {p: sorted({rank_of(s) for s in segments if p in s.sources} - {rank}) for p in makers}
         ours = {number for n in mine for number in segments[n].nodes}
         live = {self.graph[number].first for number in self.live & ours}
         read = {source for n in mine for source in segments[n].sources}
         cut = Cut(self.graph, segments, layouts, places, self.tiling, boxes)
         return Work(segments, mine, live, points & read, makers, readers, cut, self.returns, number)
 
+    def keeping(self, program: Sequence[Operation], works: Sequence[Work], in_turn: bool) -> list[Operation]:
+        """The same program with those tiles kept that there is room for.
+
+        Args:
+            in_turn: tiles go back while others go forward, so that few are under way; all are kept where no room is given.
+        """
+        if self.room is None:
+            return keeping_all(program) if in_turn else list(program)
+        cuts = {work.number: work.cut for work in works}
+
+        @cache
+        def weigh(op: OfTile) -> Weighed:
+            cut = cuts[op.micro_batch]
+            return self.sizes.weigh(cut.chain(op), cut.images[op.block])
+
+        return keeping(program, weigh, self.room)
+
     def stored(self, places: Sequence[Place]) -> int:
         """Bytes of the maps that a micro-batch will store, at most at once."""
         key = _sizes(places)
         if key not in self._stored:
             work = self.work(places)
-            self._stored[key] = peak(work, lambda block, position: self.bytes_of(position, work.cut.held(block, position), len(places[block].images)))
+            self._stored[key] = peak(work, lambda block, position: self.sizes.bytes_of(position, work.cut.held(block, position), len(places[block].images)))
         return self._stored[key]
 
     def describe(self, image: Sequence[int]) -> str:
@@ -317,6 +354,8 @@ class Walk:
         for number in sorted(executor.live & {number for segment in work.mine for number in work.segments[segment].nodes}):
             self._norms_at.setdefault(executor.graph[number].first, []).append(number)
         self._moments: dict[int, list] = {}
+        self._kept: dict[tuple[int, int, Box], tuple[Tensor, list]] = {}  # results and leaves of tiles whose graphs wait, by segment, block and box
+        self._bytes_kept = 0
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
         self._sending: dict[tuple[int, int], list[Sending]] = {}
@@ -340,12 +379,16 @@ class Walk:
         for stored in self.maps.values():
             stored.close()
         self.maps.clear()
+        self._kept.clear()
 
     @property
     def in_memory(self) -> int:
-        """Bytes of its maps that are in this process's memory."""
+        """Bytes of its maps that are in this process's memory, and of the tiles that are kept."""
         coming = (r.stored for those in self._returning.values() for r in those if r.stored is not None)
-        return sum(stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming))
+        return self._bytes_kept + sum(stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming))
+
+    def _bytes_of_graph(self, op: OfTile) -> int:
+        return int(self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block]))
 
     def _name(self, op: OfTile) -> str:
         return self.executor.name_of(self.segments[op.segment])
@@ -358,18 +401,26 @@ class Walk:
     @torch.no_grad()
     def forward(self, op: ForwardTile) -> None:
         stop = self.segments[op.segment].result
-        with self.span("forward", self._name(op)):
-            y, _ = self._run(op)
+        with torch.set_grad_enabled(op.kept), self.span("forward", self._name(op)):
+            found, leaves = self._run(op)
+        y = found.detach()
         with self.span("scratch", "write"):
             self._map(self.maps, op.block, stop, y).write(op.box, y)
         self._take_moments(stop, op.block, op.box, y)
+        if op.kept:
+            self._kept[op.segment, op.block, op.box] = found, leaves
+            self._bytes_kept += self._bytes_of_graph(op)
 
     @torch.enable_grad()
     def backward(self, op: BackwardTile) -> None:
         stop = self.segments[op.segment].result
         g = self._gradient(op.block, stop, op.box)
-        with self.span("recompute", self._name(op)):
-            y, leaves = self._run(op)
+        if op.kept:
+            y, leaves = self._kept.pop((op.segment, op.block, op.box))
+            self._bytes_kept -= self._bytes_of_graph(op)
+        else:
+            with self.span("recompute", self._name(op)):
+                y, leaves = self._run(op)
         with self.span("backward", self._name(op)):
             if stop in self.work.live:
                 g = self._corrected(stop, op.block, op.box, g, y.detach())

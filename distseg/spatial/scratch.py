@@ -76,6 +76,11 @@ class Map:
         """A tensor for a part of the map as it lies there, in the host's memory; pinned, where a GPU reads it next."""
         return torch.empty(self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda")
 
+    def within(self, room: Tensor, box: Box) -> Tensor:
+        """What begins :meth:`room` of a larger part, as room for a smaller one."""
+        shape = self._shape(box)
+        return room.flatten()[: math.prod(shape)].view(shape)
+
     def take(self, box: Box) -> Tensor:
         """:meth:`read`, as it lies."""
         found = self.room(box)

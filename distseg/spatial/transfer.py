@@ -7,7 +7,8 @@ than the rows that its next window looks at, so stages work on one image at the 
     stage 1             tile 0   tile 1   tile 2   tile 3
 
 Gradients come back the same way. Rows wait in their map, not in memory, until there is room on the way: a map under way takes two
-strips of a rank's memory. Messages move on between layers and in waits.
+messages of a rank's memory. A message has the rows that are final by then, up to some bytes; how many tells its length. Messages move on between layers and in
+waits.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from distseg.comm.mail import message
 from distseg.comm.waits import When, waits_of
-from distseg.geometry.tile import Box, strips
+from distseg.geometry.tile import Box
 from distseg.memory_format import channels_last
 from distseg.spatial.scratch import Map, VectorMap
 
-_STRIP = 1e6  # bytes of a message
+_STRIP = 1e6  # bytes of a message at most, but for a row
 _UNDER_WAY = 2  # messages of a map
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,27 +44,34 @@ class Sending:
     """
 
     def __init__(self, stored: Map | VectorMap, box: Box | None = None, then: Callable[[], None] = lambda: None):
-        box = box or stored.box
-        self.stored, self.final, self.done, self._then = stored, box.start[0], False, then
-        self._waiting = deque([_head(stored), *_strips(stored, box)])
+        self.box = box or stored.box
+        self.stored, self.final, self.done, self._then = stored, self.box.start[0], False, then
+        self._most, self._next = _rows(stored, self.box), self.box.start[0]
+        self._head: Tensor | None = _head(stored)
         self._under_way: deque[tuple] = deque()
 
     def progress(self, start: Callable[[Tensor], object]) -> bool:
         """Move on; whether all is sent. ``start``: begins to send a tensor."""
         while self._under_way and self._under_way[0][0].Test():
             self._under_way.popleft()
-        while self._waiting and len(self._under_way) < _UNDER_WAY:
-            what = self._waiting[0]
-            if isinstance(what, Box):
-                if what.stop[0] > self.final:
-                    break
-                what = self.stored.take(what)
-            self._waiting.popleft()
+        while len(self._under_way) < _UNDER_WAY and (what := self._ready()) is not None:
             self._under_way.append((start(what), what))
-        self.done = not (self._waiting or self._under_way)
+        self.done = self._next == self.box.stop[0] and not self._under_way
         if self.done:
             self._then()
         return self.done
+
+    def _ready(self) -> Tensor | None:
+        """What goes next: the head, then all rows that are final, as many as a message has at most; of a vector all or nothing."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._next = self._next if self.box.pixels else self.box.stop[0]  # there is nothing else
+            return head
+        rows = min(self.final, self._next + self._most, self.box.stop[0]) - self._next
+        if rows <= 0 or isinstance(self.stored, VectorMap) and self.final < self.box.stop[0]:
+            return None
+        self._next += rows
+        return self.stored.take(_strip(self.box, self._next - rows, self._next))
 
 
 class Receiving:
@@ -81,28 +89,46 @@ class Receiving:
     def __init__(self, box: Box, make: Callable[[Tensor], Map | VectorMap]):
         self.box, self.there, self._make = box, box.start[0], make
         self.stored: Map | VectorMap | None = None
-        self._waiting: deque[Box | None] = deque([None])
+        self._most = 0
         self._under_way: deque[tuple] = deque()
 
     def progress(self, start: Callable[[Tensor], object]) -> bool:
-        """Move on; whether all is there. ``start``: begins to receive a tensor."""
+        """Move on; whether all is there. ``start``: begins to receive a tensor, or less than it has room for."""
         while True:
-            while self._waiting and len(self._under_way) < _UNDER_WAY:
-                strip = self._waiting.popleft()
-                values = self.stored.room(strip) if strip else torch.empty(4, dtype=torch.int64)
-                self._under_way.append((start(values), strip, values))
+            while len(self._under_way) < _UNDER_WAY and (room := self._wanted()) is not None:
+                self._under_way.append((start(room), room))
             if not self._under_way:
                 return True
-            request, strip, values = self._under_way[0]
-            if not request.Test():
+            request, room = self._under_way[0]
+            if (size := _came(request)) is None:
                 return False
             self._under_way.popleft()
-            if strip is None:
-                self.stored = self._make(_like(values, len(self.box.size)))
-                self._waiting.extend(_strips(self.stored, self.box))
-                continue
-            self.stored.put(strip, values)
-            self.there = strip.stop[0]
+            if self.stored is None:
+                self._begin(room)
+            else:
+                self._put(room, size)
+
+    def _wanted(self) -> Tensor | None:
+        """Room for the next message, if it is sure to come: those before it may bring all that is left."""
+        if self.stored is None:
+            return None if self._under_way else torch.empty(4, dtype=torch.int64)
+        if self.there + self._most * len(self._under_way) >= self.box.stop[0]:
+            return None
+        return self.stored.room(_strip(self.box, self.there, min(self.there + self._most, self.box.stop[0])))
+
+    def _begin(self, head: Tensor) -> None:
+        self.stored = self._make(_like(head, len(self.box.size)))
+        self._most = _rows(self.stored, self.box)
+        if not self.box.pixels:
+            self.there = self.box.stop[0]
+
+    def _put(self, room: Tensor, size: int) -> None:
+        """Rows as they came, in the first ``size`` bytes."""
+        whole = isinstance(self.stored, VectorMap)
+        rows = self.box.size[0] if whole else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
+        strip = _strip(self.box, self.there, self.there + rows)
+        self.stored.put(strip, room if whole else self.stored.within(room, strip))
+        self.there = strip.stop[0]
 
 
 _T = TypeVar("_T", Sending, Receiving)
@@ -157,8 +183,23 @@ class Transfers:
         self._waits.wait(When(lambda: self.progress() or condition()), what, kind)
 
 
-def _strips(stored: Map | VectorMap, box: Box) -> Iterator[Box]:
-    return [box] if isinstance(stored, VectorMap) else strips(box, _STRIP * box.pixels / max(1, stored.bytes_of(box)))
+def _came(request) -> int | None:
+    """Bytes of the message of a receive; None, while it is under way."""
+    from mpi4py import MPI  # which runs, where there are requests
+
+    status = MPI.Status()
+    return status.Get_count(MPI.BYTE) if request.Test(status) else None
+
+
+def _rows(stored: Map | VectorMap, box: Box) -> int:
+    """Of a message at most; of a vector all."""
+    if isinstance(stored, VectorMap):
+        return max(1, box.size[0])
+    return max(1, int(_STRIP * box.size[0] / max(1, stored.bytes_of(box))))
+
+
+def _strip(box: Box, first: int, stop: int) -> Box:
+    return Box((first, *box.start[1:]), (stop, *box.stop[1:]))
 
 
 def _head(stored: Map | VectorMap) -> Tensor:

@@ -26,7 +26,7 @@ from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
 from distseg.program.schedule import splits
 from distseg.pipeline.stage import Stage
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, effort_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
@@ -85,9 +85,13 @@ class Engine(Descent):
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         super().__init__(config, mesh, model, self.device)
         with together(mesh.world):
-            self.gradient_step = self._gradient_step(activations)
+            budget = self._budget() if activations and config.run.memory is not None else None
+        if budget is not None:
+            budget = min(mesh.pipeline.allgather(budget))  # each stage knows the tiles of all
+        with together(mesh.world):
+            self.gradient_step = self._gradient_step(activations, budget)
 
-    def _gradient_step(self, activations: Activations | None) -> GradientStep:
+    def _gradient_step(self, activations: Activations | None, budget: float | None) -> GradientStep:
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
         rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
@@ -100,16 +104,17 @@ class Engine(Descent):
         if config.pipeline.placement == "devices":
             way = OnDevices(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute))
         elif activations:
-            way = InTiles(self._in_time(activations), head, self.loss, order_in_time(config))
+            way = InTiles(self._in_time(activations, budget), head, self.loss, order_in_time(config, self.loss.linear, bool(self.exchange.stored)))
         else:
             way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
         return GradientStep(way, head, self.loss, self.context)
 
-    def _in_time(self, activations: Activations) -> InTime:
-        budget = None
-        if self.config.run.memory is not None:
-            keep_freed_memory(large=False)
-            budget = budget_of(self.config.run.memory, self.base_memory(), "weights, gradients and the optimizer's state")
+    def _budget(self) -> float:
+        """Bytes of this rank for the activations of tiles in time."""
+        keep_freed_memory(large=False)
+        return budget_of(self.config.run.memory, self.base_memory(), "weights, gradients and the optimizer's state")
+
+    def _in_time(self, activations: Activations, budget: float | None) -> InTime:
         return make_in_time(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
 
     @property
@@ -267,8 +272,8 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
 def activations_of(model: nn.Module, exchange: Exchange, precision: str, channels_last: bool) -> Activations:
     """What tiles of a plain model, perhaps only outlined, take."""
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
-    kinds = [type(layer) for _, layer in flat_layers(model)]
-    return Activations(exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
+    layers, channels = [layer for _, layer in flat_layers(model)], channels_of_maps(model)
+    return Activations(exchange.graph, [*map(type, layers)], channels, itemsize, max(4, itemsize), channels_last, effort_of(layers, channels))
 
 
 def make_in_time(
@@ -287,14 +292,21 @@ def make_in_time(
     folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
     return InTime(
-        model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations.bytes_of, cast, devices, stages, placement, comm,
-        trims=budget is not None, borders=Borders(exchange),
+        model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations, cast, devices, stages, placement, comm,
+        trims=budget is not None, borders=Borders(exchange), room=budget,
     )  # fmt: skip
 
 
-def order_in_time(config: Config) -> str:
-    """Of the micro-batches of tiles in time: what waits lies on a disk, so all go forward first unless the config says otherwise."""
-    return "1f1b" if config.pipeline.schedule == "1f1b" else "gpipe"
+def order_in_time(config: Config, linear: bool, live: bool) -> str:
+    """Of tiles in time.
+
+    Args:
+        linear: the loss's slope is known beforehand; else 1F1B computes all forward passes twice.
+        live: norms take statistics, for which all tiles of an image wait: what waits lies on a disk, so all micro-batches go forward first.
+    """
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "1f1b" if linear and not live else "gpipe"
 
 
 def read_around(reach: Reach, exchange: Exchange | None) -> Reach:

@@ -20,6 +20,7 @@ from distseg.comm.staging import upload
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.program.schedule import Action, Backward, Forward, orders
+from distseg.program.interleaved import can_interleave, interleaved
 from distseg.program.operations import Operation
 from distseg.program.tiles import Work, beforehand, step
 from distseg.geometry.tile import Box, Place
@@ -205,7 +206,8 @@ class InTiles:
     """Tile after tile, in the memory of one.
 
     A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. The maps of micro-batches
-    that stages of a pipeline have under way wait where maps are stored: of all of them by gpipe, of as many as there are stages by 1f1b.
+    that stages of a pipeline have under way wait where maps are stored: of all of them by gpipe, of as many as there are stages by 1f1b; by 1f1b
+    and without live norms tiles go back in turn, whatever micro-batch they are of (:mod:`distseg.program.interleaved`).
     """
 
     def __init__(self, executor: InTime, head: LossHead | None, loss: Loss, order: str = "gpipe"):
@@ -243,11 +245,17 @@ class InTiles:
             self.executor.check_room(*(places[m] for m in those))
         key = tuple(map(id, works))  # which the executor keeps
         if key not in self._programs:
-            self._programs[key] = [op for those in together for op in self._operations([works[m] for m in those])]
+            self._programs[key] = [op for those in together for op in self._operations([works[m] for m in those], [places[m] for m in those])]
         return self._programs[key]
 
-    def _operations(self, works: list[Work]) -> list[Operation]:
-        return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
+    def _operations(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
+        everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if self.order == "1f1b" else []
+        in_turn = bool(everyone) and all(map(can_interleave, everyone))
+        if in_turn:
+            found = interleaved([*zip(*everyone)])[self.executor.comm.rank]
+        else:
+            found = step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
+        return self.executor.keeping(found, works, in_turn)
 
     def _actions(self, micro_batches: int) -> Sequence[Action]:
         actions = orders(self.order, self.executor.placement, micro_batches)[self.executor.comm.rank]

@@ -1,7 +1,7 @@
 """One image through a pipeline whose stages compute it tile after tile, against one rank that does: the bound is each rank's share of the work.
 
-A first stage computes its tiles twice, there and again on the way back, so two perfectly balanced stages need (2 f + b) + (f + b) for what one
-rank without live norms does in f + b, with b = 2 f at most 7 / 4 times as fast. With live norms either computes all twice.
+Without live norms tiles go back in turn while others go forward, each computed once: two perfectly balanced stages could be twice as fast, but for the first
+tiles and the last. With live norms, or where no tile is kept, the first stage computes its tiles twice, for (2 f + b) + (f + b) of what one rank does in f + b.
 """
 
 from __future__ import annotations

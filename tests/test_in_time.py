@@ -16,7 +16,7 @@ from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
 from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
-from distseg.program.operations import OfTile
+from distseg.program.operations import BackwardTile, KeptTile, OfTile
 from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.in_time import InTime
@@ -180,6 +180,48 @@ def test_samples_times_tiles_times_stages_times_tiles_in_time(comm, norm, loss, 
 @pytest.mark.parallel(1)
 def test_a_grid_finer_than_the_deepest_map(comm):
     check(comm, "17x9", depth=3, norm="instance", in_time="spill", tiles_per_rank=Extents("9x9"))
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("norm, loss, every", [("instance", "cross_entropy", "all"), ("batch", "dice", "all"), ("group", "focal", "1"), ("none", "cross_entropy", "2")])
+def test_some_tiles_keep_their_graph(comm, norm, loss, every, monkeypatch):
+    """Those that a budget has room for, whichever: every third is computed twice."""
+    kept = []
+
+    def some(executor, program, works, in_turn):
+        for op in program:
+            if isinstance(op, KeptTile):
+                op = replace(op, kept=(sum(op.box.start) + op.segment) % 3 > 0)
+                kept.append(op.kept)
+            yield op
+
+    monkeypatch.setattr(InTime, "keeping", lambda *given: list(some(*given)))
+    grid = {1: "1x1", 2: "1x2", 4: "2x2"}[comm.size]
+    check(comm, "61x75", tiles=grid, norm=norm, loss=loss, exchange_every=every, images=2, in_time="spill", tiles_per_rank=GRID)
+    assert {True, False} == set(kept)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("norm, images, loss", [("none", 1, "cross_entropy"), ("none", 2, "focal"), ("batch", 1, "binary_cross_entropy")])
+def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, loss, monkeypatch):
+    """Without live norms; kept where no budget says otherwise, and the gradient is the serial one on uneven tiles, several images, all numbers of stages."""
+    found, run = [], InTime.run
+    monkeypatch.setattr(InTime, "run", lambda executor, operations, *more: found.append(list(operations)) or run(executor, operations, *more))
+    check(
+        comm, "97x41", stages=comm.size, norm=norm, frozen_norm=norm == "batch", loss=loss, images=images, accumulate=2, in_time="spill", tiles_per_rank=Extents("7x2"),
+        depth=1, num_convs=1,
+    )  # fmt: skip
+    kinds = [type(op) for op in found[-1] if isinstance(op, KeptTile)]
+    assert all(op.kept for op in found[-1] if isinstance(op, KeptTile))
+    assert comm.rank == comm.size - 1 or kinds != sorted(kinds, key=lambda kind: kind is BackwardTile), "in turn"
+
+
+@pytest.mark.parallel(2)
+def test_stages_keep_some_of_the_tiles_that_go_back_in_turn(comm, monkeypatch):
+    """As where a budget has no room for more; the others are computed twice, in the same order."""
+    some = lambda program: [replace(op, kept=op.box.start[0] % 3 > 0) if isinstance(op, KeptTile) else op for op in program]
+    monkeypatch.setattr(in_time, "keeping_all", some)
+    check(comm, "97x41", stages=2, norm="none", in_time="spill", tiles_per_rank=Extents("7x2"), depth=1, num_convs=1)
 
 
 @pytest.mark.parallel(2)

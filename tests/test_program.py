@@ -252,6 +252,8 @@ def test_what_saves_most_for_its_bytes_is_kept():
     assert kept(9.0) == {1: 3}
     assert kept(10.0) == {1: 3, 0: 1}
     assert kept(math.inf) == {1: 3, 0: 3}
+    worth = lambda least: {op.segment for op in keeping(program, lambda op: weights[op.segment], math.inf, least) if isinstance(op, ForwardTile) and op.kept}
+    assert worth(0.5) == {0, 1} and worth(0.6) == {1} and worth(2.1) == set()
     for room in (6.0, 10.0, 14.0):
         held = 0.0
         for op in keeping(program, lambda op: weights[op.segment], room):

@@ -95,7 +95,8 @@ def of_tiles(found: Modelled, executor: InTime, image: Sequence[int], program: S
         if isinstance(op, (ForwardTile, BackwardTile, OutputTile)):
             name = executor.name_of(works[op.micro_batch].segments[op.segment])
             there, back = map(sum, zip(*seconds(op)))
-            total["recompute" if isinstance(op, BackwardTile) else "forward", name] += there
+            if not (isinstance(op, BackwardTile) and op.kept):
+                total["recompute" if isinstance(op, BackwardTile) else "forward", name] += there
             if isinstance(op, BackwardTile) or isinstance(op, OutputTile) and op.back:
                 total["backward", name] += back
     return total

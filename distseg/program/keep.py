@@ -29,14 +29,14 @@ class Weighed(NamedTuple):
     saved: float
 
 
-def keeping(program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float) -> list[Operation]:
-    """The program with the tiles kept that ``room`` bytes have room for beside the tile at hand."""
+def keeping(program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float, worth: float = 0.0) -> list[Operation]:
+    """The program with the tiles kept that ``room`` bytes have room for beside the tile at hand, and that save ``worth`` a byte at least."""
     free = np.array([room - weigh(op).most if isinstance(op, OfTile) else math.inf for op in program])
     found = list(program)
     weighed = [(weigh(program[there]), there, back) for there, back in _pairs(program)]
     for tile, there, back in sorted(weighed, key=lambda each: -each[0].saved / max(1.0, each[0].kept)):
         between = free[there + 1 : back]
-        if (between >= tile.kept).all() and free[there] >= 0 and free[back] >= 0:
+        if tile.saved >= worth * tile.kept and (between >= tile.kept).all() and free[there] >= 0 and free[back] >= 0:
             between -= tile.kept
             found[there], found[back] = replace(program[there], kept=True), replace(program[back], kept=True)
     return found

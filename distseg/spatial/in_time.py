@@ -10,8 +10,9 @@ the program (:mod:`distseg.program.tiles`), whose operations are done here::
     backward     read gradient of the tile, read window - the same again - backward - add to gradient of the window
                                                                              then: what the statistics collected
 
-Without live norms there is one segment, the whole network: nothing is stored but the image. In a pipeline each stage walks through
-its own segments; maps that others read travel to them (:mod:`distseg.spatial.transfer`).
+Tiles for whose graphs there is room keep them instead (:mod:`distseg.program.keep`), and are computed once. Without live norms there is one segment, the whole
+network: nothing is stored but the image. In a pipeline each stage walks through its own segments; maps that others read travel to them
+(:mod:`distseg.spatial.transfer`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from distseg.watch import beat
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
+_WORTH = 100.0  # multiplications for a byte that is kept: thinner layers are computed again about as fast as fresh memory is had (benchmarks/in_time.py)
 _CPU = torch.device("cpu")
 
 
@@ -194,7 +196,7 @@ class InTime:
             cut = cuts[op.micro_batch]
             return self.sizes.weigh(cut.chain(op), cut.images[op.block])
 
-        return keeping(program, weigh, self.room)
+        return keeping(program, weigh, self.room, 0.0 if in_turn else _WORTH)
 
     def stored(self, places: Sequence[Place]) -> int:
         """Bytes of the maps that a micro-batch will store, at most at once."""
@@ -216,7 +218,10 @@ class InTime:
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
         segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
-        return f"tiles in time: {segments}, {visits} tiles an image there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
+        there = [op for op in self.keeping(whole(work), [work], False) if isinstance(op, ForwardTile)]
+        kept = sum(op.kept for op in there)
+        once = f", {kept} of {len(there)} kept until they go back" if kept else ""
+        return f"tiles in time: {segments}, {visits} tiles an image there and back{once}; {stored / 1e9:.3g} GB of feature maps wait {where}"
 
     def check_room(self, *under_way: Sequence[Place]) -> None:
         """Refuse a scratch folder without room for the maps of micro-batches that are under way together, each by its places.

@@ -182,25 +182,6 @@ def test_a_grid_finer_than_the_deepest_map(comm):
     check(comm, "17x9", depth=3, norm="instance", in_time="spill", tiles_per_rank=Extents("9x9"))
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.parametrize("norm, loss, every", [("instance", "cross_entropy", "all"), ("batch", "dice", "all"), ("group", "focal", "1"), ("none", "cross_entropy", "2")])
-def test_some_tiles_keep_their_graph(comm, norm, loss, every, monkeypatch):
-    """Those that a budget has room for, whichever: every third is computed twice."""
-    kept = []
-
-    def some(executor, program, works, in_turn):
-        for op in program:
-            if isinstance(op, KeptTile):
-                op = replace(op, kept=(sum(op.box.start) + op.segment) % 3 > 0)
-                kept.append(op.kept)
-            yield op
-
-    monkeypatch.setattr(InTime, "keeping", lambda *given: list(some(*given)))
-    grid = {1: "1x1", 2: "1x2", 4: "2x2"}[comm.size]
-    check(comm, "61x75", tiles=grid, norm=norm, loss=loss, exchange_every=every, images=2, in_time="spill", tiles_per_rank=GRID)
-    assert {True, False} == set(kept)
-
-
 @pytest.mark.parallel([2, 3, 4])
 @pytest.mark.parametrize("norm, images, loss", [("none", 1, "cross_entropy"), ("none", 2, "focal"), ("batch", 1, "binary_cross_entropy")])
 def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, loss, monkeypatch):

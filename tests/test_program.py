@@ -20,7 +20,7 @@ from distseg.program.keep import Weighed, keeping
 from distseg.program.partition import Edge
 from distseg.program.schedule import Backward, Forward, Weight, orders
 from distseg.program.stages import operations, recomputed
-from distseg.program.operations import BackwardTile, Drop, DropGradient, ForwardTile, Measure, OfTile, OutputTile, Send, text
+from distseg.program.operations import BackwardTile, Drop, DropGradient, ForwardTile, KeptTile, Measure, OfTile, OutputTile, Send, text
 from distseg.program.tiles import Work, backward, beforehand, forward, peak, step, whole
 from distseg.models.zoo import outline_model
 from distseg.programs import programs
@@ -240,31 +240,22 @@ def stages_of(ranks, layers, cuts, micro_batches, blocks=1) -> list[list[Work]]:
     return [[work(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks) for m in range(micro_batches)] for rank in range(ranks)]
 
 
-def test_what_saves_most_for_its_bytes_is_kept():
-    """Of a shallow and a deep segment with three tiles each the deep one's, as far as the room lasts beside the tile at hand, at every moment."""
-    found = work(3, live=(1, 2))
-    program = whole(found)
-    weights = {0: Weighed(kept=4.0, most=6.0, saved=2.0), 1: Weighed(kept=1.0, most=2.0, saved=2.0), 2: Weighed(kept=0.0, most=3.0, saved=0.0)}
-    kept = lambda room: Counter(op.segment for op in keeping(program, lambda op: weights[op.segment], room) if isinstance(op, ForwardTile) and op.kept)
-    assert kept(2.9) == {}  # not even the tile at hand fits
-    assert kept(6.0) == {1: 3}  # the shallow ones are through by then, and are not back yet
-    assert kept(7.5) == {1: 3}
-    assert kept(9.0) == {1: 3}
-    assert kept(10.0) == {1: 3, 0: 1}
-    assert kept(math.inf) == {1: 3, 0: 3}
-    worth = lambda least: {op.segment for op in keeping(program, lambda op: weights[op.segment], math.inf, least) if isinstance(op, ForwardTile) and op.kept}
-    assert worth(0.5) == {0, 1} and worth(0.6) == {1} and worth(2.1) == set()
-    for room in (6.0, 10.0, 14.0):
-        held = 0.0
-        for op in keeping(program, lambda op: weights[op.segment], room):
+def test_tiles_are_kept_as_far_as_there_is_room():
+    """At every moment for those that wait for their way back and the one at hand; both passes of a tile say the same."""
+    program = interleaved(stages_of(2, 4, (), 2))[0]
+    weights = lambda op: Weighed(kept=2.0, most=3.0 + (op.box.start[0] == 0))
+    tiles = [op for op in program if isinstance(op, ForwardTile)]
+    for room, wanted in ((3.9, 0), (6.0, None), (8.0, None), (math.inf, len(tiles))):
+        found, held = keeping(program, weights, room), 0.0
+        for op in found:
             if isinstance(op, BackwardTile) and op.kept:
-                held -= weights[op.segment].kept
-            if isinstance(op, OfTile):
-                assert held + weights[op.segment].most <= room
+                held -= 2.0
+            assert held + weights(op).most <= room or not held if isinstance(op, OfTile) else True
             if isinstance(op, ForwardTile) and op.kept:
-                held += weights[op.segment].kept
-    flags = [(op.segment, op.box, op.kept) for op in keeping(program, lambda op: weights[op.segment], 10.0) if isinstance(op, (ForwardTile, BackwardTile))]
-    assert len(set(flags)) * 2 == len(flags)  # both passes of a tile say the same
+                held += 2.0
+        kept = [op for op in found if isinstance(op, KeptTile) and op.kept]
+        assert Counter((op.micro_batch, op.box) for op in kept) == Counter(dict.fromkeys(((op.micro_batch, op.box) for op in kept), 2))
+        assert len(kept) == 2 * wanted if wanted is not None else 0 < len(kept) < 2 * len(tiles)
 
 
 def placed(live, balance, placement, rank, number) -> Work:

@@ -72,8 +72,6 @@ class Activations:
     itemsize: int
     pixel: int
     last: bool
-    effort: Sequence[float] = ()
-    """Of each layer for a cell of its result, in multiplications; to weigh what is computed twice against what is kept."""
     graph_kept: bool = True
     """Whether autograd keeps results for a backward pass."""
 
@@ -105,7 +103,7 @@ class Activations:
         return total
 
     def weigh(self, way: Chain, images: int) -> Weighed:
-        return Weighed(self.kept(way, images), self.of(way, images), images * sum(self.effort[n] * makes for n, makes in zip(way.segment.nodes, way.makes)))
+        return Weighed(self.kept(way, images), self.of(way, images))
 
     def _forward(self, way: Chain, values: Callable[[int, int], float]) -> float:
         numbers = way.segment.nodes
@@ -134,18 +132,6 @@ class Activations:
         while before >= 0 and issubclass(self.kinds[before], _FREE):
             before = self.graph[before].first - 1
         return before >= 0 and issubclass(self.kinds[number], _ACTIVATIONS) and issubclass(self.kinds[before], (*NORMS, _CONVS, Pop, Join))
-
-
-def effort_of(layers: Sequence[nn.Module], channels: Sequence[int]) -> list[float]:
-    """Of each layer for a cell of its result, in multiplications.
-
-    Args:
-        channels: of the maps.
-    """
-    return [sum(w.numel() for w in layer.parameters() if w.dim() > 2) + _TOUCHED * made for layer, made in zip(layers, channels[1:])]
-
-
-_TOUCHED = 50  # multiplications that take as long as a value that is read and written
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Which tiles keep their graph from the forward to the backward pass, of those that there is room for; all others are computed twice.
-
-What a tile saves and what it takes are different things: a deep layer computes as long as a shallow one on a quarter of its values. So tiles are taken in the order of
-what they save for their bytes, as long as the room that a program has at each of its operations lasts.
-"""
+"""Which tiles keep their graph from the forward to the backward pass, of those that there is room for; all others are computed twice."""
 
 from __future__ import annotations
 
@@ -16,28 +12,20 @@ from distseg.program.operations import BackwardTile, ForwardTile, KeptTile, OfTi
 
 
 class Weighed(NamedTuple):
-    """A tile.
-
-    Attributes:
-        kept: bytes that its graph holds between its passes.
-        most: bytes that it takes while it is computed, there or back.
-        saved: about the time that it takes to be computed again, in any unit.
-    """
+    """Bytes of a tile: that its graph holds between its passes, and that it takes while it is computed, there or back."""
 
     kept: float
     most: float
-    saved: float
 
 
-def keeping(program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float, worth: float = 0.0) -> list[Operation]:
-    """The program with the tiles kept that ``room`` bytes have room for beside the tile at hand, and that save ``worth`` a byte at least."""
+def keeping(program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float) -> list[Operation]:
+    """The program with as many tiles kept, from the first on, as ``room`` bytes have room for at any time beside the tile at hand."""
     free = np.array([room - weigh(op).most if isinstance(op, OfTile) else math.inf for op in program])
     found = list(program)
-    weighed = [(weigh(program[there]), there, back) for there, back in _pairs(program)]
-    for tile, there, back in sorted(weighed, key=lambda each: -each[0].saved / max(1.0, each[0].kept)):
-        between = free[there + 1 : back]
-        if tile.saved >= worth * tile.kept and (between >= tile.kept).all() and free[there] >= 0 and free[back] >= 0:
-            between -= tile.kept
+    for there, back in _pairs(program):
+        between, kept = free[there + 1 : back], weigh(program[there]).kept
+        if (between >= kept).all():
+            between -= kept
             found[there], found[back] = replace(program[there], kept=True), replace(program[back], kept=True)
     return found
 
@@ -47,14 +35,11 @@ def keeping_all(program: Sequence[Operation]) -> list[Operation]:
 
 
 def _pairs(program: Sequence[Operation]) -> Iterator[tuple[int, int]]:
-    """The places of a tile's passes; of the last forward pass, where the loss takes all of them first."""
+    """The places of each tile's passes."""
     there: dict[tuple, int] = {}
     for place, op in enumerate(program):
+        key = (op.micro_batch, op.segment, op.block, op.box) if isinstance(op, OfTile) else ()
         if isinstance(op, ForwardTile):
-            there[_tile(op)] = place
+            there[key] = place
         if isinstance(op, BackwardTile):
-            yield there.pop(_tile(op)), place
-
-
-def _tile(op: OfTile) -> tuple:
-    return op.micro_batch, op.segment, op.block, op.box
+            yield there.pop(key), place

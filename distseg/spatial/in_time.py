@@ -10,9 +10,9 @@ the program (:mod:`distseg.program.tiles`), whose operations are done here::
     backward     read gradient of the tile, read window - the same again - backward - add to gradient of the window
                                                                              then: what the statistics collected
 
-Tiles for whose graphs there is room keep them instead (:mod:`distseg.program.keep`), and are computed once. Without live norms there is one segment, the whole
-network: nothing is stored but the image. In a pipeline each stage walks through its own segments; maps that others read travel to them
-(:mod:`distseg.spatial.transfer`).
+Without live norms there is one segment, the whole network: nothing is stored but the image. In a pipeline each stage walks through
+its own segments; maps that others read travel to them (:mod:`distseg.spatial.transfer`). Where its tiles go back while others go forward
+(:mod:`distseg.program.interleaved`) they keep their graphs, as far as there is room (:mod:`distseg.program.keep`), and are computed once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from distseg.watch import beat
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
-_WORTH = 100.0  # multiplications for a byte that is kept: thinner layers are computed again about as fast as fresh memory is had (benchmarks/in_time.py)
 _CPU = torch.device("cpu")
 
 
@@ -114,7 +113,7 @@ class InTime:
         returns: whether backward passes follow; else maps are let go of once they are read.
         trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
         borders: moves the margins of maps, where the layout's tiles exchange any.
-        room: bytes for a tile and those whose graphs wait for their backward pass; by default none waits, but where tiles of stages go back in turn.
+        room: bytes for a tile and those whose graphs wait for their backward pass; by default without end.
 
     Attributes:
         watch: told the share of a program that is done, now and then.
@@ -181,14 +180,10 @@ class InTime:
         cut = Cut(self.graph, segments, layouts, places, self.tiling, boxes)
         return Work(segments, mine, live, points & read, makers, readers, cut, self.returns, number)
 
-    def keeping(self, program: Sequence[Operation], works: Sequence[Work], in_turn: bool) -> list[Operation]:
-        """The same program with those tiles kept that there is room for.
-
-        Args:
-            in_turn: tiles go back while others go forward, so that few are under way; all are kept where no room is given.
-        """
+    def keeping(self, program: Sequence[Operation], works: Sequence[Work]) -> list[Operation]:
+        """The same program with those tiles kept that there is room for; all, where no room is given."""
         if self.room is None:
-            return keeping_all(program) if in_turn else list(program)
+            return keeping_all(program)
         cuts = {work.number: work.cut for work in works}
 
         @cache
@@ -196,7 +191,7 @@ class InTime:
             cut = cuts[op.micro_batch]
             return self.sizes.weigh(cut.chain(op), cut.images[op.block])
 
-        return keeping(program, weigh, self.room, 0.0 if in_turn else _WORTH)
+        return keeping(program, weigh, self.room)
 
     def stored(self, places: Sequence[Place]) -> int:
         """Bytes of the maps that a micro-batch will store, at most at once."""
@@ -218,10 +213,7 @@ class InTime:
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
         segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
-        there = [op for op in self.keeping(whole(work), [work], False) if isinstance(op, ForwardTile)]
-        kept = sum(op.kept for op in there)
-        once = f", {kept} of {len(there)} kept until they go back" if kept else ""
-        return f"tiles in time: {segments}, {visits} tiles an image there and back{once}; {stored / 1e9:.3g} GB of feature maps wait {where}"
+        return f"tiles in time: {segments}, {visits} tiles an image there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
 
     def check_room(self, *under_way: Sequence[Place]) -> None:
         """Refuse a scratch folder without room for the maps of micro-batches that are under way together, each by its places.

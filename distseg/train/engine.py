@@ -26,7 +26,7 @@ from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
 from distseg.program.schedule import splits
 from distseg.pipeline.stage import Stage
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, effort_of, tiles_in_time
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
@@ -272,8 +272,8 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
 def activations_of(model: nn.Module, exchange: Exchange, precision: str, channels_last: bool) -> Activations:
     """What tiles of a plain model, perhaps only outlined, take."""
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
-    layers, channels = [layer for _, layer in flat_layers(model)], channels_of_maps(model)
-    return Activations(exchange.graph, [*map(type, layers)], channels, itemsize, max(4, itemsize), channels_last, effort_of(layers, channels))
+    kinds = [type(layer) for _, layer in flat_layers(model)]
+    return Activations(exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
 
 
 def make_in_time(

@@ -250,12 +250,9 @@ class InTiles:
 
     def _operations(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
         everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if self.order == "1f1b" else []
-        in_turn = bool(everyone) and all(map(can_interleave, everyone))
-        if in_turn:
-            found = interleaved([*zip(*everyone)])[self.executor.comm.rank]
-        else:
-            found = step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
-        return self.executor.keeping(found, works, in_turn)
+        if everyone and all(map(can_interleave, everyone)):
+            return self.executor.keeping(interleaved([*zip(*everyone)])[self.executor.comm.rank], works)
+        return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
 
     def _actions(self, micro_batches: int) -> Sequence[Action]:
         actions = orders(self.order, self.executor.placement, micro_batches)[self.executor.comm.rank]

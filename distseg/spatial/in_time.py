@@ -625,7 +625,8 @@ class Walk:
         """What keeps a map, or its gradient, to which parts are added."""
         if position in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
-        return Map(box, like, self.executor.folder, zero=gradient, rows=self.cut.in_rows(i, position))
+        zero = gradient or self.executor.trims  # who trims looks at the size of the process, less that of its maps
+        return Map(box, like, self.executor.folder, zero=zero, rows=self.cut.in_rows(i, position))
 
     def _here(self, like: Tensor) -> Tensor:
         return like.to(self.executor.devices[0])

@@ -30,7 +30,7 @@ class Map:
         like: a part of it, for batch, channels, type, device and layout in memory.
         folder: of the file; None: in memory.
         rows: nearly all parts that are read or written are whole rows.
-        zero: it is 0 before it is written, so that parts can be added to it.
+        zero: it is 0 before it is written, so that parts can be added to it, and all of its memory is the process's at once.
 
     Raises:
         OSError: the file does not fit its disk, before anything is written.
@@ -45,7 +45,9 @@ class Map:
         self.bytes = self.bytes_of(box)
         self._file = self._values = None
         if folder is None:
-            self._values = torch.empty(self._shape(box), dtype=self.dtype).zero_()  # its pages are the process's at once, whether or not it must be 0
+            self._values = torch.empty(self._shape(box), dtype=self.dtype)
+            if zero:
+                self._values.zero_()
         else:
             self._file = _reserved(self.bytes, folder)
 

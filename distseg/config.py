@@ -123,7 +123,7 @@ class MeshConfig:
 @dataclass(frozen=True)
 class PipelineConfig:
     schedule: Literal["auto", "gpipe", "1f1b", "zb-h1"] = "auto"
-    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations; zb-h1: the same with gradients of weights computed while a stage would wait. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand."""
+    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations; zb-h1: the same with gradients of weights computed while a stage would wait. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand, and for tiles in time with live norms, whose maps wait on a disk."""
     balance: Optional[List[int]] = None
     """Layers of each stage; by default the split whose slowest stage is fastest (``distseg plan`` shows it)."""
     recompute: Literal["never", "except_last", "always"] = "never"
@@ -159,7 +159,7 @@ class SpatialConfig:
     tiles_per_rank: Extents = Extents((1, 1))
     """The grid of tiles that each rank owns of an image."""
     in_time: Literal["auto", "together", "recompute", "spill"] = "auto"
-    """How a rank computes several tiles. together: all in memory. recompute: one after another, activations dropped (no live norms). spill: run of layers by run, from norm to norm, over all tiles; the maps in between wait in ``scratch``. auto: with run.memory recompute or spill, whichever the norms allow; else one after another where no norm is live, together where one is."""
+    """How a rank computes several tiles. together: all in memory. recompute: one after another, activations dropped (no live norms; of stages a few tiles' wait for their gradient). spill: run of layers by run, from norm to norm, over all tiles; the maps in between wait in ``scratch``. auto: with run.memory recompute or spill, whichever the norms allow; else one after another where no norm is live, together where one is."""
     scratch: Optional[str] = None
     """Folder for the feature maps that wait (tiles in time), best on a fast local disk; by default the system's temporary folder. ``memory``: the host's memory."""
     halo: Optional[int] = None

@@ -67,6 +67,21 @@ class Receipt:
         return self._make(self._buffer)
 
 
+class Message(NamedTuple):
+    """Values in the host's memory on their way out of or into it, where they stay until it is through."""
+
+    request: object
+    values: Tensor
+
+    @property
+    def came(self) -> int | None:
+        """The bytes of a message that is through, of a received one perhaps fewer than there was room for; None, while it is under way."""
+        from mpi4py import MPI  # which runs, where there are requests
+
+        status = MPI.Status()
+        return status.Get_count(MPI.BYTE) if self.request.Test(status) else None
+
+
 class _Sent(NamedTuple):
     """A message on its way, what it is read from, and the buffer that this is in, if it is in one."""
 
@@ -140,6 +155,15 @@ class Mail:
     def done(self, buffer: Tensor) -> None:
         """Take back the bytes of a receive, whose readers are queued."""
         self.buffers.give(buffer, read_by_stream=True)
+
+    def begin_send(self, values: Tensor, to: int, tag: int) -> Message:
+        """Start to send a dense tensor of the host's memory, of which its owner sees to it himself."""
+        self.bytes_sent, self.messages_sent = self.bytes_sent + values.numel() * values.element_size(), self.messages_sent + 1
+        return Message(self.comm.Isend(message(values), to, tag), values)
+
+    def begin_receive(self, room: Tensor, source: int, tag: int) -> Message:
+        """Post a receive of as much as a dense tensor of the host's memory has room for, or less."""
+        return Message(self.comm.Irecv(message(room), source, tag), room)
 
     def tell(self, what, to: int, tag: int) -> None:
         """Start to send a small Python object, such as forms."""

@@ -20,8 +20,8 @@ from typing import Callable, Iterator, TypeVar
 import torch
 from torch import Tensor
 
-from distseg.comm.mail import message
-from distseg.comm.waits import When, waits_of
+from distseg.comm.mail import Mail, Message
+from distseg.comm.waits import When
 from distseg.geometry.tile import Box
 from distseg.memory_format import channels_last
 from distseg.spatial.scratch import Map, VectorMap
@@ -48,14 +48,14 @@ class Sending:
         self.stored, self.final, self.done, self._then = stored, self.box.start[0], False, then
         self._most, self._next = _rows(stored, self.box), self.box.start[0]
         self._head: Tensor | None = _head(stored)
-        self._under_way: deque[tuple] = deque()
+        self._under_way: deque[Message] = deque()
 
-    def progress(self, start: Callable[[Tensor], object]) -> bool:
+    def progress(self, start: Callable[[Tensor], Message]) -> bool:
         """Move on; whether all is sent. ``start``: begins to send a tensor."""
-        while self._under_way and self._under_way[0][0].Test():
+        while self._under_way and self._under_way[0].came is not None:
             self._under_way.popleft()
         while len(self._under_way) < _UNDER_WAY and (what := self._ready()) is not None:
-            self._under_way.append((start(what), what))
+            self._under_way.append(start(what))
         self.done = self._next == self.box.stop[0] and not self._under_way
         if self.done:
             self._then()
@@ -90,23 +90,22 @@ class Receiving:
         self.box, self.there, self._make = box, box.start[0], make
         self.stored: Map | VectorMap | None = None
         self._most = 0
-        self._under_way: deque[tuple] = deque()
+        self._under_way: deque[Message] = deque()
 
-    def progress(self, start: Callable[[Tensor], object]) -> bool:
+    def progress(self, start: Callable[[Tensor], Message]) -> bool:
         """Move on; whether all is there. ``start``: begins to receive a tensor, or less than it has room for."""
         while True:
             while len(self._under_way) < _UNDER_WAY and (room := self._wanted()) is not None:
-                self._under_way.append((start(room), room))
+                self._under_way.append(start(room))
             if not self._under_way:
                 return True
-            request, room = self._under_way[0]
-            if (size := _came(request)) is None:
+            if (size := self._under_way[0].came) is None:
                 return False
-            self._under_way.popleft()
+            values = self._under_way.popleft().values
             if self.stored is None:
-                self._begin(room)
+                self._begin(values)
             else:
-                self._put(room, size)
+                self._put(values, size)
 
     def _wanted(self) -> Tensor | None:
         """Room for the next message, if it is sure to come: those before it may bring all that is left."""
@@ -142,7 +141,7 @@ class Transfers:
     """
 
     def __init__(self, comm):
-        self.comm, self._waits = comm, waits_of(comm)
+        self._mail = Mail(comm)
         self._queues: dict[tuple, deque[Sending | Receiving]] = {}
 
     def begin(self, transfer: _T, peer: int, tag: int) -> _T:
@@ -153,8 +152,8 @@ class Transfers:
     def progress(self) -> None:
         """Move everything on, without waiting."""
         for (kind, peer, tag), queue in list(self._queues.items()):
-            post = self.comm.Isend if kind is Sending else self.comm.Irecv
-            while queue and queue[0].progress(lambda values: post(message(values), peer, tag)):
+            start = self._mail.begin_send if kind is Sending else self._mail.begin_receive
+            while queue and queue[0].progress(lambda values: start(values, peer, tag)):
                 queue.popleft()
             if not queue:
                 del self._queues[kind, peer, tag]
@@ -172,7 +171,7 @@ class Transfers:
     @contextmanager
     def moving(self) -> Iterator[None]:
         """Inside, all waits move maps on."""
-        with self._waits.moving(self.progress):
+        with self._mail.waits.moving(self.progress):
             yield
 
     def flush(self) -> None:
@@ -180,15 +179,7 @@ class Transfers:
         self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
 
     def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
-        self._waits.wait(When(lambda: self.progress() or condition()), what, kind)
-
-
-def _came(request) -> int | None:
-    """Bytes of the message of a receive; None, while it is under way."""
-    from mpi4py import MPI  # which runs, where there are requests
-
-    status = MPI.Status()
-    return status.Get_count(MPI.BYTE) if request.Test(status) else None
+        self._mail.waits.wait(When(lambda: self.progress() or condition()), what, kind)
 
 
 def _rows(stored: Map | VectorMap, box: Box) -> int:

@@ -168,6 +168,15 @@ def test_stages_times_tiles_that_exchange_in_time(comm, every, norm, placement):
     )  # fmt: skip
 
 
+@pytest.mark.parallel(4)
+@pytest.mark.parametrize("norm", ["none", "instance"])
+def test_a_margin_below_comes_from_a_neighbour_and_not_from_the_stage_before(comm, norm):
+    """Windows of the upper part reach into it, and wait for no rows of a transfer that has none."""
+    check(
+        comm, "64x32", tiles="2x1", stages=2, norm=norm, depth=3, num_convs=1, balance=[18, 23], in_time="spill", tiles_per_rank=Extents("2x2"), exchange_every="level",
+    )  # fmt: skip
+
+
 @pytest.mark.parallel(8)
 @pytest.mark.parametrize("norm, loss, placement", [("batch", "cross_entropy + dice", "line"), ("instance", "cross_entropy", "v"), ("none", "focal", "line")])
 def test_samples_times_tiles_times_stages_times_tiles_in_time(comm, norm, loss, placement):
@@ -195,6 +204,32 @@ def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, los
     kinds = [type(op) for op in found[-1] if isinstance(op, KeptTile)]
     assert all(op.kept for op in found[-1] if isinstance(op, KeptTile))
     assert comm.rank == comm.size - 1 or kinds != sorted(kinds, key=lambda kind: kind is BackwardTile), "in turn"
+
+
+def that_takes_few_sizes(**unused) -> nn.Module:
+    """Mirrors more cells than a tile has, and adds maps of two levels, which wants multiples of two pixels."""
+
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pad, self.first, self.down, self.top, self.side, self.head = (
+                nn.ReflectionPad2d(3), nn.Conv2d(3, 4, 7), nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 3, padding=1),
+            )  # fmt: skip
+
+        def forward(self, x):
+            a = torch.relu(self.first(self.pad(x)))
+            return self.head(self.side(a) + nn.functional.interpolate(self.top(torch.relu(self.down(a))), scale_factor=2.0))
+
+    return Pyramid()
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("tiles_per_rank", ["7x2", "13x1"])
+def test_stages_are_balanced_whatever_sizes_a_network_takes(comm, tiles_per_rank):
+    """Tiles may be of others."""
+    found = config(stages=2, in_time="recompute", tiles_per_rank=Extents(tiles_per_rank))
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:that_takes_few_sizes")), comm, Extents("34x22"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
 @pytest.mark.parallel(2)

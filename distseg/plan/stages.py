@@ -91,7 +91,7 @@ def _balance_in_time(config: Config, model: nn.Module, image: Sequence[int], rea
     layout = Layout(graph, part.size, [(0, n) for n in part.size], "all")
     live = [calls[number].inputs[0] for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)]
     tiling = GridTiling(config.spatial.tiles_per_rank)
-    costs = modelled(model, tuple(-(-n // g) for n, g in zip(part.size, config.spatial.tiles_per_rank)), config.data.images, CORE if device == "cpu" else V100)
+    costs = modelled(model, image, config.data.images, CORE if device == "cpu" else V100)  # a size that the network takes, which a tile's may not be
     split, tried = _split(config, model, costs), {}
     while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
         times = computed_again(layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling)

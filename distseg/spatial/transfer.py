@@ -159,7 +159,8 @@ class Transfers:
                 del self._queues[kind, peer, tag]
 
     def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
-        """Until all rows before ``row`` are there."""
+        """Until all rows before ``row`` are there, of those that come this way."""
+        row = min(row, receiving.box.stop[0])
         while receiving.there < row:
             before = receiving.there  # each arrival begins the time anew in which the next has to come
             self._until(lambda: receiving.there > before, what, "wait")

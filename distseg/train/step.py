@@ -249,7 +249,8 @@ class InTiles:
         return self._programs[key]
 
     def _operations(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
-        everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if self.order == "1f1b" else []
+        staged = self.order == "1f1b" and self.executor.comm.size > 1
+        everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if staged else []
         if everyone and all(map(can_interleave, everyone)):
             return self.executor.keeping(interleaved([*zip(*everyone)])[self.executor.comm.rank], works)
         return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)

@@ -157,7 +157,7 @@ class GapTrimmer:
         release_freed_memory()
         self._first: int | None = None
 
-    def after_tile(self, held: int = 0) -> None:
+    def after_tile(self, held: float = 0) -> None:
         """``held``: bytes of what outlives tiles."""
         now = resident_memory() - held
         if self._first is None:

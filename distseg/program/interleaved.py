@@ -35,10 +35,11 @@ def interleaved(works: Sequence[Sequence[Work]]) -> list[list[Operation]]:
     Args:
         works: by rank, which is its stage's number, and micro-batch.
     """
-    least = _Turns(works, [1] * len(works))
+    streams = [*map(_streams, works)]
+    least = _Turns(works, streams, [1] * len(works))
     list(least.taken())
-    ahead = [limit + 2 * (len(works) - 1 - rank) * _abreast(those) for rank, (limit, those) in enumerate(zip(least.limits, works))]
-    turns = _Turns(works, ahead)
+    ahead = [limit + 2 * (len(works) - 1 - rank) * _abreast(there) for rank, (limit, (there, _)) in enumerate(zip(least.limits, streams))]
+    turns = _Turns(works, streams, ahead)
     found = [[op for work in those for op in expected(work)] + [op for work in those for op in expected_back(work, work.stages[0])] for those in works]
     for rank, group in turns.taken():
         found[rank] += group
@@ -49,12 +50,13 @@ class _Turns:
     """Ranks that take turns, a tile each.
 
     Args:
+        streams: of each rank, there and back.
         limits: tiles that may be under way on each rank; more, where otherwise none could go on.
     """
 
-    def __init__(self, works: Sequence[Sequence[Work]], limits: Sequence[int]):
+    def __init__(self, works: Sequence[Sequence[Work]], streams: Sequence[tuple[list[_Group], list[_Group]]], limits: Sequence[int]):
         self.works, self.limits = works, list(limits)
-        self.there, self.back = zip(*map(_streams, works))
+        self.there, self.back = ([*map(deque, each)] for each in zip(*streams))
         self._under_way: list[set] = [set() for _ in works]
         self._sent: dict[tuple, int] = {}
 
@@ -92,7 +94,7 @@ class _Turns:
 
     def _is_ready(self, rank: int, op: Operation) -> bool:
         work = self.works[rank][op.micro_batch]
-        if isinstance(op, BackwardTile) and _tile(op) not in self._under_way[rank]:
+        if isinstance(op, BackwardTile) and op.tile not in self._under_way[rank]:
             return False
         return all(self._sent.get(key, start) >= rows for key, start, rows in _awaited(op, work))
 
@@ -100,20 +102,20 @@ class _Turns:
         group = stream.popleft()
         for op in group:
             if isinstance(op, ForwardTile):
-                self._under_way[rank].add(_tile(op))
+                self._under_way[rank].add(op.tile)
             if isinstance(op, BackwardTile):
-                self._under_way[rank].discard(_tile(op))
+                self._under_way[rank].discard(op.tile)
             if isinstance(op, Send):  # a gradient too
                 self._sent[_key(op, rank, op.block, op.position)] = op.final
         return group
 
 
-def _streams(works: Sequence[Work]) -> tuple[deque[_Group], deque[_Group]]:
+def _streams(works: Sequence[Work]) -> tuple[list[_Group], list[_Group]]:
     """What a rank does on the way there and on the way back; all in one, of the rank whose tiles turn around."""
     stage = works[0].stages[0]
     if any(map(works[0].is_last, works[0].mine)):
-        return deque(_groups(op for work in works for op in chain(forward(work, stage), outputs(work), backward(work, stage)))), deque()
-    return deque(_groups(op for work in works for op in forward(work, stage))), deque(group for work in works for group in _groups(backward(work, stage)))
+        return _groups(op for work in works for op in chain(forward(work, stage), outputs(work), backward(work, stage))), []
+    return _groups(op for work in works for op in forward(work, stage)), [group for work in works for group in _groups(backward(work, stage))]
 
 
 def _groups(operations: Iterable[Operation]) -> list[_Group]:
@@ -130,15 +132,11 @@ def _groups(operations: Iterable[Operation]) -> list[_Group]:
     return found or ([before] if before else [])
 
 
-def _abreast(works: Sequence[Work]) -> int:
+def _abreast(there: Sequence[_Group]) -> int:
     """The tiles of all segments of a stage for some rows of the image: as many more under way, and no stage waits for the next one's answer."""
-    tiles = [op for work in works for op in forward(work, work.stages[0]) if isinstance(op, ForwardTile)]
+    tiles = [op for group in there for op in group if isinstance(op, ForwardTile)]
     bands = Counter(segment for segment, *_ in {(op.segment, op.micro_batch, op.block, op.box.start[0]) for op in tiles})
     return -(-len(tiles) // max(bands.values(), default=1))
-
-
-def _tile(op: OfTile) -> tuple:
-    return op.micro_batch, op.segment, op.block, op.box
 
 
 def _awaited(op: Operation, work: Work) -> Iterator[tuple[tuple, int, int]]:

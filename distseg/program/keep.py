@@ -38,8 +38,7 @@ def _pairs(program: Sequence[Operation]) -> Iterator[tuple[int, int]]:
     """The places of each tile's passes."""
     there: dict[tuple, int] = {}
     for place, op in enumerate(program):
-        key = (op.micro_batch, op.segment, op.block, op.box) if isinstance(op, OfTile) else ()
         if isinstance(op, ForwardTile):
-            there[key] = place
+            there[op.tile] = place
         if isinstance(op, BackwardTile):
-            yield there.pop(key), place
+            yield there.pop(op.tile), place

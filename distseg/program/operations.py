@@ -90,6 +90,11 @@ class OfTile(Operation):
     block: int
     box: Box
 
+    @property
+    def tile(self) -> tuple[int, int, int, Box]:
+        """What its passes have in common, and no other tile's."""
+        return self.micro_batch, self.segment, self.block, self.box
+
     def _what(self) -> str:
         return f"segment {self.segment}  {_block(self.block)}{self.box}"
 

@@ -351,8 +351,7 @@ class Walk:
         for number in sorted(executor.live & {number for segment in work.mine for number in work.segments[segment].nodes}):
             self._norms_at.setdefault(executor.graph[number].first, []).append(number)
         self._moments: dict[int, list] = {}
-        self._kept: dict[tuple[int, int, Box], tuple[Tensor, list]] = {}  # results and leaves of tiles whose graphs wait, by segment, block and box
-        self._bytes_kept = 0
+        self._kept: dict[tuple, tuple[Tensor, list, float]] = {}  # results and leaves of tiles whose graphs wait, and about what these take
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
         self._sending: dict[tuple[int, int], list[Sending]] = {}
@@ -379,13 +378,15 @@ class Walk:
         self._kept.clear()
 
     @property
-    def in_memory(self) -> int:
+    def in_memory(self) -> float:
         """Bytes of its maps that are in this process's memory, and of the tiles that are kept."""
         coming = (r.stored for those in self._returning.values() for r in those if r.stored is not None)
-        return self._bytes_kept + sum(stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming))
+        kept = sum(size for *_, size in self._kept.values())
+        return kept + sum(stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming))
 
-    def _bytes_of_graph(self, op: OfTile) -> int:
-        return int(self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block]))
+    def _bytes_of_graph(self, op: OfTile) -> float:
+        """Asked for by those who trim alone."""
+        return self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block]) if self.executor.trims else 0.0
 
     def _name(self, op: OfTile) -> str:
         return self.executor.name_of(self.segments[op.segment])
@@ -405,16 +406,14 @@ class Walk:
             self._map(self.maps, op.block, stop, y).write(op.box, y)
         self._take_moments(stop, op.block, op.box, y)
         if op.kept:
-            self._kept[op.segment, op.block, op.box] = found, leaves
-            self._bytes_kept += self._bytes_of_graph(op)
+            self._kept[op.tile] = found, leaves, self._bytes_of_graph(op)
 
     @torch.enable_grad()
     def backward(self, op: BackwardTile) -> None:
         stop = self.segments[op.segment].result
         g = self._gradient(op.block, stop, op.box)
         if op.kept:
-            y, leaves = self._kept.pop((op.segment, op.block, op.box))
-            self._bytes_kept -= self._bytes_of_graph(op)
+            y, leaves, _ = self._kept.pop(op.tile)
         else:
             with self.span("recompute", self._name(op)):
                 y, leaves = self._run(op)

@@ -149,22 +149,22 @@ def release_freed_memory() -> None:
 class GapTrimmer:
     """Keeps a process that computes tile after tile from growing: the allocator leaves gaps that the next tile does not fit into.
 
-    Begins with all free memory given back. That is done again once the process, but for what it is told is held, is larger than after the first tile by
-    ``_GAPS``, not with every tile, for it costs the next one new pages.
+    Begins with all free memory given back. That is done again once the process, but for what it is told is held, is larger by ``_GAPS`` than a tile
+    made it that found no gaps, not with every tile, for it costs the next one new pages.
     """
 
     def __init__(self):
         release_freed_memory()
-        self._first: int | None = None
+        self._usual: float | None = None
 
     def after_tile(self, held: float = 0) -> None:
         """``held``: bytes of what outlives tiles."""
         now = resident_memory() - held
-        if self._first is None:
-            self._first = now
-        elif now > self._first + _GAPS:
+        if self._usual is None:
+            self._usual = now
+        elif now > self._usual + _GAPS:
             release_freed_memory()
-            self._first = max(self._first, resident_memory() - held)  # what is left is no gap
+            self._usual = None  # as the next one makes it: those in the middle of an image take more than the first
 
 
 _GAPS = 16e6  # bytes

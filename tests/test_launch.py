@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import distseg
+from distseg import launch
 from distseg.launch import JointFailure, end_as_one, fair_threads, set_up, together
 from distseg.launchers import LAUNCHERS, Process, contradiction, identify
 
@@ -234,3 +235,22 @@ def test_a_real_job_ends_within_seconds_and_says_why_once(mpirun, tmp_path, body
     assert done.seconds < 10
     assert done.returncode != 0
     assert done.stderr.count(message) == 1 and done.stderr.count("distseg: error") == 1, str(done)
+
+
+def test_free_memory_goes_back_where_a_process_grows_by_gaps_not_by_its_tiles(monkeypatch):
+    """A tile in the middle of an image takes more than the first at its corner: that is no gap."""
+    released, resident = [], 0.0
+    monkeypatch.setattr(launch, "release_freed_memory", lambda: released.append(resident))
+    monkeypatch.setattr(launch, "resident_memory", lambda: resident)
+    trimmer = launch.GapTrimmer()
+    for resident in (500e6, 530e6, 531e6, 532e6, 540e6):
+        trimmer.after_tile()
+    assert released == [0.0, 530e6], "once at the beginning, and once to see what a larger tile takes by itself"
+    for resident in (545e6, 552e6):
+        trimmer.after_tile()
+    assert released[2:] == [552e6], "gaps: larger than a tile took that found none"
+    resident = 900e6
+    trimmer.after_tile(held=360e6)
+    resident = 905e6
+    trimmer.after_tile(held=360e6)
+    assert len(released) == 3, "what is held is no gap"

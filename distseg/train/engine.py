@@ -293,7 +293,7 @@ def make_in_time(
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
     return InTime(
         model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations, cast, devices, stages, placement, comm,
-        trims=budget is not None, borders=Borders(exchange), room=budget,
+        trims=budget is not None or comm.size == 1, borders=Borders(exchange), room=budget,  # stages without a budget keep their tiles' graphs
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from distseg.infer.predictor import Predictor
 from distseg.models.layers import skip_store
 from distseg.models.patch_unet import PatchUNet
 from distseg.models.patches import check_patches
-from distseg.pipeline.build import autocast, place_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -32,15 +31,13 @@ class MapFiller(Filler):
     """
 
     def __init__(self, network: PatchUNet, context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
-        self.network, self.context, self.device, self.channels_last, self.at_once = network, context, device, channels_last, at_once
-        self.dtype = torch.float64 if precision == "fp64" else torch.float32
-        self.autocast = autocast(precision, device)
+        self.context = context
         context.whole = True
         for part in (network.encoder, network.decoder):
             for name, layer in part.named_children():
                 if isinstance(layer, DROPOUTS):
                     setattr(part, name, KeyedDropout(layer, context, (1,) * len(network.patch), name))
-        place_model(network, device, precision, channels_last)
+        self._place(network, device, precision, channels_last, at_once)
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Patches (n, C, *patch) -> (n, s, *cells), and the skips; ``samples``: the keys of their dropout masks, here and in what decodes them."""

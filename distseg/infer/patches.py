@@ -9,7 +9,7 @@ from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distseg.comm.collective import Alone, add
 from distseg.comm.staging import upload
@@ -44,13 +44,16 @@ class Filler:
     """
 
     def __init__(self, network: PatchNetwork, context: Context, head_context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
-        self.network, self.device, self.channels_last, self.at_once = network, device, channels_last, at_once
-        self.dtype = torch.float64 if precision == "fp64" else torch.float32
-        self.autocast: Callable[[], ContextManager] = autocast(precision, device)
         nowhere = Reach((0,) * len(network.patch), (1,) * len(network.patch))
         self.backbone: TiledModel = parallelize(network.backbone, reach_for(network.backbone, False), context, whole=True)
         has_norms = any(isinstance(layer, STATISTICAL) for layer in network.head.modules())
         self.head: TiledModel | None = parallelize(network.head, nowhere, head_context, whole=True) if has_norms else None
+        self._place(network, device, precision, channels_last, at_once)
+
+    def _place(self, network: nn.Module, device: torch.device, precision: str, channels_last: bool, at_once: int) -> None:
+        self.network, self.device, self.channels_last, self.at_once = network, device, channels_last, at_once
+        self.dtype = torch.float64 if precision == "fp64" else torch.float32
+        self.autocast: Callable[[], ContextManager] = autocast(precision, device)
         place_model(network, device, precision, channels_last)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:

@@ -14,13 +14,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from dataclasses import dataclass
 from itertools import chain
 from typing import Iterable, Iterator, Sequence
 
 from distseg.program.operations import BackwardTile, Drop, ForwardTile, OfTile, Operation, Send, SendGradient
 from distseg.program.tiles import Work, backward, expected, expected_back, forward, outputs
 
-_Group = list[Operation]  # a tile, and what is sent or dropped after it
+_Awaited = tuple[tuple, int, int]  # rows that must have come from other ranks: of what, its first row, the row before which it must be there
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A tile, and what is sent or dropped after it."""
+
+    operations: Sequence[Operation]
+    awaited: Sequence[_Awaited]
+    kept: Sequence[tuple]
+    """Tiles that must have gone forward."""
 
 
 def can_interleave(works: Sequence[Work]) -> bool:
@@ -42,7 +53,7 @@ def interleaved(works: Sequence[Sequence[Work]]) -> list[list[Operation]]:
     turns = _Turns(works, streams, ahead)
     found = [[op for work in those for op in expected(work)] + [op for work in those for op in expected_back(work, work.stages[0])] for those in works]
     for rank, group in turns.taken():
-        found[rank] += group
+        found[rank] += group.operations
     return found
 
 
@@ -78,7 +89,7 @@ class _Turns:
         """For one more tile, which is of no later micro-batch than 1F1B would have under way."""
         under_way = self._under_way[rank]
         first = min((tile[0] for tile in under_way), default=math.inf)
-        return len(under_way) < limit and self.there[rank][0][0].micro_batch < first + len(self.works) - rank
+        return len(under_way) < limit and self.there[rank][0].operations[0].micro_batch < first + len(self.works) - rank
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
         """Where none can go on in its turn: a tile that can go back, or else one more that goes forward."""
@@ -90,21 +101,17 @@ class _Turns:
         self.limits[[rank for rank in able if self._has_room(rank, math.inf)][-1]] += 1
 
     def _can_go(self, rank: int, stream: deque[_Group]) -> bool:
-        return bool(stream) and all(map(lambda op: self._is_ready(rank, op), stream[0]))
-
-    def _is_ready(self, rank: int, op: Operation) -> bool:
-        work = self.works[rank][op.micro_batch]
-        if isinstance(op, BackwardTile) and op.tile not in self._under_way[rank]:
+        if not stream:
             return False
-        return all(self._sent.get(key, start) >= rows for key, start, rows in _awaited(op, work))
+        group = stream[0]
+        return self._under_way[rank].issuperset(group.kept) and all(self._sent.get(key, start) >= rows for key, start, rows in group.awaited)
 
     def _take(self, rank: int, stream: deque[_Group]) -> _Group:
         group = stream.popleft()
-        for op in group:
+        self._under_way[rank].difference_update(group.kept)
+        for op in group.operations:
             if isinstance(op, ForwardTile):
                 self._under_way[rank].add(op.tile)
-            if isinstance(op, BackwardTile):
-                self._under_way[rank].discard(op.tile)
             if isinstance(op, Send):  # a gradient too
                 self._sent[_key(op, rank, op.block, op.position)] = op.final
         return group
@@ -113,15 +120,17 @@ class _Turns:
 def _streams(works: Sequence[Work]) -> tuple[list[_Group], list[_Group]]:
     """What a rank does on the way there and on the way back; all in one, of the rank whose tiles turn around."""
     stage = works[0].stages[0]
+    groups = lambda *ways: [group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)]
+    there, back = (lambda work: forward(work, stage)), (lambda work: backward(work, stage))
     if any(map(works[0].is_last, works[0].mine)):
-        return _groups(op for work in works for op in chain(forward(work, stage), outputs(work), backward(work, stage))), []
-    return _groups(op for work in works for op in forward(work, stage)), [group for work in works for group in _groups(backward(work, stage))]
+        return groups(there, outputs, back), []
+    return groups(there), groups(back)
 
 
-def _groups(operations: Iterable[Operation]) -> list[_Group]:
+def _groups(operations: Iterable[Operation], work: Work) -> list[_Group]:
     """What comes before the first tile comes behind the last: maps that only others read, which go when all is sent."""
-    before: _Group = []
-    found: list[_Group] = []
+    before: list[Operation] = []
+    found: list[list[Operation]] = []
     for op in operations:
         if isinstance(op, OfTile):
             found.append([op])
@@ -129,18 +138,22 @@ def _groups(operations: Iterable[Operation]) -> list[_Group]:
             (found[-1] if found else before).append(op)
     if found:
         found[-1] += before
-    return found or ([before] if before else [])
+    return [_group(those, work) for those in found or ([before] if before else [])]
+
+
+def _group(operations: Sequence[Operation], work: Work) -> _Group:
+    awaited = [one for op in operations for one in _awaited(op, work)]
+    return _Group(operations, awaited, [op.tile for op in operations if isinstance(op, BackwardTile)])
 
 
 def _abreast(there: Sequence[_Group]) -> int:
     """The tiles of all segments of a stage for some rows of the image: as many more under way, and no stage waits for the next one's answer."""
-    tiles = [op for group in there for op in group if isinstance(op, ForwardTile)]
+    tiles = [op for group in there for op in group.operations if isinstance(op, ForwardTile)]
     bands = Counter(segment for segment, *_ in {(op.segment, op.micro_batch, op.block, op.box.start[0]) for op in tiles})
     return -(-len(tiles) // max(bands.values(), default=1))
 
 
-def _awaited(op: Operation, work: Work) -> Iterator[tuple[tuple, int, int]]:
-    """The rows that must have come from other ranks: (what, its first row, the row before which it must be there)."""
+def _awaited(op: Operation, work: Work) -> Iterator[_Awaited]:
     rows_of = lambda block, position: work.cut.made(block, position)
     if isinstance(op, Drop) and op.position in work.elsewhere:
         for block in range(work.blocks):

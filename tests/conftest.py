@@ -46,3 +46,18 @@ def plans_are_remembered():
         for module, name in ((engine, "reach_for"), (stages, "modelled"), (parallelize, "cumulative_strides")):
             patch.setattr(module, name, remembered(getattr(module, name)))
         yield
+
+
+@pytest.fixture
+def refused(capsys):
+    """``refused(*words)``: what is said of a command that is refused."""
+
+    def said(*words: str) -> str:
+        from distseg.cli import main
+
+        with pytest.raises(SystemExit) as end:
+            main([*words])
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return said

@@ -191,7 +191,7 @@ def test_stages_evaluate_what_one_rank_does(comm, shared_path, capsys):
             assert abs(float(row["p(bright)"]) - float(module(x).softmax(1)[0, 1])) < 1e-4
 
 
-def test_what_does_not_fit_is_refused(tmp_path, capsys):
+def test_what_does_not_fit_is_refused(tmp_path, refused):
     write_store(tmp_path / "s.h5"), write_store(tmp_path / "n.h5", classes=("height",))
     with StoreWriter(tmp_path / "pixels.h5", ["a", "b"], 2) as writer:
         writer.add_image("x", (29, 43), np.uint8, "train", True).write(Box.whole((29, 43)), np.zeros((2, 29, 43), np.uint8), np.zeros((29, 43), int))
@@ -201,10 +201,8 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
         ("n.h5", "made_classifiers:residual", [], r"loss.name is cross_entropy, but .*n.h5 has a number for each image \(height\): take mse or l1"),
         ("s.h5", "made_classifiers:residual", ["--loss.name", "mse", "--model.out_channels", "1"], "loss.name is mse, but .*s.h5 has 2 classes: take cross_entropy"),
     ]:
-        with pytest.raises(SystemExit) as end:
-            main(["train", "--data.store", str(tmp_path / store), "--train.output", str(tmp_path / "run"), "--model.name", model, *more])
-        err = capsys.readouterr().err
-        assert end.value.code == 2 and re.search(why, err), err
+        err = refused("train", "--data.store", str(tmp_path / store), "--train.output", str(tmp_path / "run"), "--model.name", model, *more)
+        assert re.search(why, err), err
 
 
 def test_shrunken_images_are_means(tmp_path):

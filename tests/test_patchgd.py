@@ -225,10 +225,8 @@ def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
     assert all((theirs[name] == t).all() for name, t in given.state_dict().items() if not name.startswith("last."))
 
 
-def test_verify_is_of_exact_steps(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["verify", "--train.method", "patchgd", "--image", "64x64"])
-    assert end.value.code == 2 and "train.method is patchgd, which approximates the gradient" in capsys.readouterr().err
+def test_verify_is_of_exact_steps(refused):
+    assert "train.method is patchgd, which approximates the gradient" in refused("verify", "--train.method", "patchgd", "--image", "64x64")
 
 
 @pytest.mark.parametrize(
@@ -245,14 +243,12 @@ def test_verify_is_of_exact_steps(capsys):
         (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),
     ],
 )
-def test_what_can_not_be_is_refused(tmp_path, capsys, flags, why):
+def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
     write_store(tmp_path / "s.h5", size=(45, 61))
     given = {"--data.store": str(tmp_path / "s.h5"), "--train.output": str(tmp_path / "run"), "--train.method": "patchgd", "--model.name": "distseg.models.classifier:residual", "--patchgd.patch": "16x16"}
     given |= dict(zip(flags[::2], flags[1::2]))
-    with pytest.raises(SystemExit) as end:
-        main(["train", *(word for pair in given.items() for word in pair)])
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and re.search(why, err), err
+    err = refused("train", *(word for pair in given.items() for word in pair))
+    assert re.search(why, err), err
 
 
 def test_ranks_that_no_patch_is_drawn_for_are_refused_before_work(tmp_path):

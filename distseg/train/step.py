@@ -211,10 +211,11 @@ class InTiles:
     """
 
     def __init__(self, executor: InTime, head: LossHead | None, loss: Loss, order: str = "gpipe"):
-        self.executor, self.head, self.loss, self.order = executor, head, loss, order
-        self.schedule = f"{order}, tiles in time"
+        self.executor, self.head, self.loss = executor, head, loss
+        self.order = order if executor.comm.size > 1 else "gpipe"  # a lone stage has nobody to take turns with
+        self.schedule = f"{self.order}, tiles in time"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
-        self.goes_before = executor.comm.size > 1 and order == "1f1b" and not loss.linear
+        self.goes_before = self.order == "1f1b" and not loss.linear
         self._programs: dict[tuple, list[Operation]] = {}
 
     def given(self, micro_batches: list[list[Block]]) -> Tiled:
@@ -249,8 +250,7 @@ class InTiles:
         return self._programs[key]
 
     def _operations(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
-        staged = self.order == "1f1b" and self.executor.comm.size > 1
-        everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if staged else []
+        everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if self.order == "1f1b" else []
         if everyone and all(map(can_interleave, everyone)):
             return self.executor.keeping(interleaved([*zip(*everyone)])[self.executor.comm.rank], works)
         return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)

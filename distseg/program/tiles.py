@@ -257,9 +257,11 @@ def _met(work: Work, position: int) -> Iterator[Operation]:
 
 
 def _passed(work: Work, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
-    """Without backward passes: maps go that all segments have read, which may be done in another order than they are numbered."""
-    for position in work.sources(segment):
-        if position != 0 and not work.back and all(map(done, work.reading(position))):
+    """Without backward passes: maps go that are made, all of them, and that all segments have read, which may be done in another order than they are
+    numbered; the last rows of a map may be for other ranks alone."""
+    for position in (*work.sources(segment), work.stop(segment)):
+        reading, making = work.reading(position), [work.made[position]] if position in work.made else []
+        if position != 0 and not work.back and reading and all(map(done, (*reading, *making))):
             yield Drop(work.number, position)
 
 

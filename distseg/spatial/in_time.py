@@ -578,13 +578,14 @@ class Walk:
         self.transfers.progress()
 
     def send_gradient(self, op: SendGradient) -> None:
+        for i in range(op.block + 1):  # images go one after another; a small one may be final all at once, after rows of the next are
+            if (i, op.position) not in self._handing_back:
+                gradient = self.gradients[i, op.position]
+                sending = Sending(gradient, self.cut.made(i, op.position), gradient.close)
+                self._handing_back[i, op.position] = self.transfers.begin(sending, self.work.makers[op.position], 2 * op.position + 1)
         key = op.block, op.position
-        gradient, made = self.gradients[key], self.cut.made(*key)
-        if key not in self._handing_back:
-            sending = Sending(gradient, made, gradient.close)
-            self._handing_back[key] = self.transfers.begin(sending, self.work.makers[op.position], 2 * op.position + 1)
         self._handing_back[key].final = op.final
-        if op.final == made.stop[0]:
+        if op.final == self.cut.made(*key).stop[0]:
             del self.gradients[key]  # goes when it is sent
         self.transfers.progress()
 

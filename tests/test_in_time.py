@@ -15,7 +15,7 @@ from distseg.geometry.tile import Box, boxes_of
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, short_of_room
 from distseg.program.operations import BackwardTile, KeptTile, OfTile
 from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange
@@ -137,6 +137,41 @@ def test_borders_of_stored_maps_are_exchanged(comm, every, norm, loss):
     """Instead of computed by both neighbours; on the way back their gradients return."""
     grid = {1: "1x1", 2: "1x2", 3: "3x1", 4: "2x2"}[comm.size]
     check(comm, "61x75", tiles=grid, norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID, exchange_every=every)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_lone_stage_has_nobody_to_take_turns_with(comm):
+    """Whatever order is asked for, the loss is known only when all micro-batches went forward."""
+    check(comm, "41x35", samples=comm.size, schedule="1f1b", norm="none", loss="dice", accumulate=2, in_time="spill", tiles_per_rank=Extents("1x2"))
+
+
+def whose_last_rows_are_for_another_stage(**unused) -> nn.Module:
+    """A stage reads all rows of its own map but the last few, which the skip has."""
+
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.down, self.deep, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 3, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+        def forward(self, x):
+            a = torch.relu(self.first(x))
+            b = torch.relu(self.deep(torch.relu(self.down(a))))
+            return self.head(torch.cat([nn.functional.interpolate(b, scale_factor=3.0)[..., : a.shape[-2], : a.shape[-1]], a], 1))
+
+    return Strided()
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_map_goes_when_it_is_made_and_read(comm):
+    found = config(stages=comm.size, schedule="1f1b", loss="dice", in_time="recompute", tiles_per_rank=Extents("7x1"))
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:whose_last_rows_are_for_another_stage")), comm, Extents("6x16"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
+@pytest.mark.parallel(2)
+def test_borders_of_maps_that_ranks_made_of_single_cells(comm):
+    """Of which none tells in what order its channels lie."""
+    check(comm, "12x12", tiles="1x2", norm="none", depth=2, num_convs=1, in_time="recompute", tiles_per_rank=Extents("3x1"), exchange_every="1")
 
 
 def with_a_wide_skip(**unused) -> nn.Sequential:
@@ -261,6 +296,11 @@ def test_nothing_is_stored_without_live_norms_and_all_is_let_go_of_with(comm, mo
 
 
 SIZE = (256, 256)
+
+
+def test_a_budget_that_kernels_and_gaps_do_not_fit_into_is_told():
+    assert short_of_room(None, 4e8) == short_of_room(600_000_000, 4e8) == []
+    assert "run.memory is 450 MB, and this process takes 400 MB before any tile" in short_of_room(450_000_000, 4e8)[0]
 
 
 def activations(norm="instance", last=True) -> tuple[Activations, Exchange, list]:

@@ -15,6 +15,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.launch import JointFailure
 from distseg.checkpoint.files import find
+from distseg.spatial import transfer
 from distseg.train.loop import train
 
 
@@ -104,6 +105,25 @@ def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm, crop):
         for name, w in memory.items():
             assert torch.allclose(time[name], w, rtol=0, atol=1e-10), name
         assert read_log(folder / "time")[-1]["bytes_read"] > 0
+
+
+@pytest.mark.parallel(2)
+def test_stages_in_time_train_images_of_very_different_sizes(comm, shared_path, monkeypatch):
+    """The gradient of a small one is final all at once, that of the next one before rows by rows."""
+    folder = Path(shared_path)
+    if comm.rank == 0:
+        write_store(folder / "store.h5", 3 * ((19, 17), (62, 39)) + ((33, 47), (33, 47)))
+    comm.Barrier()
+    monkeypatch.setattr(transfer, "_STRIP", 2000.0)
+    plan = config(folder, stages=2, norm="none", images=2, schedule="gpipe", output=str(folder / "memory"))
+    plan = replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
+    train(plan, comm)
+    spatial = replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("3x1"), scratch=str(folder))
+    train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
+    if comm.rank == 0:
+        memory, time = weights(folder / "memory"), weights(folder / "time")
+        for name, w in memory.items():
+            assert torch.allclose(time[name], w, rtol=0, atol=1e-10), name
 
 
 @pytest.mark.parallel(2)

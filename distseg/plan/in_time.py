@@ -51,6 +51,14 @@ def budget_of(memory: int, base: int, what: str) -> float:
     return max(_SURE * (memory - base - _KEPT), (memory - base) / 4)
 
 
+def short_of_room(memory: int | None, base: float) -> list[str]:
+    """What to tell before work whose peak may be above ``memory``, where a process takes ``base`` before any tile is computed."""
+    if memory is None or memory - base >= _BESIDES:
+        return []
+    return [f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"]
+
+
+_BESIDES = 150e6  # bytes, measured where tiles are as small as they get
 _KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
 _SURE = 0.8  # of the rest
 

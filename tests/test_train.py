@@ -112,7 +112,7 @@ def test_stages_in_time_train_images_of_very_different_sizes(comm, shared_path, 
     """The gradient of a small one is final all at once, that of the next one before rows by rows."""
     folder = Path(shared_path)
     if comm.rank == 0:
-        write_store(folder / "store.h5", 3 * ((19, 17), (62, 39)) + ((33, 47), (33, 47)))
+        write_store(folder / "store.h5", 3 * ((9, 17), (62, 39)) + ((33, 47), (33, 47)))
     comm.Barrier()
     monkeypatch.setattr(transfer, "_STRIP", 2000.0)
     plan = config(folder, stages=2, norm="none", images=2, schedule="gpipe", output=str(folder / "memory"))

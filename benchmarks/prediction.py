@@ -28,10 +28,11 @@ from distseg.comm.collective import Alone
 from distseg.config import ModelConfig
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, strips
-from distseg.infer.predictor import Predictor, room_of
+from distseg.infer.predictor import Predictor
 from distseg.launch import keep_freed_memory, memory_in_use, world
 from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
+from distseg.plan.in_time import room_of
 from distseg.scene import Scene
 from distseg.spatial.context import Context
 from distseg.spatial.graph import receptive_field

@@ -349,7 +349,7 @@ class TestBudget:
             assert len(windows) > 9 and len(inner) == 1
 
     def test_too_little_is_refused_with_both_numbers(self):
-        with pytest.raises(ValueError, match=r"of run.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give more memory"):
+        with pytest.raises(ValueError, match=r"of run.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give 1 MB more"):
             list(self.tilings(1e4))
 
     def test_a_grid_is_no_finer_than_the_map(self):
@@ -365,7 +365,7 @@ class TestBudget:
         (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v"),
         (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
         (dict(in_time="together", memory="4GB"), r"run.memory is 4GB, but with spatial.in_time together nothing can be cut to fit it"),
-        (dict(memory="1MB"), r"run.memory is 1 MB, but this process .* takes \d+ MB already"),
+        (dict(memory="1MB"), r"run.memory is 1 MB, but a process .* takes \d+ MB already"),
         (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
     ],
 )

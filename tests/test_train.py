@@ -9,14 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, SpatialConfig, TrainConfig
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
 from distseg.data.writer import StoreWriter
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.launch import JointFailure
 from distseg.checkpoint.files import find
 from distseg.spatial import transfer
+from distseg.train import engine
 from distseg.train.loop import train
+from distseg.train.run import Run
 
 
 def write_store(path: Path, sizes=((41, 53), (64, 37), (50, 50), (33, 47))) -> Path:
@@ -228,6 +230,14 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(comm, folder):
     plan = replace(config(folder, tiles="1x2", norm="none"), optim=OptimConfig(name="sgd", lr=1e18))
     with pytest.raises(JointFailure, match="lower optim.lr"):
         train(plan, comm)
+
+
+@pytest.mark.parallel(2)
+def test_a_budget_that_no_tile_fits_into_is_told_by_all_stages_at_once_before_the_first_step(comm, folder, monkeypatch):
+    monkeypatch.setattr(engine, "room_of", lambda *_: 2000.0)
+    found = replace(config(folder, stages=2, images=2), run=RunConfig(memory="4GB"))
+    with pytest.raises(JointFailure, match="of run.memory 0.0 MB are left .* give 1 MB more"):
+        Run(found, comm)
 
 
 @pytest.mark.parallel(2)

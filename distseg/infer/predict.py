@@ -17,7 +17,7 @@ from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
 from distseg.infer.patch_maps import MapFiller, MapPredictor
 from distseg.infer.patches import Filler, PatchPredictor
-from distseg.infer.predictor import Predictor, room_of
+from distseg.infer.predictor import Predictor
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
 from distseg.mesh import Mesh
 from distseg.models.layers import answer_of
@@ -28,6 +28,7 @@ from distseg.models.zoo import outline_model
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import check_there, devices_of
 from distseg.pipeline.execute import Pipeline
+from distseg.plan.in_time import room_of
 from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.scene import Scene

@@ -32,11 +32,10 @@ from distseg.geometry.layout import Layout
 from distseg.geometry.segment import segments_of
 from distseg.geometry.tile import Box, Place, most_even_grid, split, tiles, window
 from distseg.infer.windows import Windows
-from distseg.launch import together
 from distseg.models.network import check_calls, check_size
 from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
-from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling, budget_of
+from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling
 from distseg.program.tiles import whole
 from distseg.scene import Scene
 from distseg.spatial.in_time import Block, InTime, computed, windows
@@ -343,17 +342,6 @@ class Predictor:
         finally:
             self.model.train(training)
             context.norm_comm, context.batch_comm, self.model.exchange = before
-
-
-def room_of(memory: int, base: int, what: str, world) -> float:
-    """What ``run.memory`` leaves for activations on the rank where least is left. Collective.
-
-    Raises:
-        ValueError: nothing is left on some rank.
-    """
-    with together(world):
-        room = budget_of(memory, base, what)
-    return min(world.allgather(room))
 
 
 @dataclass(frozen=True)

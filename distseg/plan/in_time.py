@@ -21,7 +21,7 @@ from distseg.geometry.layout import Layout
 from distseg.geometry.needs import needs_along
 from distseg.geometry.segment import Chain, Segment, chain
 from distseg.geometry.tile import Box
-from distseg.launch import LARGE_BLOCK
+from distseg.launch import LARGE_BLOCK, together
 from distseg.models.layers import Join, Pop, Stash
 from distseg.program.keep import Weighed
 from distseg.spatial.norm import NORMS
@@ -47,8 +47,20 @@ def budget_of(memory: int, base: int, what: str) -> float:
         ValueError: nothing is left.
     """
     if memory <= base:
-        raise ValueError(f"run.memory is {memory / 1e6:.0f} MB, but this process with {what} takes {base / 1e6:.0f} MB already: give more, with room for activations")
-    return max(_SURE * (memory - base - _KEPT), (memory - base) / 4)
+        raise ValueError(f"run.memory is {memory / 1e6:.0f} MB, but a process with {what} takes {base / 1e6:.0f} MB already: give {(base + _BESIDES) / 1e6:.0f} MB or more")
+    return max(_SURE * (memory - base - _KEPT), (memory - base) / _RISES)
+
+
+def room_of(memory: int, base: int, what: str, comm) -> float:
+    """The same where least is left on any rank of ``comm``. Collective.
+
+    Raises:
+        JointFailure: nothing is left on some rank.
+    """
+    most = max(comm.allgather(base))
+    with together(comm):
+        room = budget_of(memory, most, what)
+    return room
 
 
 def short_of_room(memory: int | None, base: float) -> list[str]:
@@ -61,6 +73,7 @@ def short_of_room(memory: int | None, base: float) -> list[str]:
 _BESIDES = 150e6  # bytes, measured where tiles are as small as they get
 _KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
 _SURE = 0.8  # of the rest
+_RISES = 4  # bytes of run.memory for a byte of the budget, at most
 
 
 @dataclass(frozen=True)
@@ -213,7 +226,7 @@ class BudgetTiling:
             taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.nodes[0]} to "
-                f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give more memory"
+                f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give {math.ceil(_RISES * (taken - self.budget) / 1e6)} MB more"
             )
         coarsest = [min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes) for dim in range(len(result.size))]
         steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.result], coarsest)]

@@ -201,11 +201,16 @@ class InTime:
             self._stored[key] = peak(work, lambda block, position: self.sizes.bytes_of(position, work.cut.held(block, position), len(places[block].images)))
         return self._stored[key]
 
-    def describe(self, image: Sequence[int]) -> str:
-        """What a step on an image of this size is made of, for the first of its ranks."""
+    def describe(self, image: Sequence[int], images: int = 1) -> str:
+        """What a step on so many images of this size is made of, for the first of their ranks.
+
+        Raises:
+            ValueError: not even small tiles fit into the budget.
+        """
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
-        places = [Place(tuple(image), tile, tile, (0,), (0,))]
+        numbers = tuple(range(images))
+        places = [Place(tuple(image), tile, tile, numbers, numbers)]
         work, stored = self.work(places), self.stored(places)
         visits = sum(isinstance(op, OfTile) for op in whole(work))
         if not stored:

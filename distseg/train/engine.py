@@ -26,7 +26,7 @@ from distseg.pipeline.execute import Pipeline
 from distseg.program.partition import Partition
 from distseg.program.schedule import splits
 from distseg.pipeline.stage import Stage
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, budget_of, tiles_in_time
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, room_of, tiles_in_time
 from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
@@ -84,10 +84,7 @@ class Engine(Descent):
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         super().__init__(config, mesh, model, self.device)
-        with together(mesh.world):
-            budget = self._budget() if activations and config.run.memory is not None else None
-        if budget is not None:
-            budget = min(mesh.pipeline.allgather(budget))  # each stage knows the tiles of all
+        budget = self._budget(config.run.memory) if activations and config.run.memory is not None else None
         with together(mesh.world):
             self.gradient_step = self._gradient_step(activations, budget)
 
@@ -109,10 +106,10 @@ class Engine(Descent):
             way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
         return GradientStep(way, head, self.loss, self.context)
 
-    def _budget(self) -> float:
-        """Bytes of this rank for the activations of tiles in time."""
+    def _budget(self, memory: int) -> float:
+        """Bytes for the activations of tiles in time: the same on all ranks, as each stage knows the tiles of all."""
         keep_freed_memory(large=False)
-        return budget_of(self.config.run.memory, self.base_memory(), "weights, gradients and the optimizer's state")
+        return room_of(memory, self.base_memory(), "weights, gradients and the optimizer's state", self.mesh.world)
 
     def _in_time(self, activations: Activations, budget: float | None) -> InTime:
         return make_in_time(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)

@@ -26,8 +26,8 @@ from distseg.mesh import Mesh, MeshShape
 from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_zoo import network_of
 from distseg.models.patches import PatchNetwork
-from distseg.plan.in_time import short_of_room, tiles_in_time
-from distseg.infer.predictor import Predictor, room_of
+from distseg.plan.in_time import room_of, short_of_room, tiles_in_time
+from distseg.infer.predictor import Predictor
 from distseg.models.layers import channels_of
 from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
@@ -212,7 +212,9 @@ class Run:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
         if engine.in_time:
-            lines += [engine.in_time.executor.describe(self.image), *short_of_room(config.run.memory, engine.base_memory())]
+            with together(self.world):
+                lines.append(engine.in_time.executor.describe(self.image, config.data.images))
+            lines += short_of_room(config.run.memory, engine.base_memory())
         elif not config.spatial.exchanges:
             lines += self._overlap()
         if engine.partition:

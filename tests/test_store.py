@@ -249,6 +249,13 @@ def test_not_hdf5(tmp_path):
         Store(tmp_path / "s.h5")
 
 
+def test_one_that_this_process_holds_open_is_not_called_damaged(tmp_path):
+    random_store(tmp_path / "s.h5", train=[(9, 13)])
+    with h5py.File(tmp_path / "s.h5"), pytest.raises(ValueError, match="s.h5 is held open with locks by this same process: close it first"):
+        Store(tmp_path / "s.h5")
+    Store(tmp_path / "s.h5")
+
+
 @pytest.mark.parametrize("share", [0.2, 0.9, 0.999])
 def test_cut_off(tmp_path, share):
     random_store(tmp_path / "s.h5", train=[(97, 131)])

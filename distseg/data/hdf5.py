@@ -33,7 +33,7 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: another thing than a plain file, no HDF5, or a damaged one.
+        ValueError: another thing than a plain file, no HDF5, a damaged one, or one that this process holds open with locks.
     """
     try:
         mode = os.stat(path).st_mode
@@ -50,6 +50,8 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
     except OSError as e:
         if "already open for write" in str(e):
             raise ValueError(f"{path} is unfinished, its writer was stopped: {made_by}") from None
+        if "locking flag values don't match" in str(e):
+            raise ValueError(f"{path} is held open with locks by this same process: close it first, or open it with locking=False") from None
         raise ValueError(f"{path} is damaged or cut off ({e}): copy it again; {made_by}") from e
 
 

@@ -45,6 +45,7 @@ from distseg.serial import Dropouts, Image, Outcome, rounding_of_gradients, roun
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.loss import of_numbers, parse
 from distseg.train.optim import freeze
+from distseg.train.step import Rows
 
 
 class RandomImages:
@@ -194,8 +195,8 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: Reach) -> list[list[Pi
 
 def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
     """The sample numbers of a group's micro-batch, as the loader deals them."""
-    first = (group * config.train.accumulate + micro_batch) * config.data.images
-    return list(range(first, first + config.data.images))
+    rows = Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
+    return [rows.of(micro_batch, image) for image in range(rows.images)]
 
 
 def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts, images, outcome: Outcome, dump: str | None) -> dict:

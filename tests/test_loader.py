@@ -87,7 +87,7 @@ def test_samples_of_one_size_are_stacked_a_piece_a_tile(store):
 def test_groups_and_micro_batches_deal_out_one_sequence(store, groups, accumulate):
     dealt = [loader(store, groups=groups, group=g, accumulate=accumulate) for g in range(groups)]
     for step, parts in enumerate(zip(*(one.epoch(1) for one in dealt))):
-        numbers = [p.place.samples for part in parts for micro_batch in part for p in micro_batch]
+        numbers = [p.place.samples for micro_batches in zip(*parts) for micro_batch in micro_batches for p in micro_batch]
         assert [n for some in numbers for n in some] == list(range(8 * step, 8 * step + 8))
         assert all(len(part) == accumulate for part in parts)
     assert step + 1 == dealt[0].steps_per_epoch

@@ -157,10 +157,10 @@ def test_norms_hidden_in_other_modules_do_not_take_several_pieces(monkeypatch):
         step("instance", "cross_entropy", [[0, 1]], grid=(2, 3))
 
 
-def test_rows_of_the_step_are_dealt_group_by_group():
+def test_rows_of_the_step_are_dealt_micro_batch_by_micro_batch():
     """2 groups x 2 micro-batches x 3 images."""
     table = [[[Rows(2, g, 2, 3).of(m, i) for i in range(3)] for m in range(2)] for g in range(2)]
-    assert table == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+    assert table == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
     assert Rows(2, 0, 2, 3).total == 12
 
 

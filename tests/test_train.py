@@ -76,6 +76,19 @@ def test_layouts_train_alike(comm, folder, norm):
         comm.Split(1)
 
 
+@pytest.mark.parallel(2)
+def test_sample_groups_of_batch_norms_over_a_step_train_as_one_group_with_all_their_images(comm, folder):
+    found = replace(config(folder, 2, norm="batch", accumulate=2, output=str(folder / "two")), spatial=SpatialConfig(norm_scope="step"))
+    train(found, comm)
+    if comm.rank == 0:
+        train(config(folder, images=2, norm="batch", accumulate=2, output=str(folder / "one")), comm.Split(0))
+        two, one = weights(folder / "two"), weights(folder / "one")
+        for name, w in one.items():
+            assert torch.allclose(two[name], w, rtol=0, atol=1e-10), name
+    else:
+        comm.Split(1)
+
+
 @pytest.mark.parallel(4)
 @pytest.mark.parametrize("every", ["1", "level"])
 def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, every):

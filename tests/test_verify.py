@@ -115,9 +115,9 @@ def test_random_images_are_noise_with_some_pixels_ignored():
     assert torch.equal(pixels, images.whole(0)[0]) and not torch.equal(pixels, images.whole(1)[0])
 
 
-def test_numbers_are_dealt_group_by_group():
+def test_numbers_are_dealt_micro_batch_by_micro_batch():
     config = Config(mesh=MeshConfig(samples=2), train=TrainConfig(accumulate=2), data=DataConfig(images=3))
-    assert [[module._numbers(config, d, m) for m in range(2)] for d in range(2)] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
+    assert [[module._numbers(config, d, m) for m in range(2)] for d in range(2)] == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
 
 
 @pytest.mark.parallel(1)

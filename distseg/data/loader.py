@@ -88,8 +88,8 @@ def _source(sample: Sample, box: Box) -> Box:
 class StepLoader:
     """The steps of an epoch as one rank reads them.
 
-    A step has ``groups`` x ``accumulate`` x ``data.images`` samples; group d takes the d-th contiguous block of them, and
-    its micro-batches are contiguous blocks of that. ``steps_read`` counts the steps handed out, ``bytes_read`` what they took from the store.
+    A step has ``groups`` x ``accumulate`` x ``data.images`` samples, in contiguous blocks of a micro-batch: first that of each group, then the next of each.
+    ``steps_read`` counts the steps handed out, ``bytes_read`` what they took from the store.
 
     Args:
         grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
@@ -140,8 +140,9 @@ class StepLoader:
         return epoch_samples(self.store, self.split, self.data, self.seed, epoch, batch)
 
     def _micro_batches(self, step: list[Sample]) -> list[list[Sample]]:
-        first = self.group * self.accumulate
-        return [step[m * self.data.images : (m + 1) * self.data.images] for m in range(first, first + self.accumulate)]
+        images = self.data.images
+        firsts = [(m * self.groups + self.group) * images for m in range(self.accumulate)]
+        return [step[first : first + images] for first in firsts]
 
     def _pieces(self, samples: list[Sample]) -> tuple[list[Piece] | list[Block], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""

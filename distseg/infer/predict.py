@@ -28,7 +28,7 @@ from distseg.models.zoo import outline_model
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import check_there, devices_of
 from distseg.pipeline.execute import Pipeline
-from distseg.plan.in_time import room_of
+from distseg.plan.in_time import room_of, short_of_room
 from distseg.plan.stages import partition_of
 from distseg.report.progress import progress
 from distseg.scene import Scene
@@ -87,7 +87,10 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     room = None
     if memory is not None:
         keep_freed_memory(large=False)
-        room = room_of(memory, memory_in_use(devices[0]), "weights", world)
+        base = memory_in_use(devices[0])
+        room = room_of(memory, base, "weights", world)
+        for line in short_of_room(memory, base) if world.rank == 0 else ():
+            print(line)
     predictor = Predictor(
         tiled, mesh.replicas, devices, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact, ranks_on_node(world), room
     )

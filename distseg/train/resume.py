@@ -79,12 +79,9 @@ def _images(config: Mapping) -> int:
     return config["mesh"]["samples"] * config["train"]["accumulate"] * config["data"]["images"]
 
 
-def _together(config: Mapping) -> tuple[int, ...]:
-    """Tells which images of a step a batch norm sees together, for one number of images a step."""
-    each, groups, passes = config["data"]["images"], config["mesh"]["samples"], config["train"]["accumulate"]
-    if config["spatial"]["norm_scope"] == "group":
-        return (each,)
-    return (groups * each,) if passes == 1 else (each, groups)
+def _together(config: Mapping) -> int:
+    """How many images of a step, one after another, a batch norm sees together."""
+    return config["data"]["images"] * (1 if config["spatial"]["norm_scope"] == "group" else config["mesh"]["samples"])
 
 
 def schedule_change(before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]) -> list[str]:

@@ -32,7 +32,7 @@ from distseg.loss import Loss
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a sample group's images stand in the step's table: group by group, micro-batch by micro-batch."""
+    """Where a sample group's images stand in a step: micro-batch by micro-batch, in each group by group, so that what all groups compute together is what one group of all their ranks would."""
 
     groups: int
     group: int
@@ -44,7 +44,7 @@ class Rows:
         return self.groups * self.micro_batches * self.images
 
     def of(self, micro_batch: int, image: int) -> int:
-        return (self.group * self.micro_batches + micro_batch) * self.images + image
+        return (micro_batch * self.groups + self.group) * self.images + image
 
 
 class LossHead:

@@ -100,8 +100,13 @@ class PartialMap:
         """Write the result to files, by the format of each one's ending, and remove the folder."""
         self.flush()
         assert not self.missing
+
+        def packed(pixels: int) -> None:
+            self._leave_memory()
+            advance(pixels)
+
         for path in paths:
-            class_files.write(path, self._arrays, classes, self.identity, advance)
+            class_files.write(path, self._arrays, classes, self.identity, packed)
         self._clear()
         self._unmap()  # network file systems keep files that are open
         self._lock.close()

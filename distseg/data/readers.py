@@ -7,6 +7,7 @@ decoded image is kept until the reader is dropped. What a header says is believe
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,7 +151,14 @@ class NpyReader(Reader):
         self.bands, self.size, self.dtype = array.shape[0], array.shape[1:], plain(array.dtype)
 
     def _read(self, box: Box) -> np.ndarray:
-        return np.array(self._array[(slice(None), *box.slices)])
+        return copied(self._array, self._array[(slice(None), *box.slices)])
+
+
+def copied(mapped: np.memmap, part: np.ndarray) -> np.ndarray:
+    """A copy of a part of a mapped file, whose pages then no longer count as this process's memory."""
+    found = np.array(part)
+    mapped._mmap.madvise(mmap.MADV_DONTNEED)
+    return found
 
 
 def _mapped(path: Path) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 
 from distseg.data import marks
 from distseg.data.plausible import check_memory
-from distseg.data.readers import _NODATA_TAG, PillowReader, Reader, declared, plain
+from distseg.data.readers import _NODATA_TAG, PillowReader, Reader, copied, declared, plain
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 
@@ -126,7 +126,7 @@ class TiffReader(Reader):
         where = dict(zip((a for a in self._axes if a in "ZYX"), box.slices))
         part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
         order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")  # bands first, else as it was
-        return np.array(part.transpose(order)).reshape(self.bands, *box.size)
+        return copied(self._map, part.transpose(order)).reshape(self.bands, *box.size)
 
     def _decoded(self, box: Box) -> np.ndarray:
         """(bands, depth, height, width) of a box, from the pages it lies on."""

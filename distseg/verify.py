@@ -30,7 +30,7 @@ from distseg.config import Config
 from distseg.data.loader import pieces
 from distseg.plan.in_time import tiles_in_time
 from distseg.spatial.piece import Piece, labels_of_images
-from distseg.data.sampler import epoch_samples
+from distseg.data.sampler import Rows, epoch_samples
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Place, Reach, owned_tiles
@@ -45,7 +45,6 @@ from distseg.serial import Dropouts, Image, Outcome, rounding_of_gradients, roun
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.loss import of_numbers, parse
 from distseg.train.optim import freeze
-from distseg.train.step import Rows
 
 
 class RandomImages:
@@ -195,8 +194,7 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: Reach) -> list[list[Pi
 
 def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
     """The sample numbers of a group's micro-batch, as the loader deals them."""
-    rows = Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
-    return [rows.of(micro_batch, image) for image in range(rows.images)]
+    return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images).of_micro_batch(micro_batch)
 
 
 def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts, images, outcome: Outcome, dump: str | None) -> dict:

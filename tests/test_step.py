@@ -9,6 +9,7 @@ from torch import nn
 from distseg.comm.collective import Alone
 from distseg.comm.waits import Ranks, Waits
 from distseg.config import LossConfig
+from distseg.data.sampler import Rows
 from distseg.geometry.tile import Place, tiles, window
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.unet import unet
@@ -22,7 +23,7 @@ from distseg.spatial.graph import receptive_field
 from distseg.spatial.parallelize import parallelize
 from distseg.spatial.piece import Piece
 from distseg.loss import Loss
-from distseg.train.step import GradientStep, LossHead, OnStages, Rows
+from distseg.train.step import GradientStep, LossHead, OnStages
 
 SIZE = (21, 27)
 

@@ -9,7 +9,7 @@ import torch
 
 from distseg.config import DataConfig
 from distseg.data.prefetch import prefetch
-from distseg.data.sampler import Sample, crop_size, epoch_samples
+from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.extents import Extents
 from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
@@ -140,9 +140,8 @@ class StepLoader:
         return epoch_samples(self.store, self.split, self.data, self.seed, epoch, batch)
 
     def _micro_batches(self, step: list[Sample]) -> list[list[Sample]]:
-        images = self.data.images
-        firsts = [(m * self.groups + self.group) * images for m in range(self.accumulate)]
-        return [step[first : first + images] for first in firsts]
+        rows = Rows(self.groups, self.group, self.accumulate, self.data.images)
+        return [[step[row] for row in rows.of_micro_batch(m)] for m in range(self.accumulate)]
 
     def _pieces(self, samples: list[Sample]) -> tuple[list[Piece] | list[Block], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""

@@ -38,6 +38,26 @@ class Sample:
         return self.turn.size(self.box.size)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where a sample group's images stand in a step: micro-batch by micro-batch, in each group by group, so that what all groups compute together is what one group of all their ranks would."""
+
+    groups: int
+    group: int
+    micro_batches: int
+    images: int
+
+    @property
+    def total(self) -> int:
+        return self.groups * self.micro_batches * self.images
+
+    def of(self, micro_batch: int, image: int) -> int:
+        return (micro_batch * self.groups + self.group) * self.images + image
+
+    def of_micro_batch(self, micro_batch: int) -> list[int]:
+        return [self.of(micro_batch, image) for image in range(self.images)]
+
+
 def epoch_samples(store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int) -> Sequence[list[Sample]]:
     """The steps of an epoch, each of exactly ``batch`` samples; a step is computed when it is asked for.
 

@@ -201,7 +201,7 @@ class InTime:
             self._stored[key] = peak(work, lambda block, position: self.sizes.bytes_of(position, work.cut.held(block, position), len(places[block].images)))
         return self._stored[key]
 
-    def describe(self, image: Sequence[int], images: int = 1) -> str:
+    def describe(self, image: Sequence[int], images: int) -> str:
         """What a step on so many images of this size is made of, for the first of their ranks.
 
         Raises:

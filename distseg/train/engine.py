@@ -13,6 +13,7 @@ from distseg.check import check_settings
 from distseg.comm.collective import add
 from distseg.comm.staging import upload
 from distseg.config import Config
+from distseg.data.sampler import Rows
 from distseg.extents import Extents
 from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
@@ -40,7 +41,7 @@ from distseg.spatial.piece import Piece
 from distseg.loss import Loss
 from distseg.train.descent import Descent
 from distseg.train.optim import freeze, state_copies
-from distseg.train.step import GradientStep, InTiles, LossHead, OnDevices, OnStages, Rows
+from distseg.train.step import GradientStep, InTiles, LossHead, OnDevices, OnStages
 from distseg.watch import beat
 
 

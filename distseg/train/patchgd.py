@@ -30,7 +30,7 @@ from distseg.comm.collective import Alone, add
 from distseg.config import Config
 from distseg.data.loader import bytes_of, read_labels, read_pixels
 from distseg.data.prefetch import prefetch
-from distseg.data.sampler import Sample, crop_size, epoch_samples
+from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
 from distseg.infer.patches import Filler, PatchPredictor, shared
@@ -41,7 +41,6 @@ from distseg.models.patches import PatchNetwork, check_patches, patches_of
 from distseg.spatial.context import Context
 from distseg.train.descent import Descent
 from distseg.train.optim import freeze
-from distseg.train.step import Rows
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distseg.comm.collective import add
 from distseg.comm.staging import upload
+from distseg.data.sampler import Rows
 from distseg.pipeline.devices import DevicePipeline
 from distseg.pipeline.execute import Pipeline
 from distseg.program.schedule import Action, Backward, Forward, orders
@@ -28,23 +29,6 @@ from distseg.spatial.context import Context
 from distseg.spatial.in_time import Block, InTime
 from distseg.spatial.piece import Piece, Unit, on_tile
 from distseg.loss import Loss
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where a sample group's images stand in a step: micro-batch by micro-batch, in each group by group, so that what all groups compute together is what one group of all their ranks would."""
-
-    groups: int
-    group: int
-    micro_batches: int
-    images: int
-
-    @property
-    def total(self) -> int:
-        return self.groups * self.micro_batches * self.images
-
-    def of(self, micro_batch: int, image: int) -> int:
-        return (micro_batch * self.groups + self.group) * self.images + image
 
 
 class LossHead:

@@ -27,9 +27,10 @@ from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.infer.predict import load_predictor, predict
 from distseg.infer.predictor import Predictor
-from distseg.launch import together
+from distseg.launch import resident_memory, together
 from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
+from distseg.plan.in_time import short_of_decoding
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
@@ -141,7 +142,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             raise ValueError(f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out")
         if images:
             missing = None if nodata is None else parse(nodata)
-            scenes = {Path(path).stem: partial(file_scene, path, manifest, missing, config.data.shrink) for path in images}
+            scenes = {Path(path).stem: partial(file_scene, path, manifest, missing, config.data.shrink, settings.scratch) for path in images}
             if len(scenes) < len(images):
                 twice = next(path for path in images if sum(Path(other).stem == Path(path).stem for other in images) > 1)
                 raise ValueError(f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output")
@@ -149,8 +150,10 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
+        decoding: dict[int, str] = {}
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
             scene = opened()
+            decoding[scene.decoding] = scene.name
             predictor.check(scene.size)
             if not predictor.model.of_image:
                 if settings.heat:
@@ -159,7 +162,9 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             elif settings.heat and len(scene.size) != 2:
                 raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")
     if world.rank == 0:
-        print(f"network: {checkpoint}")
+        most = max(decoding, default=0)
+        memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's
+        print(f"network: {checkpoint}", *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), sep="\n")
     if predictor.model.of_image:
         with together(world):
             heat = heat_of(load_named(checkpoint, config.model), predictor) if settings.heat else None

@@ -20,12 +20,14 @@ from distseg.geometry.tile import Box
 
 @dataclass(frozen=True)
 class Scene:
-    """An image: its size, normalised pixels (C, *box.size) float32 of any box, and the ``source``, which tells it from others of its name."""
+    """An image: its size, normalised pixels (C, *box.size) float32 of any box, the ``source``, which tells it from others of its name, and
+    the bytes that the first read takes for a while, where its file can only be decoded whole (``decoding``)."""
 
     name: str
     size: tuple[int, ...]
     read: Callable[[Box], np.ndarray]
     source: str = ""
+    decoding: int = 0
 
 
 def store_scene(store: Store, name: str) -> Scene:
@@ -33,7 +35,7 @@ def store_scene(store: Store, name: str) -> Scene:
     return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path))
 
 
-def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1) -> Scene:
+def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1, scratch: str | None = None) -> Scene:
     """An image file, normalised with the constants of the store that the network was trained on.
 
     As in a store, it is 0 where there is no data.
@@ -41,11 +43,12 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
     Args:
         nodata: the number that stands for no data; by default what a TIFF file says of itself.
         shrink: a pixel is the mean of so many along each dim (``data.shrink``).
+        scratch: folder for what can only be decoded whole (:func:`distseg.data.readers.open_image`).
 
     Raises:
         ValueError: another number of bands; when it is read, pixels that are no numbers and do not stand for no data.
     """
-    reader = open_image(path)
+    reader = open_image(path, scratch=scratch)
     missing = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
     if nodata is not None and missing is None:
         raise ValueError(
@@ -71,7 +74,7 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
         return normalised(pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, missing)
 
     told = "" if missing is None else f", no data is {missing}"
-    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, _file_identity(path) + told)
+    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, _file_identity(path) + told, reader.decoding)
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:

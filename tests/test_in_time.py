@@ -15,7 +15,7 @@ from distseg.geometry.tile import Box, boxes_of
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, short_of_room
+from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, short_of_decoding, short_of_room
 from distseg.program.operations import BackwardTile, KeptTile, OfTile
 from distseg.spatial import in_time, transfer
 from distseg.spatial.exchange import Exchange
@@ -301,6 +301,11 @@ SIZE = (256, 256)
 def test_a_budget_that_kernels_and_gaps_do_not_fit_into_is_told():
     assert short_of_room(None, 4e8) == short_of_room(600_000_000, 4e8) == []
     assert "run.memory is 450 MB, and this process takes 400 MB before any tile" in short_of_room(450_000_000, 4e8)[0]
+
+
+def test_a_budget_that_a_decoder_does_not_fit_into_is_told():
+    assert short_of_decoding(None, 4e8, "a", 10**9) == short_of_decoding(500_000_000, 4e8, "a", 0) == short_of_decoding(600_000_000, 4e8, "a", 10**8) == []
+    assert "run.memory is 500 MB, but a can only be decoded whole, which takes 100 MB for a while beside the 400 MB" in short_of_decoding(500_000_000, 4e8, "a", 10**8)[0]
 
 
 def activations(norm="instance", last=True) -> tuple[Activations, Exchange, list]:

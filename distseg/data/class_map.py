@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import time
@@ -21,6 +20,7 @@ from typing import Callable, Sequence
 import numpy as np
 
 from distseg.data import class_files
+from distseg.data.mapped import let_go
 from distseg.disk import NoRoom, locked, opened_plain, room, room_told
 from distseg.geometry.tile import Box
 
@@ -149,7 +149,7 @@ class PartialMap:
     def _leave_memory(self) -> None:
         """What is on the disk need not stay in this process's memory."""
         for array in self._arrays.values():
-            array._mmap.madvise(mmap.MADV_DONTNEED)
+            let_go(array)
 
     def _is_same(self) -> bool:
         try:

@@ -1,13 +1,13 @@
 """Opens an image file of any common format as something that hands out boxes: ``open_image(path).read(box)``.
 
 TIFF and npy files are read box by box. PNG and JPEG can only be decoded whole: that happens at the first read, and the
-decoded image is kept until the reader is dropped. What a header says is believed as far as the file's own bytes can carry it.
+decoded image waits in a scratch file until the reader is dropped. What a header says is believed as far as the file's own
+bytes can carry it.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +16,16 @@ from typing import Iterator, Sequence
 import numpy as np
 
 from distseg.data import marks
+from distseg.data.mapped import copied, let_go, room_for
 from distseg.data.nodata import fitting, parse
 from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
+from distseg.launch import release_freed_memory
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
 _MOST_TRAILING_BANDS = 4
+_STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
 _TIFF = ("TIFF",)
 _NODATA_TAG = 42113  # GDAL's
@@ -40,6 +43,7 @@ class Reader:
     colours: str | None = None  # what the bands are, such as RGB, where the file says so
     orientation = 1  # EXIF's: upright
     lossy: str | None = None  # the compression that changed the numbers
+    decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -53,17 +57,18 @@ class Reader:
         raise NotImplementedError
 
 
-def open_image(path: str | Path, dims: int | None = None) -> Reader:
+def open_image(path: str | Path, dims: int | None = None, scratch: str | None = None) -> Reader:
     """Open an image or a volume.
 
     Args:
         dims: spatial dims, for npy and TIFF; by default an array of three axes, or a stack of unnamed pages, is an image with bands.
+        scratch: folder for pixels that can only be decoded whole; ``memory``; by default the system's for temporary files.
 
     Raises:
         FileNotFoundError: nothing there.
         ValueError: not an image, a damaged one, one that viewers turn, or one whose values the reader would have to change.
     """
-    reader = _opened(Path(path), dims)
+    reader = _opened(Path(path), dims, scratch)
     if reader.coded:
         raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
     if reader.dtype.kind not in "iuf":
@@ -73,15 +78,15 @@ def open_image(path: str | Path, dims: int | None = None) -> Reader:
     return reader
 
 
-def _opened(path: Path, dims: int | None) -> Reader:
+def _opened(path: Path, dims: int | None, scratch: str | None = None) -> Reader:
     if not path.is_file():
         raise FileNotFoundError(f"there is no image file {path}")
-    reader = _reader(path, dims)
+    reader = _reader(path, dims, scratch)
     marks.check_upright(path, reader.orientation)
     return reader
 
 
-def _reader(path: Path, dims: int | None) -> Reader:
+def _reader(path: Path, dims: int | None, scratch: str | None) -> Reader:
     suffix = path.suffix.lower()
     with readable(path):
         if suffix == ".npy":
@@ -89,8 +94,8 @@ def _reader(path: Path, dims: int | None) -> Reader:
         if suffix in (".tif", ".tiff"):
             from distseg.data.tiff import open_tiff
 
-            return open_tiff(path, dims)
-        return PillowReader(path)
+            return open_tiff(path, dims, scratch)
+        return PillowReader(path, scratch=scratch)
 
 
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
@@ -154,13 +159,6 @@ class NpyReader(Reader):
         return copied(self._array, self._array[(slice(None), *box.slices)])
 
 
-def copied(mapped: np.memmap, part: np.ndarray) -> np.ndarray:
-    """A copy of a part of a mapped file, whose pages then no longer count as this process's memory."""
-    found = np.array(part)
-    mapped._mmap.madvise(mmap.MADV_DONTNEED)
-    return found
-
-
 def _mapped(path: Path) -> np.ndarray:
     """The array of a npy file, of which the header is believed if the file is long enough for it."""
     with open(path, "rb") as file:
@@ -181,9 +179,9 @@ def _mapped(path: Path) -> np.ndarray:
 class PillowReader(Reader):
     """What Pillow decodes, pixels as they are stored: no colour management."""
 
-    def __init__(self, path: Path, palette: bool = False, tiff: bool = False):
+    def __init__(self, path: Path, palette: bool = False, tiff: bool = False, scratch: str | None = None):
         super().__init__(path)
-        self.tiff, self._palette, self._formats, self._array = tiff, palette, _TIFF if tiff else _FORMATS, None
+        self.tiff, self._palette, self._formats, self._scratch, self._array = tiff, palette, _TIFF if tiff else _FORMATS, scratch, None
         with pillow(path, self._formats) as image:
             _refuse_lost_bits(path, image)
             self.size = image.size[::-1]
@@ -195,14 +193,30 @@ class PillowReader(Reader):
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             if tiff and (told := image.tag_v2.get(_NODATA_TAG)) is not None:
                 self.nodata = declared(path, told, self.dtype)
-        pillows_and_ours = 2 * sample.nbytes * math.prod(self.size)
-        check_memory(path, f"its {Extents(self.size)} pixels are", pillows_and_ours)
+            self.decoding = math.prod(self.size) * _decoding(image)
+        check_memory(path, f"its {Extents(self.size)} pixels are", self.decoding)
 
     def _read(self, box: Box) -> np.ndarray:
         if self._array is None:
-            with pillow(self.path, self._formats) as image:
-                self._array = self._decoded(image)
-        return np.array(self._array[(slice(None), *box.slices)])
+            self._array = self._unpacked()
+            release_freed_memory()  # Pillow's
+        return copied(self._array, self._array[(slice(None), *box.slices)])
+
+    def _unpacked(self) -> np.ndarray:
+        """All of the image, (bands, height, width)."""
+        height, width = self.size
+        shape, strip = (height, width, self.bands), max(1, _STRIP // (width * self.bands * self.dtype.itemsize))
+        room = room_for(shape, self.dtype, self._scratch)
+        if room is None:
+            check_memory(self.path, f"its {Extents(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
+            room = np.empty(shape, self.dtype)
+        room = np.moveaxis(room, -1, 0)
+        with pillow(self.path, self._formats) as image:
+            for row in range(0, height, strip):
+                stop = min(row + strip, height)
+                room[:, row:stop] = self._decoded(image.crop((0, row, width, stop)))
+                let_go(room)
+        return room
 
     def _decoded(self, image) -> np.ndarray:
         """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers."""
@@ -253,6 +267,14 @@ def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
 def _stored_bits(mode: str) -> int:
     """That a pixel of Pillow's ``mode`` takes in a file at least."""
     return 1 if mode in ("1", "P") else {"I;16": 16, "I;16B": 16, "I": 16}.get(mode, 8)
+
+
+def _decoding(image) -> int:
+    """Bytes that Pillow takes for a pixel while it decodes an image."""
+    own = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}.get(image.mode, 4)
+    if image.format == "WEBP":
+        return 4 * own  # the decoder's, its copies
+    return own + 2 * len(image.getbands()) if image.info.get("progressive") else own  # all coefficients of a JPEG
 
 
 def _refuse_lost_bits(path: Path, image) -> None:

@@ -1,4 +1,5 @@
-"""TIFF files read box by box: a memory map where nothing is compressed, else only the strips or tiles that a box touches.
+"""TIFF files read box by box: a memory map where nothing is compressed, else only the strips or tiles that a box touches. Tiles are
+decoded anew for each box; strips, which boxes side by side share, wait decoded in a scratch file.
 
 tifffile reads any number of bands and all number types. Without it, or without the decoder of a compression, Pillow has
 to do, which knows the files of everyday cameras and scanners.
@@ -11,15 +12,19 @@ import os
 import struct
 import weakref
 import zlib
+from functools import cached_property
 from pathlib import Path
+from typing import Iterable, Iterator
 
 import numpy as np
 
 from distseg.data import marks
+from distseg.data.mapped import copied, let_go, room_for
 from distseg.data.plausible import check_memory
-from distseg.data.readers import _NODATA_TAG, PillowReader, Reader, copied, declared, plain
+from distseg.data.readers import _NODATA_TAG, PillowReader, Reader, declared, plain, readable
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
+from distseg.launch import release_freed_memory
 
 _BANDS = "SCQI"  # samples, channels, and pages that say nothing about what they are
 _UNNAMED = "QI"
@@ -29,9 +34,11 @@ _DEFLATE = (8, 32946)
 _MOST_PACKED = {1: 1, 5: 2731, 32773: 64, **dict.fromkeys(_DEFLATE, 1032)}
 _MORE = 1 << 16  # bytes that a segment may have beyond its pixels
 _LARGE = 1 << 18  # bytes; less unpacks to 270 MB at most
+_CHEAP = 1 << 22  # bytes of a tile that may be decoded anew for each box
+_AT_ONCE = 1 << 24  # bytes of a strip or tile from which on all of them are decoded at the first read, before other work takes memory
 
 
-def open_tiff(path: Path, dims: int | None = None) -> Reader:
+def open_tiff(path: Path, dims: int | None = None, scratch: str | None = None) -> Reader:
     """A reader of the first image in a file; with ``dims`` 3, unnamed pages are slices of a volume instead of bands.
 
     Raises:
@@ -40,24 +47,24 @@ def open_tiff(path: Path, dims: int | None = None) -> Reader:
     try:
         import tifffile
     except ImportError:
-        return _with_pillow(path, "pip install tifffile, which reads more kinds of TIFF")
+        return _with_pillow(path, "pip install tifffile, which reads more kinds of TIFF", scratch)
     check_chain(path)
-    reader = TiffReader(path, tifffile.TiffFile(path), dims)
+    reader = TiffReader(path, tifffile.TiffFile(path), dims, scratch)
     marks.check_upright(path, reader.orientation)  # before Pillow turns it
     try:
-        reader.read(Box((0,) * len(reader.size), (1,) * len(reader.size)))
+        reader.try_first()
     except ValueError as e:
         if "imagecodecs" not in str(e):
             raise
-        return _with_pillow(path, "pip install imagecodecs, which decodes this compression", reader)
+        return _with_pillow(path, "pip install imagecodecs, which decodes this compression", scratch, reader)
     return reader
 
 
-def _with_pillow(path: Path, hint: str, told: Reader | None = None) -> Reader:
+def _with_pillow(path: Path, hint: str, scratch: str | None, told: Reader | None = None) -> Reader:
     """``told``: what tifffile says is in the file, of which Pillow may see a part only."""
     try:
-        reader = PillowReader(path, palette=told is not None and told.coded, tiff=True)
-        reader.read(Box.whole(reader.size))
+        reader = PillowReader(path, palette=told is not None and told.coded, tiff=True, scratch=scratch)
+        reader.read(Box((0, 0), (1, 1)))
     except Exception as e:
         raise ValueError(f"{path} is beyond Pillow ({e}): {hint}") from e
     kind = lambda r: (r.bands, r.size, r.dtype)
@@ -70,8 +77,9 @@ def _with_pillow(path: Path, hint: str, told: Reader | None = None) -> Reader:
 class TiffReader(Reader):
     """The first series of a file. Its axes, such as YXS, CYX or ZYX, say which are space and which are bands."""
 
-    def __init__(self, path: Path, file, dims: int | None = None):
+    def __init__(self, path: Path, file, dims: int | None = None, scratch: str | None = None):
         super().__init__(path)
+        self._scratch = scratch
         self._file, self._series = file, file.series[0]
         weakref.finalize(self, file.close)
         self._axes, shape = _named(path, self._series, dims)
@@ -109,8 +117,22 @@ class TiffReader(Reader):
                 words = f"{Extents(self.size)} pixels are in {needed} strips or tiles"
                 raise ValueError(f"its header says that {words}, but lists {len(page.dataoffsets)}")
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
-        size = Extents(layout.chunks[: 3 if layout.tiledepth > 1 else 2])
-        check_memory(self.path, f"a strip or tile of {size} pixels is", 3 * self._segment_bytes)
+        size, taken = Extents(layout.chunks[: 3 if layout.tiledepth > 1 else 2]), 3 * self._segment_bytes
+        check_memory(self.path, f"a strip or tile of {size} pixels is", taken)
+        for page in self._series.pages:
+            for count in filter(None, page.databytecounts):
+                self._check_packed(layout.compression, count)
+        self.decoding = taken + self._segment_bytes if self._at_once else 0  # with its pages of the scratch file
+
+    @property
+    def _at_once(self) -> bool:
+        return self._segment_bytes > _AT_ONCE
+
+    def try_first(self) -> None:
+        """Decode a strip or tile, to see whether that can be done. ValueError says what it takes."""
+        if self._map is None:
+            with readable(self.path):
+                self._keep(0, [0]) if self._kept is not None else self._part(0, (slice(0, 1),) * 3)
 
     @property
     def _pages_axes(self) -> str:
@@ -130,29 +152,70 @@ class TiffReader(Reader):
 
     def _decoded(self, box: Box) -> np.ndarray:
         """(bands, depth, height, width) of a box, from the pages it lies on."""
-        pages, depth, plane = self._series.pages, slice(0, 1), box.slices[-2:]
+        depth, plane = slice(0, 1), box.slices[-2:]
         if len(box.start) == 3:
             depth = box.slices[0]
         if self._pages_axes != "Z":
-            return np.concatenate([self._page(page, (depth, *plane)) for page in pages])
-        return np.concatenate([self._page(pages[z], (slice(0, 1), *plane)) for z in range(depth.start, depth.stop)], axis=1)
+            return np.concatenate([self._page(number, (depth, *plane)) for number in range(len(self._series.pages))])
+        return np.concatenate([self._page(z, (slice(0, 1), *plane)) for z in range(depth.start, depth.stop)], axis=1)
 
-    def _page(self, page, wanted: tuple[slice, ...]) -> np.ndarray:
-        """(bands, depth, height, width) of a page: the overlap of each strip or tile with the wanted slices."""
+    def _page(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
+        """(bands, depth, height, width) of a part of a page."""
+        found = self._part(number, wanted)
+        return np.moveaxis(found, -1, 1).reshape(-1, *found.shape[1:4])
+
+    def _part(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
+        """(separate bands, depth, height, width, interleaved bands) of a part of a page, from where its strips are kept, or decoded."""
+        layout, kept = self._series.keyframe, self._kept
+        if kept is None:
+            found = np.empty((layout.shaped[0], *(s.stop - s.start for s in wanted), layout.shaped[-1]), self.dtype)
+            for index in self._touched(wanted):
+                self._decode(number, index, wanted, found)
+            return found
+        self._keep(number, self._touched(self._whole if self._at_once else wanted))
+        return copied(kept, kept[(number, slice(None), *wanted)])
+
+    def _keep(self, number: int, segments: Iterable[int]) -> None:
+        """Decode strips or tiles of a page that were not decoded before."""
+        for index in segments:
+            if not self._done[number, index]:
+                self._decode(number, index, self._whole, self._kept[number])
+                let_go(self._kept)
+                self._done[number, index] = True
+                if self._at_once:
+                    release_freed_memory()
+
+    @cached_property
+    def _kept(self) -> np.ndarray | None:
+        """Room for all pages, where boxes share strips, or tiles that are dear to decode."""
+        layout, pages = self._series.keyframe, self._series.pages
+        if layout.is_tiled and self._segment_bytes <= _CHEAP:
+            return None
+        self._done = np.zeros((len(pages), len(pages[0].dataoffsets)), bool)
+        return room_for((len(pages), *layout.shaped), self.dtype, self._scratch)
+
+    @property
+    def _whole(self) -> tuple[slice, ...]:
+        return tuple(slice(0, n) for n in self._series.keyframe.shaped[1:4])
+
+    def _touched(self, wanted: tuple[slice, ...]) -> Iterator[int]:
+        """The strips or tiles of a page that overlap with the wanted slices."""
         layout = self._series.keyframe
-        planes, *_, samples = layout.shaped  # (separate bands, depth, height, width, interleaved bands)
-        out = np.full((planes, *(s.stop - s.start for s in wanted), samples), layout.nodata, self.dtype)  # what a sparse file leaves out
-        for index, (offset, count) in enumerate(zip(page.dataoffsets, page.databytecounts)):
+        for index in range(math.prod(int(n) for n in layout.chunked)):
             _, at, shape = layout.decode(None, index)
-            if count:
-                self._check_packed(layout.compression, count)
-            if count and all(a < s.stop and s.start < a + n for a, n, s in zip(at[1:4], shape, wanted)):
-                data = self._bytes(offset, count)
-                self._check_unpacked(layout.compression, data)
-                segment, at, _ = layout.decode(data, index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
-                target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], segment.shape, wanted)))
-                out[(at[0], *target)] = segment[source]
-        return np.moveaxis(out, -1, 1).reshape(-1, *out.shape[1:4])
+            if all(a < s.stop and s.start < a + n for a, n, s in zip(at[1:4], shape, wanted)):
+                yield index
+
+    def _decode(self, number: int, index: int, wanted: tuple[slice, ...], out: np.ndarray) -> None:
+        """A strip or tile of a page, as far as it overlaps with the wanted slices, into ``out``, which has these."""
+        page, layout = self._series.pages[number], self._series.keyframe
+        count = page.databytecounts[index]
+        data = self._bytes(page.dataoffsets[index], count) if count else None
+        if data is not None:
+            self._check_unpacked(layout.compression, data)
+        segment, at, shape = layout.decode(data, index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
+        target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)))
+        out[(at[0], *target)] = layout.nodata if segment is None else segment[source]  # what a sparse file leaves out
 
     def _check_packed(self, compression: int, count: int) -> None:
         """Whether a segment of so many bytes can be what it should be."""
@@ -165,13 +228,13 @@ class TiffReader(Reader):
         """Large deflated segments are looked at first: tifffile would unpack whatever comes."""
         if compression in _DEFLATE and len(data) > _LARGE:
             stream, left = zlib.decompressobj(), self._segment_bytes + _MORE
-            while data and left > 0:
-                found = len(stream.decompress(data, _LARGE))
-                left, data = left - found, stream.unconsumed_tail
-                if not found:
-                    break
-            if left <= 0:
-                raise ValueError(f"a strip or tile of {self._segment_bytes} bytes unpacks to more")
+            for start in range(0, len(data), _LARGE):
+                piece = memoryview(data)[start : start + _LARGE]
+                while piece and not stream.eof:
+                    left -= len(stream.decompress(piece, _LARGE))
+                    piece = stream.unconsumed_tail
+                    if left <= 0:
+                        raise ValueError(f"a strip or tile of {self._segment_bytes} bytes unpacks to more")
 
     def _bytes(self, offset: int, count: int) -> bytes:
         self._file.filehandle.seek(offset)

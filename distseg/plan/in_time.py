@@ -70,6 +70,15 @@ def short_of_room(memory: int | None, base: float) -> list[str]:
     return [f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"]
 
 
+def short_of_decoding(memory: int | None, base: float, image: str, decoding: int) -> list[str]:
+    """The same where an ``image`` can only be decoded whole, which takes ``decoding`` bytes before anything is computed."""
+    if memory is None or not decoding or base + decoding + _DECODER <= memory:
+        return []
+    return [f"note: run.memory is {memory / 1e6:.0f} MB, but {image} can only be decoded whole, which takes {decoding / 1e6:.0f} MB for a while beside the {base / 1e6:.0f} MB of this process: "
+            f"give {(base + decoding + _DECODER) / 1e6:.0f} MB, or convert it to tiled TIFF or npy, which are read in parts"]  # fmt: skip
+
+
+_DECODER = 25e6  # bytes of the decoder's code and of a strip that is taken over from it
 _BESIDES = 150e6  # bytes, measured where tiles are as small as they get
 _KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
 _SURE = 0.8  # of the rest

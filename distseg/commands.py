@@ -150,17 +150,21 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
-        decoding: dict[int, str] = {}
+        sizes, decoding = set(), {}
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
             scene = opened()
+            sizes.add(scene.size)
             decoding[scene.decoding] = scene.name
-            predictor.check(scene.size)
             if not predictor.model.of_image:
                 if settings.heat:
                     raise ValueError("predict.heat is True, but it draws where an answer for a whole image comes from, and this network makes a map: leave it out")
                 are_there(files(scene), "")
             elif settings.heat and len(scene.size) != 2:
                 raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")
+    sizes = world.bcast(sizes, root=0)
+    with together(world):
+        for size in sorted(sizes):
+            predictor.check(size)
     if world.rank == 0:
         most = max(decoding, default=0)
         memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's

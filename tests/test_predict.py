@@ -13,6 +13,7 @@ from distseg.cli import main
 from distseg.commands import run_evaluate, run_predict
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter
+from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.launch import JointFailure
 from distseg.models.zoo import build_model
@@ -223,7 +224,7 @@ def test_a_halo_of_the_config_s_own(comm, folder):
 
 
 @pytest.mark.parallel(2)
-def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder):
+def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder, capfd):
     """With layers dealt to stages by hand; one rank alone then holds them all."""
     from mpi4py import MPI
 
@@ -232,6 +233,9 @@ def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder):
     run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "two"))
     comm.Barrier()
     if comm.rank == 0:
-        run_predict(str(folder / "run"), plan, MPI.COMM_SELF, None, "test", str(folder / "one"))
+        capfd.readouterr()
+        run_predict(str(folder / "run"), replace(plan, mesh=replace(plan.mesh, tiles=Extents((2, 1)))), MPI.COMM_SELF, None, "test", str(folder / "one"))
+        told = capfd.readouterr().out
+        assert "the 2 stages of the training do not divide 1 process, so each has all of the network" in told and "mesh.tiles 2x1: without effect here" in told
         with h5py.File(folder / "one/image3.h5") as one, h5py.File(folder / "two/image3.h5") as two:
             assert np.array_equal(one["classes"], two["classes"])

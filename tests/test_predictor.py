@@ -273,3 +273,16 @@ def test_tiles_that_lie_in_the_zeros_behind_an_image(tile):
     for box, logits in Predictor(tiled, Alone(), [CPU], nullcontext, Extents(tile))(Scene("x", (35, 41), lambda box: x[0].numpy()[(slice(None), *box.slices)])):
         found[(slice(None), *box.slices)] = logits
     assert abs(found - wanted).max() < 1e-12
+
+
+@pytest.mark.parametrize("norm, size", [("instance", (4, 4)), ("group", (4, 4)), ("batch", (4, 4)), ("instance", (4, 5)), ("group", (2, 2))])
+def test_an_image_too_small_for_a_norm_is_refused_before_it_is_computed(norm, size):
+    """Behind two poolings an image of 4x4 pixels has one cell; a group has several channels there, batch norm needs none."""
+    model, x = network(norm), image(size)
+    predictor = predictor_of(copy.deepcopy(model), "64x64")
+    if (norm, size) == ("instance", (4, 4)):
+        with pytest.raises(ValueError, match="a norm needs at least 2 values a channel, but the feature map of this image has 1"):
+            predictor.check(size)
+    else:
+        predictor.check(size)
+        torch.testing.assert_close(streamed(model, "64x64", x), model(x), rtol=1e-10, atol=1e-12)

@@ -11,7 +11,7 @@ import torch
 
 from distseg.check import check_settings
 from distseg.comm.replicas import broadcast
-from distseg.config import Config
+from distseg.config import Config, MeshConfig
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
@@ -44,12 +44,16 @@ from distseg.watch import beat, phase
 def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     """The network of a run or checkpoint on all ranks of ``world``, ready to predict, and its manifest. Collective.
 
-    It is cut into ``mesh.stages`` where these divide the ranks, else every rank holds all of it.
+    It is cut into ``mesh.stages``. Where the stages of the training do not divide the ranks, every rank holds all of it.
     """
     device = set_up(world, config.run.device, config.run.threads)
     precision, channels_last = choose(config.train, device, world)
     if config.train.method == "patchgd":
         return _load_patches(run, config, world, device, precision, channels_last)
+    with together(world):
+        told = _of_mesh(config.mesh, read_run_manifest(find(run))["config"], world.size)
+    if world.rank == 0:
+        print(*told, sep="\n", end="\n" if told else "")
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
@@ -95,6 +99,23 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         tiled, mesh.replicas, devices, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact, ranks_on_node(world), room
     )
     return predictor, manifest
+
+
+def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
+    """What of the mesh acts otherwise than in training, each in a sentence.
+
+    Raises:
+        ValueError: it asks for other stages than the training had, which do not divide the ranks.
+    """
+    found = []
+    if ranks % mesh.stages:
+        if mesh.stages != trained.get("mesh", {}).get("stages"):
+            raise ValueError(f"mesh.stages is {mesh.stages}, which does not divide {ranks} process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out")
+        found.append(f"note: the {mesh.stages} stages of the training do not divide {ranks} process{'es' * (ranks > 1)}, so each has all of the network")
+    if mesh.tiles.volume > 1 or mesh.samples > 1:
+        what = " and ".join(f"mesh.{name} {value}" for name, value, more in (("samples", mesh.samples, mesh.samples > 1), ("tiles", mesh.tiles, mesh.tiles.volume > 1)) if more)
+        found.append(f"note: {what}: without effect here, tiles (predict.tile) are dealt to all ranks")
+    return found
 
 
 def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor | MapPredictor, dict]:

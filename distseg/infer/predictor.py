@@ -39,6 +39,7 @@ from distseg.plan.in_time import Activations, BudgetTiling, SizeTiling
 from distseg.program.tiles import whole
 from distseg.scene import Scene
 from distseg.spatial.in_time import Block, InTime, computed, windows
+from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
 
 _SHARE = 0.5  # of the memory that is free, in which maps may wait
@@ -137,11 +138,20 @@ class Predictor:
         check_calls(self.model.model, size)
         if self.scratch not in (None, "memory") and not Path(self.scratch).is_dir():
             raise ValueError(f"predict.scratch is {self.scratch}, which is no folder: make it, or name another")
+        if not (self.windowed or self.independent):
+            self._check_norms(self.layout(size).sizes)
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
             raise ValueError(
                 f"an image of {Extents(size)} pixels has several tiles of predict.tile {self.tile}, but a model with live norms that is not a flat nn.Sequential "
                 "is predicted in one: raise predict.tile, flatten the model, or use batch norm"
             )
+
+    def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        """Of this rank's stages; ``sizes``: of the maps of an image."""
+        for number in self.model.live_always:
+            norm, source = self.model.layers[number], self.model.graph[number].first
+            if isinstance(norm, DistributedNorm):
+                norm.check_map(math.prod(sizes[source]), self.model.channels[source])
 
     def tiles_of(self, size) -> list[Box]:
         """The tiles of an image, row by row; they do not depend on the ranks."""

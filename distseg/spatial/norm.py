@@ -223,6 +223,15 @@ class DistributedNorm(nn.Module):
         channels = next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
         return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
 
+    def check_map(self, cells: int, channels: int) -> None:
+        """Refuse a map of an image that has too few cells for statistics.
+
+        Raises:
+            ValueError: naming the norm and the repair.
+        """
+        if self.parts is None:
+            self._check_count(cells * (channels // self.groups if self.kind == "group" else 1))
+
     def _check_count(self, count) -> None:
         if count < 2:
             raise ValueError(

@@ -218,7 +218,8 @@ class InTime:
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
         segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
-        return f"tiles in time: {segments}, {visits} tiles an image there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
+        batch = "an image" if images == 1 else f"a micro-batch of {images} images"
+        return f"tiles in time: {segments}, {visits} tiles {batch} there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
 
     def check_room(self, *under_way: Sequence[Place]) -> None:
         """Refuse a scratch folder without room for the maps of micro-batches that are under way together, each by its places.

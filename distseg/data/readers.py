@@ -25,6 +25,7 @@ from distseg.launch import release_freed_memory
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
 _MOST_TRAILING_BANDS = 4
+_LARGE = 1 << 24  # bytes that are worth the 20 ms of giving them back
 _STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
 _TIFF = ("TIFF",)
@@ -199,7 +200,8 @@ class PillowReader(Reader):
     def _read(self, box: Box) -> np.ndarray:
         if self._array is None:
             self._array = self._unpacked()
-            release_freed_memory()  # Pillow's
+            if self.decoding > _LARGE:
+                release_freed_memory()  # Pillow's
         return copied(self._array, self._array[(slice(None), *box.slices)])
 
     def _unpacked(self) -> np.ndarray:

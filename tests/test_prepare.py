@@ -772,3 +772,19 @@ def test_a_compressed_palette_mask_is_numbers_too(tmp_path):
     assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [[[0, 1, 2], [3, 4, 5]]]
     with pytest.raises(ValueError, match="a.tif has a palette"):
         open_image(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("compression", ["zlib", "packbits", "none"])
+def test_a_last_strip_that_is_shorter_is_read(tmp_path, compression):
+    """Writers store no more rows than there are: of few or uniform ones a few bytes."""
+    tifffile = pytest.importorskip("tifffile")
+    pixels = np.random.default_rng(0).integers(0, 255, (201, 300), np.uint8)
+    pixels[200:] = 7
+    path = tmp_path / "a.tif"
+    if compression == "packbits":
+        Image.fromarray(pixels).save(path, compression="packbits", tiffinfo={278: 200})
+    else:
+        tifffile.imwrite(path, pixels, compression=compression, rowsperstrip=200)
+    with tifffile.TiffFile(path) as file:
+        assert len(file.pages[0].dataoffsets) == 2
+    assert np.array_equal(open_image(path).read(Box((0, 0), (201, 300)))[0], pixels)

@@ -195,6 +195,8 @@ class PillowReader(Reader):
             if tiff and (told := image.tag_v2.get(_NODATA_TAG)) is not None:
                 self.nodata = declared(path, told, self.dtype)
             self.decoding = math.prod(self.size) * _decoding(image)
+            if tiff:
+                self.decoding += self.decoding + 2 * os.path.getsize(path)  # a strip, which may be all of it, and the file
         check_memory(path, f"its {Extents(self.size)} pixels are", self.decoding)
 
     def _read(self, box: Box) -> np.ndarray:

@@ -120,8 +120,8 @@ class TiffReader(Reader):
         size, taken = Extents(layout.chunks[: 3 if layout.tiledepth > 1 else 2]), 3 * self._segment_bytes
         check_memory(self.path, f"a strip or tile of {size} pixels is", taken)
         for page in self._series.pages:
-            for count in filter(None, page.databytecounts):
-                self._check_packed(layout.compression, count)
+            for index, count in enumerate(page.databytecounts):
+                self._check_packed(layout.compression, index, count)
         self.decoding = taken + self._segment_bytes if self._at_once else 0  # with its pages of the scratch file
 
     @property
@@ -217,12 +217,21 @@ class TiffReader(Reader):
         target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)))
         out[(at[0], *target)] = layout.nodata if segment is None else segment[source]  # what a sparse file leaves out
 
-    def _check_packed(self, compression: int, count: int) -> None:
-        """Whether a segment of so many bytes can be what it should be."""
-        most, layout = _MOST_PACKED.get(compression), self._series.keyframe
-        packed = self._segment_bytes * layout.bitspersample // (8 * layout.dtype.itemsize)  # less, of bits
-        if most is not None and not packed // most <= count <= 2 * self._segment_bytes + _MORE:
-            raise ValueError(f"a strip or tile of {self._segment_bytes} bytes can't be packed into {count}")
+    def _check_packed(self, compression: int, index: int, count: int) -> None:
+        """Whether a segment of so many bytes, if it is there at all, can be what it should be; the last one may hold less than the others."""
+        most = _MOST_PACKED.get(compression)
+        if most is None or not count or self._packed(self._segment_bytes) // most <= count <= 2 * self._segment_bytes + _MORE:
+            return
+        layout = self._series.keyframe
+        _, at, shape = layout.decode(None, index)
+        inside = math.prod(min(a + n, m) - a for a, n, m in zip(at[1:4], shape, layout.shaped[1:4])) * layout.shaped[-1] * layout.dtype.itemsize
+        if not self._packed(inside) // most <= count <= 2 * self._segment_bytes + _MORE:
+            raise ValueError(f"a strip or tile of {inside} bytes can't be packed into {count}")
+
+    def _packed(self, pixels: int) -> int:
+        """Bytes in a file of so many bytes of pixels: less, of bits."""
+        layout = self._series.keyframe
+        return pixels * layout.bitspersample // (8 * layout.dtype.itemsize)
 
     def _check_unpacked(self, compression: int, data: bytes) -> None:
         """Large deflated segments are looked at first: tifffile would unpack whatever comes."""

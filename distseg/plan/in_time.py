@@ -75,9 +75,10 @@ def short_of_decoding(memory: int | None, base: float, image: str, decoding: int
     if memory is None or not decoding or base + decoding + _DECODER <= memory:
         return []
     return [f"note: run.memory is {memory / 1e6:.0f} MB, but {image} can only be decoded whole, which takes {decoding / 1e6:.0f} MB for a while beside the {base / 1e6:.0f} MB of this process: "
-            f"give {(base + decoding + _DECODER) / 1e6:.0f} MB, or convert it to tiled TIFF or npy, which are read in parts"]  # fmt: skip
+            f"give {(base + decoding + _DECODER + _VARIES) / 1e6:.0f} MB, or convert it to tiled TIFF or npy, which are read in parts"]  # fmt: skip
 
 
+_VARIES = 15e6  # bytes by which the next process may be larger
 _DECODER = 25e6  # bytes of the decoder's code and of a strip that is taken over from it
 _BESIDES = 150e6  # bytes, measured where tiles are as small as they get
 _KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)

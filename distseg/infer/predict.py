@@ -51,7 +51,9 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
     if config.train.method == "patchgd":
         return _load_patches(run, config, world, device, precision, channels_last)
     with together(world):
-        told = _of_mesh(config.mesh, read_run_manifest(find(run))["config"], world.size)
+        checkpoint = find(run)
+        manifest = read_run_manifest(checkpoint)
+        told = _of_mesh(config.mesh, manifest["config"], world.size)
     if world.rank == 0:
         print(*told, sep="\n", end="\n" if told else "")
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
@@ -65,8 +67,6 @@ def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
         check_there(config.pipeline)
         check_settings(config)
         devices = devices_of(config, device)
-        checkpoint = find(run)
-        manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
         model = outline_model(config.model, *manifest["channels"])
         if model in refusals:

@@ -408,6 +408,8 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--size", type=Extents | None, default=None, help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.")
     parser.add_argument("--images", type=str, default="2000,250,500", help="Of ultramnist: how many of train, val and test.")
     parser.add_argument("--digits", type=str, default="3-5", help="Of ultramnist: how many an image has.")
+    parser.add_argument("--sum-below", dest="sum_below", type=int | None, default=None, help="Of ultramnist: only sums below this, equally many images of each; the PatchGD paper has 10.")
+    parser.add_argument("--noise", type=int, default=16, help="Of ultramnist: the background is drawn evenly below this, of 255; the PatchGD paper has none, 0.")
     parser.add_argument("--masks", type=str | None, default=None, help="The folder of masks; files pair by name.")
     parser.add_argument("--labels", type=str | None, default=None, help="Where each image has one label: a CSV file with the columns image, label and perhaps split; or folders, if they lie in folders named after classes.")
     parser.add_argument("--classes", type=str | None, default=None, help="Names in the order of their labels: background,road,building.")
@@ -423,9 +425,9 @@ def _prepare(arguments: list[str]) -> int:
     for flag in ("masks", "labels", "classes", "values", "ignore", "split", *(["seed"] if parsed.source != "ultramnist" else [])) if parsed.source in made else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out")
-    for flag in ("images", "digits") if parsed.source != "ultramnist" else ():
+    for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():
         if parsed[flag] != parser.get_default(flag):
-            raise ValueError(f"--{flag} is for the source ultramnist, not for {parsed.source}: leave it out")
+            raise ValueError(f"--{flag.replace('_', '-')} is for the source ultramnist, not for {parsed.source}: leave it out")
     for flag in ("masks", "values", "ignore", "absent") if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(f"--{flag} is about masks, but --labels gives each image one label: leave one of them out")

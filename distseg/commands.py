@@ -84,6 +84,8 @@ def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run:
             rows = [{"class": name, **row} for name, row in found["classes"].items()]
             print(table([*rows, {"class": "all", "accuracy": found["accuracy"], "auc": found["auc"], "images": len(store.split(split))}]))
             print(f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of the training images {most_frequent(store, split):.4f}")
+            if found["kappa"] is not None:
+                print(f"quadratic weighted kappa {found['kappa']:.4f}, for classes in an order")
         else:
             print(table([{"number": store.classes[0], **found}]))
         if output:
@@ -257,7 +259,9 @@ def run_prepare(arguments) -> int:
 
         least, most = _numbers("--digits", arguments.digits, "-", 2)
         counts = _numbers("--images", arguments.images, ",", 3)
-        prepare_ultramnist(arguments.output, arguments.size or Extents((512, 512)), counts, (least, most), arguments.seed, arguments.overwrite)
+        prepare_ultramnist(
+            arguments.output, arguments.size or Extents((512, 512)), counts, (least, most), arguments.seed, arguments.overwrite, arguments.sum_below, arguments.noise
+        )
         return 0
     if arguments.source == "gigapixel":
         from distseg.data.gigapixel import prepare_gigapixel

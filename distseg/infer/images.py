@@ -7,7 +7,7 @@ from typing import Callable, Sequence
 import numpy as np
 
 from distseg.data.store import Store
-from distseg.infer.metrics import confusion, mean, ratio
+from distseg.infer.metrics import confusion, mean, quadratic_kappa, ratio
 from distseg.infer.predictor import Predictor
 from distseg.infer.rounds import in_rounds
 from distseg.scene import Scene, store_scene
@@ -46,7 +46,7 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
     """Of logits (images, classes), or of one logit for two classes, against class numbers (images,); of one class, against the numbers that it names.
 
     Classes: accuracy, the share of images whose largest logit is right; of each class accuracy = tp / (tp + fn), precision = tp / (tp + fp)
-    and auc, the area under the curve of true over false positives of its probability; their means; of a class that no image has none.
+    and auc, the area under the curve of true over false positives of its probability; their means; of a class that no image has none. kappa: quadratic weighted, for classes in an order (:func:`quadratic_kappa`).
     Numbers: mae, rmse, and r2 = 1 - squared error / squared deviation.
     """
     if len(classes) == 1:
@@ -59,7 +59,8 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
         for c, name in enumerate(classes)
     }
     over = lambda kind: mean(row[kind] for row in table.values() if row["images"])
-    return {"classes": table, "accuracy": ratio(hit.sum(), matrix.sum()), "mean_accuracy": over("accuracy"), "auc": over("auc"), "confusion": matrix.tolist()}
+    means = {"accuracy": ratio(hit.sum(), matrix.sum()), "mean_accuracy": over("accuracy"), "auc": over("auc"), "kappa": quadratic_kappa(matrix)}
+    return {"classes": table, **means, "confusion": matrix.tolist()}
 
 
 def most_frequent(store: Store, split: str) -> float | None:

@@ -37,6 +37,22 @@ def scores(matrix: np.ndarray, names: list[str]) -> dict:
     }
 
 
+def quadratic_kappa(matrix: np.ndarray) -> float | None:
+    """Return Cohen's kappa with quadratic weights, 1 for no error, 0 for guessing.
+
+    kappa = 1 - sum w_ij O_ij / sum w_ij E_ij, with w_ij = (i - j)^2, O the confusion matrix, and E_ij = (images of class i) (predictions of class j) / images
+    (Cohen, 1968). An error counts by the square of how many classes it is off, so the classes must have an order.
+
+    Returns:
+        None where all images are, and are said to be, of one class, so that no error could be expected.
+    """
+    observed, classes = matrix.astype(float), np.arange(len(matrix))
+    weights = (classes[:, None] - classes[None]) ** 2.0
+    expected = observed.sum(1)[:, None] * observed.sum(0)[None] / max(observed.sum(), 1.0)
+    found = ratio((weights * observed).sum(), (weights * expected).sum())
+    return None if found is None else 1.0 - found
+
+
 def ratio(part: float, whole: float) -> float | None:
     return float(part / whole) if whole else None
 

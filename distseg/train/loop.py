@@ -144,7 +144,7 @@ class _Story:
             self._leave(told[-1].stop)
         result = found if of_images else scores(found, run.store.classes)
         if of_images:
-            logged = {kind: result[kind] for kind in ("accuracy", "mean_accuracy", "auc", "mae", "rmse", "r2") if kind in result}
+            logged = {kind: result[kind] for kind in ("accuracy", "mean_accuracy", "auc", "kappa", "mae", "rmse", "r2") if kind in result}
             words = ", ".join(f"{kind.replace('_', ' ')} {value:.3f}" for kind, value in logged.items() if value is not None)
         else:
             iou = {name: row["iou"] for name, row in result["classes"].items()}

@@ -154,6 +154,8 @@ RULES = (
     Rule("data.focus_share", "data.focus_class", lambda f: f.config.data.focus_class is None, "data.focus_class is not set: name a class, or leave data.focus_share out"),
     Rule("data.epoch_samples", "data.crop", lambda f: f.config.data.crop is None, "whole images are trained on, each once an epoch: set data.crop, or leave data.epoch_samples out"),
     Rule("train.init_names", "train.init", lambda f: f.config.train.init is None, "train.init is not set: name a file, or leave train.init_names out"),
+    Rule("optim.decay_factor", "optim.schedule", lambda f: f.config.optim.schedule != "linear",
+         "optim.schedule is {c.optim.schedule}, which does not read it: set that to linear, or leave optim.decay_factor out"),
     Rule("optim.momentum", "optim.name", lambda f: f.config.optim.name != "sgd", "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum out"),
 )  # fmt: skip
 

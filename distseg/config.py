@@ -259,9 +259,11 @@ class OptimConfig:
     momentum: float = 0.9
     """Of sgd; adam and adamw have betas of their own, 0.9 and 0.999."""
     weight_decay: float = 0.0
-    schedule: Literal["constant", "cosine", "one_cycle"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "one_cycle"] = "cosine"
     warmup: float = 0.05
-    """Share of all steps in which the rate rises from 0 (cosine, constant) or lr/25 (one_cycle)."""
+    """Share of all steps in which the rate rises from 0 (cosine, constant, linear) or lr/25 (one_cycle)."""
+    decay_factor: float = 1.0
+    """Of linear: the rate falls along a line that reaches 0 after this many times all steps. The PatchGD authors' program has 2, so training ends at about half of ``lr``."""
     clip: Optional[float] = None
     """Largest global norm of the gradient."""
     rates: Optional[Dict[str, float]] = None
@@ -278,6 +280,7 @@ class OptimConfig:
             raise ValueError(f"optim.thaw has {epochs} for {part}, but a part thaws after a number of epochs of at least 0")
         _between(self, 0, 1, "warmup", "momentum")
         _at_least(self, 0, "lr", "weight_decay")
+        _at_least(self, 1, "decay_factor")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none")
 

@@ -57,6 +57,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         (f"patchgd.{field}", "train.method"): ({f"patchgd.{field}": value}, {"train.method": "patchgd"})
         for field, value in [("patch", Extents("64x64")), ("step", Extents("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4)]
     },
+    ("optim.decay_factor", "optim.schedule"): ({"optim.decay_factor": 2.0}, {"optim.schedule": "linear"}),
     ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }
 

@@ -23,13 +23,21 @@ def cosine(t: float) -> float:
         ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("cosine", [0.5, 1, *(cosine(t / 8) for t in range(8))]),
         ("one_cycle", [1 - 0.96 * cosine(1 / 2), 1, *(1e-4 + (1 - 1e-4) * cosine(t / 8) for t in range(8))]),
+        ("linear", [0.5, 1, *(1 - t / 8 for t in range(8))]),
     ],
 )
 def test_schedules_over_ten_steps_with_two_of_warmup(schedule, wanted):
     assert rates(10, schedule=schedule, warmup=0.2) == pytest.approx(wanted, abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "one_cycle"])
+def test_the_rate_of_the_patchgd_authors_program():
+    """100 epochs of 5 steps, a rise over 2 of them, a fall to 0 over twice the training: it ends at a half."""
+    found = rates(500, schedule="linear", warmup=0.02, decay_factor=2.0)
+    assert found[10:] == pytest.approx([(1000 - step) / (1000 - 10) for step in range(10, 500)], abs=1e-12)
+    assert found[9] == 1.0 and found[-1] == pytest.approx(501 / 990)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "one_cycle"])
 @pytest.mark.parametrize("warmup", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("total", [1, 2, 7, 100])
 def test_rates_are_positive_up_to_the_peak(schedule, warmup, total):

@@ -75,9 +75,9 @@ def state_copies(config: OptimConfig) -> int:
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     """The rate of step 0 .. total-1.
 
-    constant, cosine: a linear rise from lr/w over the first w = warmup * total steps, then constant, or
-    lr * (1 + cos(pi t)) / 2 with t from 0 to 1 over the rest. one_cycle: from lr/25 along a cosine to lr, then along a
-    cosine to lr/10^4 (Smith and Topin, 2018).
+    constant, cosine, linear: a linear rise from lr/w over the first w = warmup * total steps, then constant, or
+    lr * (1 + cos(pi t)) / 2 with t from 0 to 1 over the rest, or along a line that reaches 0 at step decay_factor * total.
+    one_cycle: from lr/25 along a cosine to lr, then along a cosine to lr/10^4 (Smith and Topin, 2018).
     """
     rise = round(config.warmup * total)
     if step < rise:
@@ -85,9 +85,11 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
         if config.schedule == "one_cycle":
             return _cosine(config.lr / 25, config.lr, t)
         return config.lr * t
-    t = (step - rise) / max(1, total - rise)
     if config.schedule == "constant":
         return config.lr
+    if config.schedule == "linear":
+        return config.lr * (config.decay_factor * total - step) / (config.decay_factor * total - rise)
+    t = (step - rise) / max(1, total - rise)
     return _cosine(config.lr, config.lr / 1e4 if config.schedule == "one_cycle" else 0.0, t)
 
 

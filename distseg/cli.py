@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from argparse import SUPPRESS
 from dataclasses import asdict, fields
 from functools import cache, wraps
 from pathlib import Path
@@ -117,11 +118,29 @@ def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = 
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     if _HELP & set(arguments):
+        _print_head(parser)
         arguments, given = ["--help"], []
     typed = {argument.partition("=")[0] for argument in arguments}
     arguments, read = _without_files(arguments)
     places = {setting.name: setting.place for setting in [*given, *read] if f"--{setting.name}" not in typed}
     return _parse_plain(parser, [*(setting.flag for setting in given), *arguments], places)
+
+
+def _print_head(parser: ArgumentParser) -> None:
+    """Print what matters of a command's help before the flags of all settings."""
+    from distseg.help import head
+
+    _, command, *run = parser.prog.split()
+    words = " ".join(["distseg", command, *(run or ["[CONFIG.yaml]"]), "[--section.field VALUE ...]"])
+    known = {f"--{name}" for name in settings_flags()} | {"--help", "--config", "--print_config"}
+    own = {flag: action.help or "" for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag.rstrip("+") not in known}
+    print(f"usage: {words}\n\n{head(command, own)}")
+    parser.usage = SUPPRESS
+
+
+def settings_flags() -> list[str]:
+    """Return the names of all flags that stand for sections of the config or their fields."""
+    return [name for section, names in sections().items() for name in (section, *(f"{section}.{field}" for field in names))]
 
 
 def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
@@ -172,7 +191,7 @@ def _verify(arguments: list[str]) -> int:
         from distseg import verify
         from distseg.launch import set_up
 
-        device = set_up(comm, config.run.device, config.run.threads)
+        device = set_up(comm, config.run.device, config.run.threads).device
         report = verify.verify(config, comm, flags["image"], flags["dump"], device)
         if report is not None:
             report.update(tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"]))

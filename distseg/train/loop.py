@@ -10,11 +10,13 @@ import math
 import time
 from dataclasses import replace
 
+from distseg.checkpoint.files import find, read_run_manifest
 from distseg.comm.replicas import check_same
 from distseg.config import Config
 from distseg.infer.evaluate import evaluate
 from distseg.infer.images import evaluate_images
 from distseg.launch import JointFailure, ToBeContinued, gathered
+from distseg.report.closing import closing_of_training
 from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress
 from distseg.units import si
@@ -52,6 +54,8 @@ def train(config: Config, world) -> dict | None:
             print(f"rank 0 read {si(run.loader.bytes_read / run.loader.steps_read, 'B')} a step", flush=True)
     phase("waiting for all ranks to end")
     gathered(world)
+    for line in story.closing() if run.first else ():
+        print(line, flush=True)
     return story.position.validation if run.first else None
 
 
@@ -154,6 +158,16 @@ class _Story:
         if run.first:
             print(f"epoch {number + 1}: validation {words}", flush=True)
         self.position = replace(self.position, validation=result)
+
+    def closing(self) -> list[str]:
+        """Return what came out of the run, where it lies, and the next command."""
+        output, at = self.config.train.output, self.position
+        best = find(output)
+        manifest = read_run_manifest(best)
+        told = None
+        if manifest.get("score") is not None:
+            told = {"checkpoint": best, "epoch": manifest["epoch"], "validation": manifest["validation"]}
+        return closing_of_training(output, at.epoch, at.step, self.seconds, told, list(self.run.store.splits))
 
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes

@@ -1,0 +1,62 @@
+"""The closing lines of a command, and the head of its help."""
+
+from pathlib import Path
+
+from distseg.help import FIRST, field_documents, head
+from distseg.report.closing import (
+    closing_of_evaluation,
+    closing_of_prediction,
+    closing_of_training,
+)
+
+
+def test_training_ends_with_the_best_checkpoint_and_the_next_command():
+    best = {"checkpoint": "r/checkpoints/step-4", "epoch": 1, "validation": {"mean_iou": 0.5123}}
+    assert closing_of_training("r", 2, 1080, 75.2, best, ["train", "val", "test"]) == [
+        "trained 2 epochs, 1,080 steps in 1:15; best mean IoU 0.512 after epoch 1: "
+        "r/checkpoints/step-4",
+        "next: distseg evaluate r",
+    ]
+    assert closing_of_training("r", 1, 1, 0.2, None, ["train"]) == [
+        "trained 1 epoch, 1 step in 0:00; checkpoints are in r/checkpoints",
+        "next: distseg predict r --images FILE",
+    ]
+    assert closing_of_training("r", 1, 1, 0, None, ["train", "val"])[1].endswith("r --split val")
+
+
+def test_evaluation_ends_with_the_score_beside_the_baseline():
+    lines = closing_of_evaluation("r", {"mean_iou": 0.5}, {"mean_iou": 0.25}, "s.json")
+    assert lines == [
+        "mean IoU 0.500 (a classifier of single pixels: 0.250); all scores are in s.json",
+        "next: distseg predict r --images FILE",
+    ]
+    assert closing_of_evaluation("r", {"rmse": 2.5}, None, None)[0] == "RMSE 2.500"
+
+
+def test_prediction_ends_with_the_folder_and_how_to_draw_it():
+    maps = [Path("p/a.h5"), Path("p/b.h5")]
+    assert closing_of_prediction("p", maps, "s.h5") == [
+        "2 class maps in p",
+        "next: distseg plot overlay p/a.h5 --store s.h5",
+    ]
+    assert closing_of_prediction("p", [Path("p/a.tif")], "s.h5") == ["1 class map in p"]
+
+
+def test_help_begins_with_what_matters():
+    text = head("train", {})
+    order = [text.index(flag) for flag in ("--data.store", "--mesh.tiles", "--train.epochs")]
+    assert order == sorted(order)
+    documents = field_documents()
+    assert all(documents[name] for names in FIRST.values() for name in names)
+
+
+def test_the_whole_help_has_the_head_first(capsys):
+    import pytest
+
+    from distseg.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    told = capsys.readouterr().out
+    assert not end.value.code and told.startswith("usage: distseg train [CONFIG.yaml] [--section")
+    assert told.index("--data.store ") < told.index("All of them:") < told.index("--model.name NAME")

@@ -95,7 +95,7 @@ def _config(store: str, **sections) -> Config:
 
 def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
     comm = world()
-    device = set_up(comm, "cpu", torch.get_num_threads())
+    device = set_up(comm, "cpu", torch.get_num_threads()).device
     one = Extents((1, 1))
     size = store.size(store.split("train")[0])
     engine = Engine(config, Mesh(comm, 1, one, 1), outline_model(config.model, 1), size, device)

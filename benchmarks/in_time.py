@@ -117,7 +117,7 @@ def _job(options: argparse.Namespace) -> None:
     if options.job == "plain":
         return _plain(config, store, options)
     comm = world()
-    device = set_up(comm, "cpu", torch.get_num_threads())
+    device = set_up(comm, "cpu", torch.get_num_threads()).device
     model = outline_model(config.model)
     mesh, size = Mesh(comm, 1, Extents((1, 1)), 1), store.size("earth0")
     engine = Engine(config, mesh, model, size, device, options.precision, last)

@@ -120,7 +120,7 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
 def _opened(options: argparse.Namespace, method: str):
     """(engine, loader, predictor, store) of a method on one rank."""
     comm = world()
-    device = set_up(comm, "cpu", 1)
+    device = set_up(comm, "cpu", 1).device
     whole = Store(options.store)
     config = config_of(options, method, options.store, min(whole.size(whole.split("train")[0])))
     store = Store(options.store, shrink=config.data.shrink)

@@ -27,10 +27,11 @@ from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.infer.predict import load_predictor, predict
 from distseg.infer.predictor import Predictor
-from distseg.launch import resident_memory, together
+from distseg.launch import resident_memory, set_up, together
 from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
 from distseg.plan.in_time import short_of_decoding
+from distseg.report.closing import closing_of_evaluation, closing_of_prediction
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
@@ -45,7 +46,8 @@ from distseg.watch import beat
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
     """Print the table of scores on a split, ours beside the colour baseline's."""
-    predictor, manifest = load_predictor(run, config, world)
+    device, threads = set_up(world, config.run.device, config.run.threads)
+    predictor, manifest = load_predictor(run, config, world, device)
     with together(world):
         store = Store(config.data.store, _constants(manifest), config.data.shrink)
         _check_classes(store, manifest, run)
@@ -57,6 +59,8 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
         for name in store.split(split):
             predictor.check(store.size(name))
+    if world.rank == 0:
+        print(threads)
     if store.of_images:
         return _evaluate_images(predictor, store, split, world, run, output)
     matrices = {"network": evaluate(predictor, store, split, world)}
@@ -72,7 +76,14 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
             found = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
             with whole(Path(output)) as growing:
                 growing.write_text(json.dumps({"split": split, **found}, indent=1))
+        each = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
+        print(*closing_of_evaluation(_folder_of(run), each["network"], each.get("colour"), output), sep="\n")
     return 0
+
+
+def _folder_of(run: str) -> str:
+    """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
+    return str(find(run).parents[1])
 
 
 def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run: str, output: str | None) -> int:
@@ -92,6 +103,7 @@ def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
             with whole(Path(output)) as growing:
                 growing.write_text(json.dumps({"split": split, "network": found}, indent=1))
+        print(*closing_of_evaluation(_folder_of(run), found, None, output), sep="\n")
     return 0
 
 
@@ -133,7 +145,8 @@ def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Scen
 
 def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str, nodata: str | None = None) -> int:
     """Write class maps of image files or of a split of the store."""
-    predictor, manifest = load_predictor(run, config, world)
+    device, threads = set_up(world, config.run.device, config.run.threads)
+    predictor, manifest = load_predictor(run, config, world, device)
     settings, names = config.predict, manifest["data"]["classes"]
     classes = Classes(names, class_colors(names))
     files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
@@ -170,7 +183,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     if world.rank == 0:
         most = max(decoding, default=0)
         memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's
-        print(f"network: {checkpoint}", *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), sep="\n")
+        print(f"network: {checkpoint}", threads, *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), sep="\n")
     if predictor.model.of_image:
         with together(world):
             heat = heat_of(load_named(checkpoint, config.model), predictor) if settings.heat else None
@@ -178,12 +191,16 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
         if heat:
             _draw_heat(heat, manifest["data"], scenes, world, Path(output))
         return 0
+    maps = []
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)
+        maps.append(paths[0])
         anew = predict(predictor, scene, paths, classes, settings.probabilities, network)
         if predictor.writes:
             print(f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} pixels{'' if anew else ', is there already'}")
+    if world.rank == 0:
+        print(*closing_of_prediction(output, maps, None if images else config.data.store), sep="\n")
     return 0
 
 

@@ -290,6 +290,7 @@ class TrainConfig:
     method: Literal["exact", "patchgd"] = "exact"
     """exact: the gradient of whole images, or of their crops. patchgd: patch gradient descent, which approximates it, for labels of whole images (section ``patchgd``)."""
     epochs: int = 10
+    """Passes over the training images, or over as many crops as cover them."""
     max_minutes: Optional[float] = None
     """The schedule still spans all epochs; training stops after this many minutes at an epoch's end."""
     job_minutes: Optional[float] = None
@@ -391,7 +392,7 @@ class PredictConfig:
 class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Optional[int] = None
-    """CPU threads a rank; by default the node's cores shared fairly among its ranks."""
+    """CPU threads a rank; by default OMP_NUM_THREADS or MKL_NUM_THREADS, else the node's cores (at most the control group's CPU quota) shared fairly among its ranks."""
     timeout: float = 1800.0
     """Seconds in which no rank of a job moves, or one is stopped, after which it is ended, with where each rank stood; 0: never."""
     memory: Optional[Union[int, str]] = None

@@ -14,9 +14,13 @@ import time
 import traceback
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Callable
+from typing import TYPE_CHECKING, Callable, NamedTuple
 
 from distseg.launchers import LONE, Process, contradiction, identify
+from distseg.threads import Threads, choose_threads, own_limits
+
+if TYPE_CHECKING:
+    import torch
 
 
 BORN = time.monotonic()  # about when this process began
@@ -71,12 +75,6 @@ def _alone_in_open_mpi():
         del os.environ[_TRANSPORTS]
 
 
-def fair_threads(cores: list[frozenset[int]], me: int) -> int:
-    """CPU threads of process ``me`` of a node whose processes may run on these cores: each core is shared evenly."""
-    share = sum(1 / sum(core in allowed for allowed in cores) for core in cores[me])
-    return max(1, int(share + 1e-9))
-
-
 def ranks_on_node(comm) -> int:
     """How many ranks share this one's memory, itself included. Collective."""
     from mpi4py import MPI
@@ -87,23 +85,43 @@ def ranks_on_node(comm) -> int:
     return size
 
 
-def set_up(comm, device: str = "auto", threads: int | None = None):
-    """Choose this rank's device and CPU threads; returns the ``torch.device``. Collective.
+class Resources(NamedTuple):
+    """Device and CPU threads of a rank."""
+
+    device: torch.device
+    threads: Threads
+
+
+def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
+    """Choose this rank's device and CPU threads. Collective.
 
     One GPU a rank, by its rank on the node; more ranks than GPUs share them in turn.
+
+    Args:
+        device: ``run.device``; ``threads``: ``run.threads``.
+
+    Raises:
+        ValueError: a GPU is asked for, and there is none.
     """
     import torch
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cores = node.allgather(frozenset(os.sched_getaffinity(0)))
-    torch.set_num_threads(threads or fair_threads(cores, node.rank))
+    chosen = choose_threads(threads, os.environ, node.allgather(own_limits()), node.rank)
+    if torch.get_num_threads() != chosen.count:
+        torch.set_num_threads(chosen.count)
     keep_freed_memory()
     with suppress(OSError, ValueError):  # stored maps are a file each
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     local_rank, local_size = node.rank, node.size
     node.Free()
+    return Resources(_device(device, local_rank, local_size), chosen)
+
+
+def _device(device: str, local_rank: int, local_size: int) -> torch.device:
+    import torch
+
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise ValueError("run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto, or load the CUDA build of torch")

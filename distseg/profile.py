@@ -155,7 +155,7 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
     Returns:
         the profile on rank 0, None elsewhere.
     """
-    device = set_up(world, config.run.device, config.run.threads)
+    device = set_up(world, config.run.device, config.run.threads).device
     with together(world):
         if steps < 1:
             raise ValueError(f"--steps is at least 1, got {steps}")

@@ -11,7 +11,7 @@ import pytest
 
 import distseg
 from distseg import launch
-from distseg.launch import JointFailure, end_as_one, fair_threads, set_up, together
+from distseg.launch import JointFailure, end_as_one, set_up, together
 from distseg.launchers import LAUNCHERS, Process, contradiction, identify
 
 SLURM = dict(SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_NTASKS="8")
@@ -113,29 +113,14 @@ def test_such_a_process_ends_at_once_and_all_of_them_say_why_once(environment, t
     assert (done.returncode, done.stdout, done.stderr.count("distseg: error: ")) == (2, "", told), done
 
 
-@pytest.mark.parametrize(
-    "cores, threads",
-    [
-        (["0123", "0123"], [2, 2]),
-        (["0123", "0123", "0123"], [1, 1, 1]),
-        (["01", "23"], [2, 2]),
-        (["0123"], [4]),
-        (["0", "0", "0"], [1, 1, 1]),
-        (["0123", "01"], [3, 1]),
-    ],
-)
-def test_each_core_is_shared_evenly(cores, threads):
-    allowed = [frozenset(c) for c in cores]
-    assert [fair_threads(allowed, me) for me in range(len(cores))] == threads
-
-
 @pytest.mark.parallel(2)
 def test_set_up_gives_a_cpu_and_refuses_a_gpu_that_is_not_there(comm):
     import torch
 
     before = torch.get_num_threads()
     try:
-        assert set_up(comm, "cpu", threads=2).type == "cpu"
+        found = set_up(comm, "cpu", threads=2)
+        assert (found.device.type, str(found.threads)) == ("cpu", "2 CPU threads a rank (run.threads)")
         assert torch.get_num_threads() == 2
         if not torch.cuda.is_available():
             with pytest.raises(ValueError, match="run.device is cuda, but this node shows no GPU"):

@@ -59,7 +59,7 @@ def test_a_trained_module_comes_back(tmp_path):
     with pytest.raises(ValueError, match="was trained with the network test_own_networks:mine: make it, and give it as model"):
         distseg.load(run)
     model = distseg.load(run, mine(2, 3))
-    predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Extents((16, 16))), train=TrainConfig(precision="fp32")), MPI.COMM_SELF)
+    predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Extents((16, 16))), train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))
     store = Store(tmp_path / "store.h5")
     scene = store_scene(store, "val0")
     whole = model(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0].detach()

@@ -18,7 +18,7 @@ from distseg.extents import Extents
 from distseg.infer.patch_maps import MapFiller, MapPredictor
 from distseg.infer.patches import Filler, PatchPredictor
 from distseg.infer.predictor import Predictor
-from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, set_up, together
+from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, together
 from distseg.mesh import Mesh
 from distseg.models.layers import answer_of
 from distseg.models.network import refusals
@@ -41,12 +41,11 @@ from distseg.trained import check_model
 from distseg.watch import beat, phase
 
 
-def load_predictor(run: str, config: Config, world) -> tuple[Predictor, dict]:
+def load_predictor(run: str, config: Config, world, device: torch.device) -> tuple[Predictor, dict]:
     """The network of a run or checkpoint on all ranks of ``world``, ready to predict, and its manifest. Collective.
 
     It is cut into ``mesh.stages``. Where the stages of the training do not divide the ranks, every rank holds all of it.
     """
-    device = set_up(world, config.run.device, config.run.threads)
     precision, channels_last = choose(config.train, device, world)
     if config.train.method == "patchgd":
         return _load_patches(run, config, world, device, precision, channels_last)

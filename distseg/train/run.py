@@ -56,7 +56,7 @@ class Run:
     def __init__(self, config: Config, world):
         self.world, self.first = world, world.rank == 0
         phase("opening the store and the run's folder")
-        self.device = set_up(world, config.run.device, config.run.threads)
+        self.device, self.threads = set_up(world, config.run.device, config.run.threads)
         with together(world):
             self.store = _open_store(config)
             self.config = config = with_store(config, self.store.ignore)
@@ -204,6 +204,7 @@ class Run:
             f"model {config.model.name}: {self.parameters:,} parameters{sees}",
             f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}" + (", channels_last" if engine.channels_last else ""),
             f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} images a step",
+            str(self.threads),
             *gpu_lines(engine.device, engine.precision, mesh.shape.size),
         ]
         if by_patches:

@@ -1,0 +1,150 @@
+"""The number of CPU threads of a rank, and the reason for it.
+
+A rank with more threads than it has cores to itself is slower than one with a single thread: the
+threads of all ranks wait for each other in busy loops. So a number that the user or the batch
+script sets is kept, and without one a node's cores are shared among its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Mapping, Sequence
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the first one that is set holds
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A number of CPU threads, and why it was chosen."""
+
+    count: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.count} CPU thread{'s' if self.count > 1 else ''} a rank ({self.why})"
+
+
+@dataclass(frozen=True)
+class CpuLimits:
+    """The cores that a process may run on, and the CPU quotas of the control groups it is in.
+
+    Attributes:
+        cores: numbers of the cores of its affinity mask.
+        quotas: cores' worth of CPU time by control group; processes in the same group share it.
+    """
+
+    cores: frozenset[int]
+    quotas: Mapping[str, float]
+
+
+def choose_threads(
+    setting: int | None, environment: Mapping[str, str], node: Sequence[CpuLimits], me: int
+) -> Threads:
+    """Return the number of CPU threads of process ``me`` of a node.
+
+    ``run.threads`` comes first, then OMP_NUM_THREADS and MKL_NUM_THREADS, then a fair share of the
+    node's cores, at most what the control group's CPU quota allows.
+
+    Args:
+        setting: ``run.threads``, or None.
+        node: the limits of all processes of the node, by local rank.
+    """
+    if setting is not None:
+        return Threads(setting, "run.threads")
+    for name in VARIABLES:
+        if (count := _count(environment.get(name))) is not None:
+            return Threads(count, name)
+    cores, quota = fair_cores([limits.cores for limits in node], me), fair_quota(node, me)
+    count = max(1, int(min(cores, quota) + 1e-9))
+    if quota < cores:
+        return Threads(count, f"the control group allows {quota:.3g} of {len(node[me].cores)} cores")
+    shared = f"{len(node[me].cores)} core{'s' if len(node[me].cores) > 1 else ''}"
+    ranks = sum(bool(limits.cores & node[me].cores) for limits in node)
+    return Threads(count, f"{shared} shared by {ranks} ranks" if ranks > 1 else shared)
+
+
+def fair_cores(cores: Sequence[frozenset[int]], me: int) -> float:
+    """Return how many cores process ``me`` of a node has if each core is shared evenly."""
+    return sum(1 / sum(core in allowed for allowed in cores) for core in cores[me])
+
+
+def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
+    """Return how many cores the control groups leave process ``me`` if each quota is shared evenly."""
+    shares = [
+        quota / sum(group in limits.quotas for limits in node)
+        for group, quota in node[me].quotas.items()
+    ]
+    return min(shares, default=float("inf"))
+
+
+def _count(text: str | None) -> int | None:
+    """Read OMP_NUM_THREADS, whose first number counts where it is a list for nested regions."""
+    first = (text or "").split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def own_limits() -> CpuLimits:
+    """Return the limits of this process."""
+    cores = frozenset(os.sched_getaffinity(0))
+    text, namespace = _read("/proc/self/cgroup"), _namespace()
+    return CpuLimits(cores, {f"{namespace}{k}": v for k, v in cpu_quotas(text or "", _read).items()})
+
+
+def cpu_quotas(cgroups: str, read: Callable[[str], str | None]) -> dict[str, float]:
+    """Return the CPU quotas, in cores, of a process's control groups and of those around them.
+
+    Args:
+        cgroups: the text of /proc/self/cgroup (versions 1 and 2).
+        read: returns the text of a file, or None where there is none.
+    """
+    found = {}
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            homes, quota = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"), _quota_2
+        elif "cpu" in controllers.split(","):
+            homes, quota = (f"/sys/fs/cgroup/{controllers}", "/sys/fs/cgroup/cpu"), _quota_1
+        else:
+            continue
+        for home in homes:
+            for folder in (home, *_below(home, path)):
+                if (cores := quota(folder, read)) is not None:
+                    found[folder] = cores
+    return found
+
+
+def _below(home: str, path: str) -> list[str]:
+    """Return the folders of a control group and of those around it, the outermost first."""
+    parts = [part for part in path.split("/") if part]
+    return ["/".join([home, *parts[: depth + 1]]) for depth in range(len(parts))]
+
+
+def _quota_2(folder: str, read: Callable[[str], str | None]) -> float | None:
+    """Read the quota of a control group of version 2, as in "150000 100000", or "max 100000"."""
+    quota, *period = (read(f"{folder}/cpu.max") or "max").split()
+    return int(quota) / int(period[0] if period else 100000) if quota.isdecimal() else None
+
+
+def _quota_1(folder: str, read: Callable[[str], str | None]) -> float | None:
+    """Read the quota of a control group of version 1; -1 stands for none."""
+    quota, period = (read(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota is None or period is None or int(quota) <= 0 or int(period) <= 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def _namespace() -> str:
+    """Name the control-group namespace: two containers call their own groups alike."""
+    try:
+        return os.readlink("/proc/self/ns/cgroup")
+    except OSError:
+        return ""

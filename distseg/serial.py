@@ -275,7 +275,8 @@ def _normalised(values: Tensor, eps: float) -> Tensor:
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return y if weight is None else y * weight.view(_by_channel(y)) + bias.view(_by_channel(y))
+    y = y if weight is None else y * weight.view(_by_channel(y))
+    return y if bias is None else y + bias.view(_by_channel(y))
 
 
 def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:

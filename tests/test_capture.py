@@ -21,6 +21,8 @@ class Called(nn.Module):
         self.scale, self.vector, self.fc = nn.Parameter(torch.rand(6, 1, 1) + 0.5), nn.Parameter(torch.rand(6)), nn.Linear(6, 6)
         self.register_buffer("mean", torch.rand(1, 6, 1, 1))
         self.norm = nn.BatchNorm2d(6)
+        self.blur = torch.ones(6, 1, 1, 1)
+        self.register_buffer("whole", torch.ones(6, 1, 1, 1, dtype=torch.long))
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x):
@@ -202,6 +204,8 @@ REFUSED = {
     "evaluation": (lambda m, x: x * 2 if m.training else x, "in evaluation it computes something else than in training"),
     "rolled": (lambda m, x: x.roll(1, 2), "roll .* is not known here"),
     "turned": (lambda m, x: x.transpose(2, 3), "transpose .* turns a map"),
+    "a tensor that is no buffer": (lambda m, x: F.conv2d(x, m.blur, groups=6), "conv2d .* takes blur of the model, which is neither a parameter nor a buffer.*register_buffer"),
+    "a cast of a buffer": (lambda m, x: F.conv2d(x, m.whole.to(x.dtype), groups=6), "conv2d .* takes what to .* makes, a cast: keep that parameter or buffer in floating point"),
     "a batch": (lambda m, x: x - x.mean(0, keepdim=True), "mean .* takes a mean over 0"),
     "running": (lambda m, x: F.batch_norm(x, m.vector, m.vector, training=False), "takes its running statistics in training"),
 }

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.models.layers import CutTo, Derived, DropImage, Formula, Map, Own, Restride, Spread, Step, VectorDropout
+from distseg.models.layers import CutTo, Derived, DropImage, Formula, Map, Own, Restride, Spread, Step, VectorDropout, register
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
@@ -217,6 +217,13 @@ class Reader:
             raise self.refusal("has a weight that is computed from the image")
         return self.shapes[x.name] if isinstance(x, Kept) else self.traces[0].calls[x.call].shapes[x.part]
 
+    def learns(self, x: Made | Kept) -> bool:
+        """Return True if a tensor is a parameter, or is computed from one or from the image: a gradient may go there."""
+        if isinstance(x, Kept):
+            return x.name in self.traces[0].parameters
+        call = self.traces[0].calls[x.call] if x != PIXELS else None
+        return call is None or any(map(self.learns, found_in((call.args, call.kwargs), Made, Kept)))
+
     def made(self, form: str, like: Value, part: int = 0) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """(N, C, *size) of what the call makes in a form, in each trace, and its cell; of one place, at all places of the map that it is ``like``."""
         found, cells, places = [], set(), 0 if form == "vector" else self.dims
@@ -279,10 +286,32 @@ class Reader:
         if not any(isinstance(value, Made) for value in tensors.values()):
             return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors)
         if not issubclass(kind, nn.modules.conv._ConvNd):
-            raise self.refusal("has a weight that is computed from parameters: of convolutions that is known")
+            raise self.refusal("has running statistics that are computed: parameters or buffers are known")
         own: dict[str, Kept] = {}
         weights = {name: self._computed(value, own) for name, value in tensors.items()}
         return self.emit(lambda found: Derived(plain(), weights, found), [x], own)
+
+    def norm(self, kind: type, x: Value, *args, weight: Any, bias: Any, tensors: Mapping[str, Any] = {}, **kwargs) -> Value:
+        """Make a norm with the user's weight and bias: each a parameter, a buffer, or computed from such.
+
+        Args:
+            args: those of the layer's class up to ``affine``, but for that.
+        """
+        if isinstance(weight, Value) or isinstance(bias, Value):
+            raise self.refusal("has a weight that is computed from the image")
+        if (weight is None) == (bias is None) and not isinstance(weight, Made) and not isinstance(bias, Made):
+            return self.layer(kind, x, *args, weight is not None, tensors=dict(weight=weight, bias=bias, **tensors), **kwargs)
+        if x.form != "maps":
+            raise self.refusal(f"normalises {FORMS[x.form]} with a weight alone, a bias alone, or one that is computed: of maps that is known")
+        return self.scaled(self.layer(kind, x, *args, False, tensors=tensors, **kwargs), weight, bias)
+
+    def scaled(self, x: Value, weight: Any, bias: Any) -> Value:
+        """Multiply the channels of a map by a weight (C,), and add a bias (C,); either may be None."""
+        own: dict[str, Kept] = {}
+        steps: list[Step] = []
+        written = self._written((weight, bias), (x,), own, steps, {})
+        steps.append(Step(_scaled, (Map(0), *written), {}))
+        return self.emit(lambda found: Formula(tuple(steps), (None,), found), [x], own)
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
         """Of a function that looks at single cells."""
@@ -352,8 +381,10 @@ class Reader:
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
                     raise self.refusal(f"takes what {call} makes, which {'is a tensor of its own: that is not known here' if 'empty' in call.name else DRAWS}")
-                if not call.graded:
+                if not call.graded and self.learns(tree):
                     raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
+                if call.name in _CASTS:
+                    raise self.refusal(f"takes what {call} makes, a cast: keep that parameter or buffer in floating point, and leave types to train.precision")
                 if tree.part or not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(f"takes what {call} makes, which is neither a map nor computed of parameters: positions are not known here")
                 step = Step(_out_of_place(call.function), again(call.args), again(call.kwargs))
@@ -598,10 +629,6 @@ class Reader:
         self._add(name, lambda _: CutTo(), [x, like])
         return Value(name, tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)), x.cell)
 
-    def check_affine(self, weight: Any, bias: Any) -> None:
-        if (weight is None) != (bias is None):
-            raise self.refusal("has a weight without a bias, or a bias without a weight: give it both or neither")
-
     def each(self, n: Any) -> Any:
         """A setting for each dim."""
         return n if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1 else (n[0] if isinstance(n, tuple) else n,) * self.dims
@@ -616,15 +643,15 @@ LAST, VECTORS = ("last", "last place"), ("place", "last place", "vector")
 _WEIGHTS_BY_CHANNEL = ("prelu", "layer_norm", "rms_norm", "linear", "matmul", "__matmul__", "einsum", "conv1d", "conv2d", "conv3d", "group_norm")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
 _FRESH = {"new_empty", "empty_like", "new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like"}
+_CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 
 
 def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
-    for name, tensor in found.items():
-        if name in layer._buffers:
-            layer._buffers[name] = tensor
-        else:
-            setattr(layer, name, tensor)
+    for name in found:
+        layer._parameters.pop(name, None)  # a weight of the user's may be a buffer, and a buffer's name may hold None
+        layer._buffers.pop(name, None)
+    register(layer, found)
     if "num_batches_tracked" not in found and getattr(layer, "num_batches_tracked", None) is not None:
         layer.num_batches_tracked = torch.zeros((), dtype=torch.long)
     return layer
@@ -646,6 +673,12 @@ def _whole_index(index: tuple, rank: int) -> list | None:
 
 def _itself(x: Tensor) -> Tensor:
     return x
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    channel = (-1, *(1 for _ in x.shape[2:]))
+    x = x if weight is None else x * weight.view(channel)
+    return x if bias is None else x + bias.view(channel)
 
 
 def _property(name: str, x: Tensor, *_) -> Tensor:

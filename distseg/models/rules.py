@@ -73,31 +73,28 @@ class Rules:
             raise self.refusal(f"takes {FORMS[x.form]} whose channels are {x.cell}: one dim of them is expected")
         if not training and running_mean is not None:
             raise self.refusal("takes its running statistics in training: set spatial.frozen_norm, which has all batch norms do so")
-        self.check_affine(weight, bias)
         if isinstance(running_mean, Kept) and running_mean.name in self.names.values():
             raise self.refusal("is called a second time on the same running statistics, which would count both: give each place a norm of its own")
-        tensors = dict(weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+        tensors = dict(running_mean=running_mean, running_var=running_var)
         if isinstance(running_mean, Kept) and (count := f"{running_mean.name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")) in self.shapes:
             tensors["num_batches_tracked"] = Kept(count)
         kind, more = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1], {}
         if x.form != "maps":
             kind, more = VectorNorm, dict(parts=x.channels // channels)
-        return self.layer(kind, x, channels, eps, momentum, weight is not None, running_mean is not None, tensors=tensors, **more)
+        return self.norm(kind, x, channels, eps, momentum, weight=weight, bias=bias, tensors=tensors, track_running_stats=running_mean is not None, **more)
 
     def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
         x = self.map(input)
         if running_mean is not None or not use_input_stats:
             raise self.refusal("has running statistics, which instance norms have none of here: set track_running_stats=False")
-        self.check_affine(weight, bias)
         kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1]
-        return self.layer(kind, x, x.channels, eps, momentum, weight is not None, tensors=dict(weight=weight, bias=bias))
+        return self.norm(kind, x, x.channels, eps, momentum, weight=weight, bias=bias)
 
     def group_norm(self: Reader, input, num_groups, weight=None, bias=None, eps=1e-5):
         x = self.map(input, "maps", "place", "vector")
         if x.form != "maps":
             return self.formula((x, num_groups, weight, bias, eps), {})
-        self.check_affine(weight, bias)
-        return self.layer(nn.GroupNorm, x, num_groups, x.channels, eps, weight is not None, tensors=dict(weight=weight, bias=bias))
+        return self.norm(nn.GroupNorm, x, num_groups, x.channels, eps, weight=weight, bias=bias)
 
     def layer_norm(self: Reader, input, normalized_shape, weight=None, bias=None, eps=1e-5):
         return self.formula((*self.over_last(input, normalized_shape), weight, bias, eps), {})

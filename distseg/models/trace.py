@@ -70,12 +70,16 @@ class Called:
 
 @dataclass
 class Trace:
-    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images, with so many ``channels``."""
+    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images, with so many ``channels``.
+
+    ``parameters``: names of what may be trained; other tensors of the network are buffers.
+    """
 
     calls: list[Called]
     result: Made
     batch: int
     channels: int
+    parameters: frozenset[str] = frozenset()
 
 
 @torch.enable_grad()
@@ -104,7 +108,8 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")
-    return Trace(recorder.calls, value, batch, channels)
+    parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    return Trace(recorder.calls, value, batch, channels, parameters)
 
 
 @contextmanager
@@ -142,6 +147,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, image: Tensor):
         super().__init__()
         self.calls: list[Called] = []
+        self._model = model
         self._known: dict[int, _Known] = {}
         self.inside: list[str] = []
         self._know(image, IMAGE)
@@ -217,9 +223,15 @@ class _Recorder(TorchFunctionMode):
 
     def value_of(self, x: Tensor, what: str) -> Made | Kept:
         known = self._known.get(id(x))
+        if known is None and (attribute := _attribute(self._model, x)) is not None:
+            place, name = attribute
+            raise CanNotCapture(
+                f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, so it would not follow the network to other devices and types: "
+                f"write self.register_buffer({name!r}, ...)"
+            )
         if known is None:
             raise CanNotCapture(
-                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept as a plain attribute?)"
+                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept in a list?)"
             )
         if known.value is None:
             raise CanNotCapture(f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation")
@@ -234,6 +246,12 @@ class _Recorder(TorchFunctionMode):
         if isinstance(tree, dict):
             return {key: self._written(x, name) for key, x in tree.items()}
         return tree
+
+
+def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
+    """Return the module that keeps a tensor as a plain attribute, and the attribute's name."""
+    places = ((place or "the model", name) for place, module in model.named_modules() for name, value in vars(module).items() if value is x)
+    return next(places, None)
 
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -274,10 +292,10 @@ def _line() -> str:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not trace.__wrapped__.__code__:
         path = frame.f_code.co_filename
-        if not path.startswith(("<", _TORCH, _OURS)):
+        if not path.startswith(("<", *_PACKAGES)):
             return f"{path.rpartition('/')[2]}, line {frame.f_lineno}"
         frame = frame.f_back
     return "PyTorch's own code"
 
 
-_TORCH, _OURS = (str(Path(file).resolve().parent) for file in (torch.__file__, distseg.__file__))
+_PACKAGES = tuple(str(path.parent) for file in (torch.__file__, distseg.__file__) for path in (Path(file), Path(file).resolve()))  # an environment may be a link

@@ -31,7 +31,7 @@ from distseg.geometry.tile import Box
 from distseg.kernels import norm as compiled, plain
 from distseg.kernels.norm import Affine
 from distseg.memory_format import channels_last
-from distseg.models.layers import Mean, VectorNorm
+from distseg.models.layers import Mean, VectorNorm, register
 from distseg.spatial.context import Context
 from distseg.spatial.conv import accumulate
 from distseg.spatial.dropout import KeyedDropout
@@ -58,8 +58,7 @@ class DistributedNorm(nn.Module):
         self.eps = getattr(norm, "eps", 0.0)
         self.groups = norm.num_groups if self.kind == "group" else None
         self.momentum = getattr(norm, "momentum", None)
-        for field in ("weight", "bias"):
-            self.register_parameter(field, getattr(norm, field, None))
+        register(self, {field: getattr(norm, field, None) for field in ("weight", "bias")})  # parameters, or a user's buffers
         self.tracks = tracks(norm)
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
@@ -387,7 +386,8 @@ class Pending:
         """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
         norm = self.norm
         self.shares = _shares(norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count)
-        accumulate((norm.weight, norm.bias), [None if p is None else d.sum(0).to(p.dtype) for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])
+        learns = lambda p: p is not None and p.requires_grad
+        accumulate((norm.weight, norm.bias), [d.sum(0).to(p.dtype) if learns(p) else None for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""

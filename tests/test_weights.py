@@ -1,0 +1,100 @@
+"""Weights that are buffers, frozen or computed are exact in every way to distribute a network."""
+
+from dataclasses import replace
+
+import made_weights
+import pytest
+import torch
+from made_store import random_store
+from mpi4py import MPI
+from safetensors.torch import load_file
+from test_exact import TOLERANCE, config
+
+import distseg
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from distseg.export import export
+from distseg.extents import Extents
+from distseg.models.capture import as_network
+from distseg.models.network import user_names
+from distseg.train.engine import Engine
+from distseg.train.loop import train
+from distseg.verify import verify
+
+WAYS = {  # name: (ranks, settings)
+    "tiles": (1, dict(tiles_per_rank=(2, 2))),
+    "exchange": (1, dict(tiles_per_rank=(3, 2), exchange_every="1")),
+    "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
+    "exchange on ranks": (2, dict(tiles="1x2", exchange_every="2")),
+    "stages": (2, dict(stages=2, accumulate=2)),
+    "zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1", recompute="always")),
+    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
+}
+NETWORKS = {  # name: the ways it is tried in
+    "Blurred": ("tiles", "in time", "exchange on ranks", "zero bubble"),
+    "Blurred1d": ("exchange", "in time"),
+    "Blurred3d": ("exchange", "in time"),
+    "Resampled": ("exchange", "in time", "zero bubble"),
+    "Repeated": ("tiles", "exchange"),
+    "GroupNormed": ("tiles", "in time"),
+    "HalfFixed": ("exchange", "in time", "zero bubble"),
+    "ComputedNorms": ("exchange", "in time", "stages"),
+    "OfCells": ("exchange", "in time"),
+    "Shared": ("exchange", "stages, in time"),
+    "frozen_layers": ("exchange", "in time", "zero bubble"),
+}
+
+
+def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
+    dims = {"1d": 1, "3d": 3}.get(name[-2:], 2)
+    size = {1: "48", 2: size, 3: "8x12x6"}[dims]
+    settings = dict(WAYS[way][1])
+    if dims != 2:
+        settings["tiles_per_rank"] = {1: (3,), 3: (2, 2, 1)}[dims]
+        settings["tiles"] = "x".join("1" * dims)
+    plan = replace(config(**settings), model=ModelConfig(f"{made_weights.__name__}:{name}", in_channels=3, out_channels=3))
+    report = verify(plan, comm, Extents(size))
+    return comm.bcast(report and report["max_error"])
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_exact(comm, name):
+    for way in NETWORKS[name]:
+        if WAYS[way][0] == comm.size:
+            assert error_of(comm, name, way) <= TOLERANCE, way
+
+
+@pytest.mark.parametrize("way", ["exchange", "in time"])
+def test_buffers_and_frozen_weights_have_no_gradient(monkeypatch, way):
+    update, held = Engine.update, []
+
+    def watched(self, rate):
+        tensors = [*self.model.named_buffers(), *((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)]
+        held.extend(name for name, x in tensors if x.grad is not None)
+        return update(self, rate)
+
+    monkeypatch.setattr(Engine, "update", watched)
+    for name in ("HalfFixed", "frozen_layers"):
+        error_of(MPI.COMM_SELF, name, way)
+    assert held == []
+
+
+def test_names_are_the_modules_own():
+    """Those of checkpoints, of which a run is resumed, loaded and exported."""
+    for kind in (made_weights.Resampled, made_weights.HalfFixed, made_weights.frozen_layers):
+        model = kind(2, 3)
+        network = as_network(model)
+        own = user_names(network.state_dict().items(), network)
+        assert own.keys() == model.state_dict().keys()
+        assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in model.state_dict().items())
+
+
+def test_a_run_is_loaded_and_exported(tmp_path):
+    random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
+    model, data = ModelConfig("made_weights:Resampled"), DataConfig(store=str(tmp_path / "store.h5"))
+    train(Config(model=model, data=data, train=TrainConfig(epochs=1, output=str(tmp_path / "run")), mesh=MeshConfig(reducer="mpi")), MPI.COMM_SELF)
+    fresh = made_weights.Resampled(2, 3)
+    loaded = distseg.load(tmp_path / "run", made_weights.Resampled(2, 3))
+    assert torch.equal(loaded.filter, fresh.filter) and not torch.equal(loaded.first.weight, fresh.first.weight)
+    export(str(tmp_path / "run"), model, str(tmp_path / "out"), ["safetensors", "torch"])  # which holds the program against the module
+    assert load_file(tmp_path / "out/model.safetensors").keys() == loaded.state_dict().keys()

@@ -25,7 +25,7 @@ BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if 
 def test_all_are_found():
     assert BENCHMARKS == [
         "balance", "checkpoints", "faults", "freed_memory", "gigapixel", "halo", "halo_error", "horovod_cycle", "in_time", "networks", "norm", "overhead", "overlap", "peers", "pipeline_bubble",
-        "pipeline_devices", "pipeline_model", "precision", "prediction", "reading", "scaling", "stage_memory", "stages_in_time", "step_time", "strong", "whole_images",
+        "pipeline_devices", "pipeline_model", "precision", "prediction", "reading", "research_networks", "scaling", "stage_memory", "stages_in_time", "step_time", "strong", "whole_images",
     ]  # fmt: skip
 
 

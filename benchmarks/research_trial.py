@@ -1,0 +1,251 @@
+"""The trial of one network: a step in tiles against plain PyTorch on whole images, in float64.
+
+distseg's own comparison (:func:`distseg.verify.verify`) holds the tiles against its serial program.
+So that no mistake of that program hides one, the gradients are also held against a forward and a
+backward pass written here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.research import Entry
+from distseg.config import Config, DataConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
+from distseg.extents import Extents
+from distseg.verify import passed, verify
+
+CLASSES, IMAGES, IGNORED = 3, 2, 255
+SIZES = {1: (371,), 2: (61, 75), 3: (19, 29, 27)}
+LAYOUTS = {  # name: (tiles of a rank by dims, settings of spatial)
+    "exchange": ({1: (4,), 2: (2, 3), 3: (1, 2, 3)}, dict(exchange_every="1", in_time="together")),
+    "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, dict(in_time="spill", scratch="memory")),
+}
+TOLERANCE = 1e-12  # of distseg's comparison
+OWN_TOLERANCE = (
+    1e-9  # of ours: PyTorch's kernels of norms add number after number, and lose more digits
+)
+_MULTIPLE = re.compile(r"multiples? of (\d+)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one network in one layout.
+
+    Attributes:
+        kind: exact, refused, silent or crash.
+        error: largest relative error of distseg's comparison and of ours.
+        said: the message of a refusal or of a crash.
+    """
+
+    kind: str
+    error: float | None = None
+    said: str = ""
+
+
+def trial(entry: Entry, world, layouts: dict = LAYOUTS) -> dict:
+    """Return the row of a network: its kind over all layouts, each one's finding, the size."""
+    torch.set_num_threads(1)
+    size, findings = SIZES[entry.dims], {}
+    for name in layouts:
+        finding = _finding(entry, name, size, world)
+        if finding.kind in ("refused", "crash") and (larger := _larger(entry, finding.said, size)):
+            size = larger
+            finding = _finding(entry, name, size, world)
+        findings[name] = finding
+    order = ("silent", "crash", "refused", "exact")
+    worst = min(findings.values(), key=lambda f: order.index(f.kind))
+    row = {"group": entry.group, "network": entry.name, "kind": worst.kind}
+    row |= {name: f.kind if f.error is None else f.error for name, f in findings.items()}
+    named = _names_line(entry, worst.said) if worst.kind == "refused" else None
+    return row | {"size": str(Extents(size)), "line named": named, "said": worst.said}
+
+
+def _names_line(entry: Entry, said: str) -> bool:
+    """Return True if a message names a line of the network's own file."""
+    return bool(re.search(rf"\b{entry.group}\.py\W+(line )?\d+", said))
+
+
+def _larger(entry: Entry, said: str, size: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return a larger size of images to try, or None.
+
+    It is what a refusal asks for, or one that the plain network takes.
+    """
+    told = _MULTIPLE.search(said)
+    if not told and _takes(entry, size):
+        return None
+    for multiple in [int(told[1])] if told else (2, 4, 8, 16):
+        larger = tuple(-(-n // multiple) * multiple for n in size)
+        if larger != size and (told or _takes(entry, larger)):
+            return larger
+    return None
+
+
+def _takes(entry: Entry, size: tuple[int, ...]) -> bool:
+    """Return True if the plain network makes a vector, or a map of that size, of such images."""
+    try:
+        model, x = entry.make(entry.bands, CLASSES), torch.randn(IMAGES, entry.bands, *size)
+        made = _outputs(model(x))[0]
+    except RuntimeError:
+        return False
+    return made.dim() == 2 or tuple(made.shape[2:]) == size
+
+
+def plain_failure(entry: Entry) -> str:
+    """Return why the network is no valid example in plain PyTorch; an empty text if it is one."""
+    for multiple in (1, 2, 4, 8, 16):
+        size = tuple(-(-n // multiple) * multiple for n in SIZES[entry.dims])
+        try:
+            model = entry.make(entry.bands, CLASSES).double()
+            x = torch.randn(IMAGES, entry.bands, *size).double()
+            outputs = _outputs(model(x))
+            made = outputs[0]
+            sum(y.square().mean() for y in outputs).backward()
+        except RuntimeError as e:
+            why = f"{Extents(size)}: {e}"
+            continue
+        if not made.isfinite().all():
+            return "not finite"
+        if made.shape[1] == CLASSES and (made.dim() == 2 or tuple(made.shape[2:]) == size):
+            return ""
+        why = f"{tuple(made.shape)} of {tuple(x.shape)}"
+    return why
+
+
+def _finding(entry: Entry, layout: str, size: tuple[int, ...], world) -> Finding:
+    seeds = (0, 1, 2) if _is_random(entry) else (0,)  # one draw may hide what another shows
+    found = [_once(entry, layout, size, world, seed, oracle=len(seeds) == 1) for seed in seeds]
+    return next((f for f in found if f.kind != "exact"), max(found, key=lambda f: f.error or 0.0))
+
+
+def _once(entry: Entry, layout: str, size, world, seed: int, oracle: bool) -> Finding:
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) / "step.safetensors"
+        try:
+            config = _config(entry, layout, seed)
+            report = verify(config, world, Extents(size), dump=str(dump) if oracle else None)
+        except ValueError as e:
+            return _stopped(e)
+        except Exception as e:
+            where = traceback.extract_tb(e.__traceback__)[-1]
+            place = f"{Path(where.filename).name}:{where.lineno}"
+            return Finding("crash", said=f"{type(e).__name__} at {place}: {_one_line(e)}")
+        own = own_error(entry, dump, report["loss"]["distributed"]) if oracle else 0.0
+    error = report["max_error"]
+    if not passed(report, TOLERANCE):
+        return Finding(
+            "silent",
+            error,
+            f"against distseg's serial program {error:.1e}, against plain PyTorch {own:.1e}",
+        )
+    if not own <= OWN_TOLERANCE:
+        return Finding(
+            "silent", own, f"against plain PyTorch {own:.1e}; distseg's comparison says {error:.1e}"
+        )
+    return Finding("exact", error)
+
+
+def _stopped(error: ValueError) -> Finding:
+    """Return the finding of a refusal, or of a crash passed on as the text of a traceback."""
+    said = str(error)
+    if "Traceback (most recent call last)" not in said:
+        return Finding("refused", said=_one_line(error))
+    places = re.findall(r'File "[^"]*/([^/"]+)", line (\d+)', said)
+    file, line = places[-1] if places else ("?", "?")
+    return Finding("crash", said=f"{said.strip().splitlines()[-1]} at {file}:{line}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _config(entry: Entry, layout: str, seed: int) -> Config:
+    tiles, settings = LAYOUTS[layout]
+    return Config(
+        model=ModelConfig(entry.target, in_channels=entry.bands, out_channels=CLASSES),
+        data=DataConfig(images=IMAGES),
+        mesh=MeshConfig(tiles=Extents((1,) * entry.dims)),
+        spatial=SpatialConfig(tiles_per_rank=Extents(tiles[entry.dims]), **settings),
+        optim=OptimConfig("sgd"),
+        train=TrainConfig(seed=seed),
+    )
+
+
+def _is_random(entry: Entry) -> bool:
+    """Return True if two forward passes of the plain network differ in training mode."""
+    model = entry.make(entry.bands, CLASSES).train()
+    x = torch.randn(IMAGES, entry.bands, *(-(-n // 16) * 16 for n in SIZES[entry.dims]))
+    made = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        made.append(_outputs(model(x))[0])
+    return not torch.equal(*made)
+
+
+def own_error(entry: Entry, dump: Path, loss: float) -> float:
+    """Return the largest relative error of the step's loss and gradients against plain PyTorch.
+
+    Args:
+        dump: what ``verify`` wrote: initial weights, images, labels and gradients in tiles.
+        loss: of the step in tiles.
+    """
+    tensors = read_safetensors(dump)
+    model = entry.make(entry.bands, CLASSES).double()
+    state = {
+        name.partition("/")[2]: t
+        for name, t in tensors.items()
+        if name.startswith(("weights/", "buffers/"))
+    }
+    model.load_state_dict(state, strict=False)
+    model.train()
+    labels = tensors["labels"]
+    own = sum(_loss(logits, labels) for logits in _outputs(model(tensors["input"])))
+    own.backward()
+    wanted = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+    least = 1e-3 * max((g.norm().item() for g in wanted.values()), default=0.0)
+    errors = [abs(loss - own.item()) / abs(own.item())]
+    for name, gradient in wanted.items():
+        difference = (tensors[f"gradients/{name}"] - gradient).norm().item()
+        errors.append(difference / max(gradient.norm().item(), least, 1e-300))
+    return float(np.max(errors))  # NaN if one is
+
+
+def _outputs(made) -> list[Tensor]:
+    if isinstance(made, dict):
+        return list(made.values())
+    return list(made) if isinstance(made, (list, tuple)) else [made]
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    labels = labels.flatten() if logits.dim() == 2 else labels
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file of float32, float64 and int64."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    kinds = {"F64": np.float64, "F32": np.float32, "I64": np.int64}
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            array = np.frombuffer(body[begin:end], kinds[entry["dtype"]]).reshape(entry["shape"])
+            found[name] = torch.from_numpy(array.copy())
+    return found

@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.research import Entry
-from distseg.config import Config, DataConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
+from distseg.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.extents import Extents
 from distseg.verify import passed, verify
 
@@ -32,9 +40,7 @@ LAYOUTS = {  # name: (tiles of a rank by dims, settings of spatial)
     "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, dict(in_time="spill", scratch="memory")),
 }
 TOLERANCE = 1e-12  # of distseg's comparison
-OWN_TOLERANCE = (
-    1e-9  # of ours: PyTorch's kernels of norms add number after number, and lose more digits
-)
+OWN_TOLERANCE = 1e-9  # of ours: PyTorch's own kernels of norms lose more digits
 _MULTIPLE = re.compile(r"multiples? of (\d+)")
 
 

@@ -7,19 +7,23 @@ tried on one, it is told instead (:func:`notes`). The loss refuses what its term
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
-from typing import Callable, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from distseg.config import Config
+from distseg.extents import Extents
+from distseg.geometry.layout import Layout
 from distseg.pipeline.devices import stages_of
 from distseg.plan.in_time import tiles_in_time
 from distseg.data.sampler import crop_size
 from distseg.data.store import Store
 from distseg.models.layers import VectorNorm
-from distseg.models.network import of_image
+from distseg.models.network import calls_of, of_image
+from distseg.spatial.graph import graph_of
 from distseg.spatial.norm import NORMS, STATISTICAL, kind_of, tracks
 from distseg.loss import of_numbers
 
@@ -172,7 +176,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     facts = Facts(config, [] if model is None else [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)])
     for rule in RULES:
         value = of(config, rule.setting)
-        if value != of(_DEFAULTS, rule.setting) and rule.refused(facts):
+        if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
@@ -185,6 +189,69 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")
+
+
+def _is_set(value, default) -> bool:
+    """Return True if a setting differs from its default, which for a grid of one tile has any dims."""
+    one = isinstance(default, Extents) and default.volume == 1
+    return value.volume != 1 if one and value is not None else value != default
+
+
+def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse images whose feature maps have too few cells for the statistics of a norm.
+
+    Args:
+        model: plain or captured.
+        sizes: the size of each sample by the name of its image.
+
+    Raises:
+        ValueError: naming the image, its size, the norm and the repair.
+    """
+    if config.spatial.norm_scope == "window":
+        return
+    together = config.data.images
+    if config.spatial.norm_scope == "step":
+        together *= config.mesh.samples * config.train.accumulate
+    for name, size in smallest(sizes).items():
+        for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
+            if count < 2:
+                raise ValueError(
+                    f"image {name!r} of {Extents(size)} pixels: the norm {norm} takes statistics of {count} value a "
+                    "channel there, and needs at least 2: leave the image out, take larger images or crops, or a "
+                    "smaller model.depth"
+                )
+
+
+def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return those sizes than which no other one is smaller or equal in every dim."""
+    found: dict[str, Sequence[int]] = {}
+    for name, size in sorted(sizes.items(), key=_volume):
+        if not any(all(m <= n for m, n in zip(other, size)) for other in found.values()):
+            found[name] = size
+    return found
+
+
+def _volume(item: tuple[str, Sequence[int]]) -> int:
+    return math.prod(item[1])
+
+
+def _values_of_norms(
+    model: nn.Module, size: Sequence[int], images: int, frozen: bool
+) -> Iterator[tuple[str, int]]:
+    """Yield the name of each active norm, and how many values each of its statistics is of."""
+    try:
+        graph = graph_of(model)
+        cells = Layout(graph, size, [(0, n) for n in size]).sizes
+    except ValueError:
+        return  # computed on whole images, by PyTorch; or a size that is refused elsewhere
+    for call, node in zip(calls_of(model), graph):
+        norm = call.layer
+        if not isinstance(norm, NORMS) or isinstance(norm, VectorNorm) or frozen and tracks(norm):
+            continue
+        times = {"batch": images, "group": 1, "instance": 1}[kind_of(norm)]
+        if isinstance(norm, nn.GroupNorm):
+            times = norm.num_channels // norm.num_groups
+        yield call.name, math.prod(cells[node.first]) * times
 
 
 def check_labels(store: Store, model: nn.Module, config: Config) -> None:

@@ -26,7 +26,7 @@ from distseg.infer.evaluate import evaluate, score_rows
 from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.infer.predict import load_predictor, predict
-from distseg.infer.predictor import Predictor
+from distseg.infer.predictor import Predictor, check_images
 from distseg.launch import resident_memory, set_up, together
 from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
@@ -57,8 +57,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         unlabelled = [name for name in store.split(split) if not (store.has_labels(name) or store.of_images)]
         if unlabelled:
             raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
-        for name in store.split(split):
-            predictor.check(store.size(name))
+        check_images(predictor, {store.size(name): name for name in store.split(split)})
     if world.rank == 0:
         print(threads)
     if store.of_images:
@@ -165,10 +164,10 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
-        sizes, decoding = set(), {}
+        sizes, decoding = {}, {}
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
             scene = opened()
-            sizes.add(scene.size)
+            sizes[scene.size] = scene.name
             decoding[scene.decoding] = scene.name
             if not predictor.model.of_image:
                 if settings.heat:
@@ -178,8 +177,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
                 raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")
     sizes = world.bcast(sizes, root=0)
     with together(world):
-        for size in sorted(sizes):
-            predictor.check(size)
+        check_images(predictor, sizes)
     if world.rank == 0:
         most = max(decoding, default=0)
         memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's

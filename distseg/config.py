@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Dict, List, Literal, Optional, Union
 
 from distseg.extents import Extents, parse_bytes
@@ -428,3 +428,35 @@ class Config:
                 f"mesh.samples {self.mesh.samples} x train.accumulate {self.train.accumulate} x data.images {self.data.images} are {images} images a step, "
                 f"more than {_MOST_IMAGES}: lower one of them"
             )
+
+
+def with_dims(config: Config, dims: int, image: str) -> Config:
+    """Return the config with all default sizes in as many dims as the images have.
+
+    Args:
+        image: the size of an image, for the error.
+
+    Raises:
+        ValueError: a size that is no default has another number of dims.
+    """
+    side = int(_TILE_PIXELS ** (1 / dims)) // 32 * 32
+    for setting, size in {
+        "mesh.tiles": (1,) * dims,
+        "spatial.tiles_per_rank": (1,) * dims,
+        "predict.tile": (side,) * dims,
+    }.items():
+        section, _, field_ = setting.partition(".")
+        values = getattr(config, section)
+        value, default = getattr(values, field_), getattr(type(values)(), field_)
+        if len(value) == dims:
+            continue
+        if value != default:
+            raise ValueError(
+                f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
+                f"give it {dims} numbers, such as {Extents(size)}"
+            )
+        config = replace(config, **{section: replace(values, **{field_: Extents(size)})})
+    return config
+
+
+_TILE_PIXELS = 2**20  # of the default tile of a prediction

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from distseg import rng
 from distseg.check import check_labels, notes, with_store
-from distseg.config import Config
+from distseg.config import Config, with_dims
 from distseg.data.loader import pieces
 from distseg.plan.in_time import tiles_in_time
 from distseg.spatial.piece import Piece, labels_of_images
@@ -159,13 +159,15 @@ def prepare(config: Config, image: Extents | None):
         raise ValueError("train.method is patchgd, which approximates the gradient, and here are exact steps alone: set train.method to exact")
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
-        config = with_store(config, store.ignore)
+        size = store.size(store.split("train")[0])
+        config = with_dims(with_store(config, store.ignore), len(size), str(Extents(size)))
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
         check_labels(store, model, config)
         return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
     if image is None:
         raise ValueError("there are no images: give --image 97x131 for random ones, or --data.store PATH")
+    config = with_dims(config, len(image), str(Extents(image)))
     many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal", "mse", "l1") for _, name in parse(config.loss.name)) else 3
     model = plain_model(config.model, out_channels=many)
     vectors = of_image(model, image)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distseg.check import RULES, check_settings, notes, of, with_store
+from distseg.check import RULES, check_norms, check_settings, notes, of, smallest, with_store
 from distseg.cli import _config, _parse, _parser
-from distseg.config import Config
+from distseg.config import Config, DataConfig, MeshConfig, SpatialConfig, with_dims
 from distseg.extents import Extents
 from distseg.models.unet import unet
 
@@ -141,3 +141,21 @@ def test_the_stores_ignore_value_holds_unless_another_is_set():
     assert with_store(config({"loss.ignore_index": 7}), 7).loss.ignore_index == 7
     with pytest.raises(ValueError, match="loss.ignore_index is 3, but the labels of a.h5 have 7 where nothing counts: leave loss.ignore_index out, or prepare the store with --ignore 3"):
         with_store(config({"loss.ignore_index": 3, "data.store": "a.h5"}), 7)
+
+
+def test_an_image_too_small_for_a_norm_is_named_before_work():
+    """Sizes that are smaller in every dim decide; a batch norm counts the images of a batch."""
+    sizes = {"large": (64, 64), "sliver": (24, 4), "wide": (8, 400)}
+    assert list(smallest(sizes)) == ["sliver", "wide"]
+    deep = unet(depth=5, base_channels=2, norm="instance")
+    with pytest.raises(ValueError, match=r"image 'sliver' of 24x4 pixels: the norm mid_norm0 takes"):
+        check_norms(Config(), deep, sizes)
+    check_norms(Config(), deep, {"large": (64, 64)})
+    check_norms(replace(Config(), spatial=SpatialConfig(norm_scope="window")), deep, sizes)
+    batch = unet(depth=5, base_channels=2, norm="batch")
+    with pytest.raises(ValueError, match="sliver"):
+        check_norms(Config(), batch, sizes)
+    check_norms(Config(data=DataConfig(images=2)), batch, sizes)
+    check_norms(Config(spatial=SpatialConfig(frozen_norm=True)), batch, sizes)
+    whole = Config(spatial=SpatialConfig(norm_scope="step"), mesh=MeshConfig(samples=2))
+    check_norms(whole, batch, sizes)

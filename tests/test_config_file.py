@@ -209,3 +209,15 @@ def test_values_that_pass_are_shallow(text):
         except yaml.YAMLError:
             return
         assert most <= 4
+
+
+def test_defaults_take_the_dims_of_the_images():
+    from distseg.config import Config, MeshConfig, with_dims
+    from distseg.extents import Extents
+
+    found = with_dims(Config(mesh=MeshConfig(tiles=Extents("1x1x2"))), 3, "8x9x10")
+    assert (str(found.mesh.tiles), str(found.spatial.tiles_per_rank)) == ("1x1x2", "1x1x1")
+    assert str(found.predict.tile) == "96x96x96"
+    assert str(with_dims(Config(), 1, "100").predict.tile) == "1048576"
+    with pytest.raises(ValueError, match=r"mesh.tiles is 1x2, of 2 dims, but images have 3 \(8x9x10\)"):
+        with_dims(Config(mesh=MeshConfig(tiles=Extents("1x2"))), 3, "8x9x10")

@@ -106,7 +106,12 @@ def check_grid(image, grid, stride) -> None:
     Raises:
         ValueError: naming the grid, the image, the stride and the largest grid that fits.
     """
-    if not len(image) == len(grid) == len(stride):
+    if len(image) != len(stride):
+        raise ValueError(
+            f"images have {len(image)} dims ({Extents(image)}), but the network takes images of {len(stride)}: "
+            "give images of as many dims, or take another network (model.name)"
+        )
+    if len(grid) != len(image):
         raise ValueError(
             f"an image of {len(image)} spatial dims ({Extents(image)}) does not fit a grid of {len(grid)} ({Extents(grid)}) "
             f"and a network of {len(stride)}: give mesh.tiles and sizes {len(stride)} numbers each"

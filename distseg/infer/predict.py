@@ -11,7 +11,7 @@ import torch
 
 from distseg.check import check_settings
 from distseg.comm.replicas import broadcast
-from distseg.config import Config, MeshConfig
+from distseg.config import Config, MeshConfig, with_dims
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
@@ -52,6 +52,8 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     with together(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
+        if size := manifest["data"].get("size"):
+            config = with_dims(config, len(size), str(Extents(size)))
         told = _of_mesh(config.mesh, manifest["config"], world.size)
     if world.rank == 0:
         print(*told, sep="\n", end="\n" if told else "")

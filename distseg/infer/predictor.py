@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
-from typing import Callable, ContextManager, Iterator, Sequence
+from typing import Callable, ContextManager, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -43,6 +43,23 @@ from distseg.spatial.norm import DistributedNorm
 from distseg.spatial.parallelize import TiledModel
 
 _SHARE = 0.5  # of the memory that is free, in which maps may wait
+
+
+def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
+    """Refuse images that cannot be predicted, before anything is computed.
+
+    Args:
+        predictor: with a method ``check(size)``.
+        sizes: the name of an image of each size that there is.
+
+    Raises:
+        ValueError: naming the image and the setting.
+    """
+    for size, name in sorted(sizes.items()):
+        try:
+            predictor.check(size)
+        except ValueError as e:
+            raise ValueError(f"image {name!r} of {Extents(size)} pixels: {e}") from None
 
 
 class Predictor:

@@ -13,8 +13,8 @@ from typing import IO
 from torch import nn
 
 from distseg.agree import agree, versions
-from distseg.check import check_labels, check_settings, notes, with_store
-from distseg.config import Config, OptimConfig
+from distseg.check import check_labels, check_norms, check_settings, notes, with_store
+from distseg.config import Config, OptimConfig, with_dims
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store import Store
@@ -27,7 +27,7 @@ from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_zoo import network_of
 from distseg.models.patches import PatchNetwork
 from distseg.plan.in_time import room_of, short_of_room, tiles_in_time
-from distseg.infer.predictor import Predictor
+from distseg.infer.predictor import Predictor, check_images
 from distseg.models.layers import channels_of
 from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
@@ -59,7 +59,9 @@ class Run:
         self.device, self.threads = set_up(world, config.run.device, config.run.threads)
         with together(world):
             self.store = _open_store(config)
-            self.config = config = with_store(config, self.store.ignore)
+            first = self.store.size(self.store.split("train")[0])
+            config = with_dims(with_store(config, self.store.ignore), len(first), str(Extents(first)))
+            self.config = config
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             check_settings(config)
             if config.train.method == "patchgd":
@@ -72,6 +74,8 @@ class Run:
                 check_size(self.model, size, f"a sample of {name}")
             for size in {min(sizes.values(), key=math.prod), max(sizes.values(), key=math.prod)}:
                 check_calls(self.model, size, config.data.images)
+            if config.train.method != "patchgd":  # whose norms see patches
+                check_norms(config, self.model, sizes)
             self._notes = notes(config, self.model)
             self._batch_norm = not config.spatial.frozen_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
             self.checkpoint = chosen(config.train.output, config.train.resume)
@@ -101,8 +105,8 @@ class Run:
             self._load()
         self.predictor = engine.predictor() if by_patches else self._predictor()
         with together(world):
-            for name in self.store.splits.get("val", []) if config.train.validate_every else []:
-                self.predictor.check(self.store.size(name))
+            validated = self.store.splits.get("val", []) if config.train.validate_every else []
+            check_images(self.predictor, {self.store.size(name): name for name in validated})
         self.checkpoints = self._checkpoints()
 
     @property

@@ -48,6 +48,22 @@ def world():
     return MPI.COMM_WORLD
 
 
+def check_launcher() -> None:
+    """Refuse a process that MPI takes for the only one of a job, though its launcher started several.
+
+    A script that makes communicators by itself does not come by :func:`world`. Without this check,
+    each process of torchrun would run the serial program.
+
+    Raises:
+        ValueError: naming the launcher, both numbers and the repair.
+    """
+    if identify() == LONE:
+        return
+    MPI = _mpi()
+    if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
+        raise ValueError(wrong)
+
+
 def _mpi():
     """The module mpi4py.MPI, which starts MPI where it is imported first."""
     try:

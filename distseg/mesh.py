@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from distseg.comm.waits import Ranks, Waits
 from distseg.extents import Extents
+from distseg.launch import check_launcher
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Mesh:
 
     def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
         self.shape = MeshShape(samples, Extents(tiles), stages)
+        check_launcher()
         self.shape.check(world.size)
         grid = world.Create_cart(self.shape.axes, reorder=False)
         self.waits = Waits()

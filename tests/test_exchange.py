@@ -6,6 +6,7 @@ distributed ones are added up over ranks.
 
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -302,3 +303,30 @@ def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
     close(mine, y[(..., *box.slices)], 1e-12)
     for found, right in zip(torch.autograd.grad(mine, list(tiled.parameters()), g[(..., *box.slices)]), wanted):
         close(torch.from_numpy(comm.allreduce(found.numpy())), right, 1e-11)
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_snippet_of_the_page_trains_with_the_serial_gradient(comm):
+    """Run on random weights that all ranks share; the gradient is held against the plain module."""
+    text = (Path(__file__).parents[1] / "docs" / "exchange.md").read_text()
+    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    torch.manual_seed(0)
+    names = {}
+    exec(snippet.replace("torch.rand(1, 3,", "torch.ones(1, 3,"), names)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 2, 1))
+    logits = plain(torch.ones(1, 3, *names["image"]))
+    nn.functional.cross_entropy(logits, torch.zeros(1, *names["image"], dtype=torch.long)).backward()
+    for p, q in zip(names["module"].parameters(), plain.parameters()):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5)
+    assert torch.allclose(names["module"][1].running_mean, plain[1].running_mean, atol=1e-6)
+
+
+def test_statistics_that_were_not_taken_over_are_told():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2))
+    reach, box = receptive_field(model), Box.whole((6, 7))
+    tiled = parallelize(model, reach, Context())
+    tiled([torch.rand(1, 1, 6, 7)], [Place((6, 7), box, box, (0,), (0,))])
+    with pytest.warns(UserWarning, match="commit_statistics"):
+        tiled.eval()
+

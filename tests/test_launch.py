@@ -239,3 +239,15 @@ def test_free_memory_goes_back_where_a_process_grows_by_gaps_not_by_its_tiles(mo
     resident = 905e6
     trimmer.after_tile(held=360e6)
     assert len(released) == 3, "what is held is no gap"
+
+
+def test_a_script_under_torchrun_does_not_run_several_serial_programs():
+    """Each process makes a mesh of one rank by itself, which MPI would let it."""
+    source = "from mpi4py import MPI; import distseg; distseg.Mesh(MPI.COMM_WORLD)"
+    inherited = ("OMPI_", "PMIX_", "PRTE_")
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(inherited)}
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    home = {"PYTHONPATH": str(Path(distseg.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", source], env=mine | torchrun | home, capture_output=True, text=True, timeout=60)
+    assert done.returncode and "torchrun started 2 processes (WORLD_SIZE), but MPI sees 1" in done.stderr
+

@@ -356,8 +356,8 @@ def test_no_training_image(tmp_path):
     [
         (["lake"], 255, "2 to 255 classes"),
         (["a", "a"], 255, "different names"),
-        (["a", "b"], 1, "label 1 of ignored pixels must be no class.*2 to 255"),
-        (["a", "b"], -1, "label -1 of ignored pixels"),
+        (["a", "b"], 1, "--ignore is 1, but .* are no class: give a number from 2 to 255"),
+        (["a", "b"], -1, "--ignore is -1, but .*--ignore 255 --values=-1=255"),
     ],
 )
 def test_classes_that_can_not_be(tmp_path, classes, ignore, message):

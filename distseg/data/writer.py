@@ -72,8 +72,9 @@ class StoreWriter:
             raise ValueError(f"a store has 2 to 255 classes (or one, where it has numbers, which it names) with different names, got {self.classes}: name the background too")
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
-                f"the label {self.ignore} of ignored pixels must be no class and fit into a byte: "
-                f"choose one from {len(self.classes)} to 255 for {len(self.classes)} classes"
+                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored pixels are no class: "
+                f"give a number from {len(self.classes)} to 255, and where masks have {self.ignore} for such pixels, "
+                f"say what it stands for: --ignore 255 --values={self.ignore}=255"
             )
         if not self.bands:
             raise ValueError("an image has at least one band, got none")

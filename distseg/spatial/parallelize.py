@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections import Counter
 from contextlib import suppress
 from typing import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from distseg.altered import genuine
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
+from distseg.launch import check_launcher
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, first_convolution, outline, skip_store
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, of_image, refusals
 from distseg.spatial.context import Context
@@ -174,6 +176,16 @@ class TiledModel(nn.Module):
         """Update the running statistics of batch norms, once an optimizer step; collective over the sample groups."""
         commit(self.norms, self.context.groups_comm)
 
+    def train(self, mode: bool = True) -> "TiledModel":
+        """Warn where evaluation would not see the statistics of the passes before it."""
+        if not mode and self.training and any(norm.seen for norm in self.norms):
+            warnings.warn(
+                "batch norms have seen images whose statistics were not taken over: call "
+                "commit_statistics() once after each optimizer step, or they keep their running statistics",
+                stacklevel=2,
+            )
+        return super().train(mode)
+
 
 class _Instead(nn.Module):
     """Stands where a layer was."""
@@ -203,6 +215,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
     Raises:
         ValueError: a layer that can not be computed from windows, by name.
     """
+    check_launcher()
     for name, layer in model.named_modules():
         if isinstance(layer, _GLOBAL) and not whole:
             raise ValueError(

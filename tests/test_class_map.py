@@ -8,6 +8,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from distseg import disk
@@ -92,7 +93,6 @@ def test_probabilities(tmp_path, found):
 
 
 def test_tiled_tiff(tmp_path, found):
-    tifffile = pytest.importorskip("tifffile")
     partial = started(tmp_path)
     write(partial, range(12), found)
     assert [p.name for p in packed(partial, "hdf5", "tiff")] == ["scene.1.h5", "scene.1.tif"]
@@ -112,8 +112,6 @@ def test_png(tmp_path, found):
 
 @pytest.mark.parametrize("form", ["hdf5", "tiff", "png"])
 def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, found, form):
-    if form == "tiff":
-        pytest.importorskip("tifffile")
     partial = started(tmp_path)
     write(partial, range(12), found)
     identity, (path,) = partial.identity, packed(partial, form)

@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -17,7 +18,6 @@ from distseg.data.prepare import prepare_folder
 from distseg.data.readers import open_image, open_mask
 from distseg.geometry.tile import Box
 
-tifffile = pytest.importorskip("tifffile")
 RANDOM = np.random.default_rng(0)
 RGB = RANDOM.integers(0, 256, (45, 61, 3)).astype(np.uint8)
 STACK = RANDOM.integers(0, 60000, (5, 45, 61)).astype(np.uint16)

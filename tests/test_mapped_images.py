@@ -9,7 +9,7 @@ from PIL import Image
 
 from distseg.data import mapped
 from distseg.data.readers import open_image
-from distseg.data.tiff import TiffReader
+from distseg.data.tiff_segments import Segments
 from distseg.geometry.tile import Box
 
 COARSE = np.random.default_rng(0).integers(0, 255, (80, 40, 3), np.uint8)
@@ -60,13 +60,13 @@ def test_without_room_in_the_scratch_folder_pixels_are_the_same(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["strip.tif", "strips.tif", "planes.tif"])
 def test_strips_are_decoded_once(tmp_path, monkeypatch, name):
-    decoded, decode = Counter(), TiffReader._decode
+    decoded, decode = Counter(), Segments._decode
 
     def counted(self, number, index, *others):
         decoded[number, index] += 1
         decode(self, number, index, *others)
 
-    monkeypatch.setattr(TiffReader, "_decode", counted)
+    monkeypatch.setattr(Segments, "_decode", counted)
     path, pixels = written(tmp_path, name)
     reader = open_image(path)
     for row in range(0, 4000, 800):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tifffile
 
 from distseg.data.picture import rgb
 from distseg.data.prepare import prepare_folder
@@ -43,7 +44,6 @@ def test_a_file_is_read_as_its_image_in_a_store(tmp_path, nodata):
 
 
 def test_a_tiffs_tag_holds_for_both(tmp_path):
-    tifffile = pytest.importorskip("tifffile")
     tifffile.imwrite(tmp_path / "a.tif", image(-32768), extratags=[(42113, 2, 0, "-32768", True)])
     stored, file, box = both(tmp_path, "a.tif")
     assert (

@@ -7,13 +7,16 @@ as they are stored would not lie under their masks, and labels would be others.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from pathlib import Path
 
-ORIENTATION, _COMPRESSION = 274, 259  # tags, of EXIF as of TIFF
+ORIENTATION = 274  # tag of EXIF and of TIFF
 _JPEGS = (6, 7, 99, 33007, 34892)
 _LOSSY_TIFF = {**dict.fromkeys(_JPEGS, "JPEG"), **dict.fromkeys((33003, 33004, 33005), "JPEG 2000")}
 _ALPHA = (1, 2)  # of TIFF's extra samples
+_GDAL_METADATA = 42112  # tag
+_INTERPRETED = re.compile(r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>')
 _BITS, _GREY, _UPSIDE = "black and white", "grey", ", 0 is white"
 _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F": _GREY}
 
@@ -54,8 +57,6 @@ def lossy(path: Path, image) -> str | None:
     """The compression that changed the numbers of an image that Pillow has opened."""
     if image.format in ("JPEG", "MPO"):
         return "JPEG"
-    if image.format == "TIFF":
-        return lossy_tiff(image.tag_v2.get(_COMPRESSION))
     return "lossy WebP" if image.format == "WEBP" and not _is_lossless_webp(path) else None
 
 
@@ -66,6 +67,17 @@ def lossy_tiff(compression: int) -> str | None:
 def colours(mode: str) -> str:
     """What Pillow's ``mode`` holds, in a word that is the same for TIFF."""
     return _MODES.get(mode, mode)
+
+
+def tiff_alpha(page) -> int | None:
+    """Return the number of the band that the tags of tifffile's ``page`` call transparency (alpha); None for none.
+
+    GDAL's names of bands count before the tag ExtraSamples, which can only speak of the last bands.
+    """
+    first = page.samplesperpixel - len(page.extrasamples)
+    named = {int(band): role == "Alpha" for band, role in _INTERPRETED.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))}
+    named = {first + k: extra in _ALPHA for k, extra in enumerate(page.extrasamples)} | named
+    return next((band for band, alpha in sorted(named.items()) if alpha and band < page.samplesperpixel), None)
 
 
 def tiff_colours(page, bands: int) -> str | None:

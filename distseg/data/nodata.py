@@ -8,8 +8,11 @@ label is ignored.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
+
+NODATA_TAG = 42113  # of TIFF, GDAL's
 
 
 def parse(text: str) -> int | float:
@@ -28,6 +31,18 @@ def parse(text: str) -> int | float:
     except ValueError:
         raise ValueError(f"no data is told by a number, such as -9999, 0 or nan, got {text!r}") from None
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
+    """Return the number that a file's tag says stands for no data; None where no pixel can have it.
+
+    Raises:
+        ValueError: the tag is no number.
+    """
+    try:
+        return fitting(parse(text.replace(",", ".")), dtype)  # some write a comma
+    except ValueError as e:
+        raise ValueError(f"{path}: its tag of {e}") from None
 
 
 def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:

@@ -11,13 +11,12 @@ import math
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Callable, Iterator
 
 import numpy as np
 
 from distseg.data import marks
 from distseg.data.mapped import copied, let_go, room_for
-from distseg.data.nodata import fitting, parse
 from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -28,8 +27,6 @@ _MOST_TRAILING_BANDS = 4
 _LARGE = 1 << 24  # bytes that are worth the 20 ms of giving them back
 _STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
-_TIFF = ("TIFF",)
-_NODATA_TAG = 42113  # GDAL's
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -93,10 +90,20 @@ def _reader(path: Path, dims: int | None, scratch: str | None) -> Reader:
         if suffix == ".npy":
             return NpyReader(path, dims)
         if suffix in (".tif", ".tiff"):
-            from distseg.data.tiff import open_tiff
-
-            return open_tiff(path, dims, scratch)
+            return _tiff_reader()(path, dims, scratch)
         return PillowReader(path, scratch=scratch)
+
+
+def _tiff_reader() -> Callable[..., Reader]:
+    """Import what reads TIFF, a quarter of a second's work, once it is needed."""
+    try:
+        import imagecodecs  # noqa: F401
+        import tifffile  # noqa: F401
+    except ImportError as e:
+        raise ValueError(f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile imagecodecs") from e
+    from distseg.data.tiff import open_tiff
+
+    return open_tiff
 
 
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
@@ -110,7 +117,7 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
         )
     if isinstance(reader, PillowReader) and not reader.coded:
         with readable(path):
-            reader = PillowReader(path, palette=True, tiff=reader.tiff)
+            reader = PillowReader(path, palette=True)
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
@@ -180,10 +187,10 @@ def _mapped(path: Path) -> np.ndarray:
 class PillowReader(Reader):
     """What Pillow decodes, pixels as they are stored: no colour management."""
 
-    def __init__(self, path: Path, palette: bool = False, tiff: bool = False, scratch: str | None = None):
+    def __init__(self, path: Path, palette: bool = False, scratch: str | None = None):
         super().__init__(path)
-        self.tiff, self._palette, self._formats, self._scratch, self._array = tiff, palette, _TIFF if tiff else _FORMATS, scratch, None
-        with pillow(path, self._formats) as image:
+        self._palette, self._scratch, self._array = palette, scratch, None
+        with pillow(path) as image:
             _refuse_lost_bits(path, image)
             self.size = image.size[::-1]
             if image.format in MOST_PACKED:
@@ -192,11 +199,7 @@ class PillowReader(Reader):
             self.bands, self.dtype = sample.shape[0], plain(sample.dtype)
             self.colours = marks.colours(self._mode(image))
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
-            if tiff and (told := image.tag_v2.get(_NODATA_TAG)) is not None:
-                self.nodata = declared(path, told, self.dtype)
             self.decoding = math.prod(self.size) * _decoding(image)
-            if tiff:
-                self.decoding += self.decoding + 2 * os.path.getsize(path)  # a strip, which may be all of it, and the file
         check_memory(path, f"its {Extents(self.size)} pixels are", self.decoding)
 
     def _read(self, box: Box) -> np.ndarray:
@@ -215,7 +218,7 @@ class PillowReader(Reader):
             check_memory(self.path, f"its {Extents(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
             room = np.empty(shape, self.dtype)
         room = np.moveaxis(room, -1, 0)
-        with pillow(self.path, self._formats) as image:
+        with pillow(self.path) as image:
             for row in range(0, height, strip):
                 stop = min(row + strip, height)
                 room[:, row:stop] = self._decoded(image.crop((0, row, width, stop)))
@@ -244,28 +247,16 @@ def _tiny(image):
 
 
 @contextmanager
-def pillow(path: Path, formats: Sequence[str] = _FORMATS):
-    """Open with Pillow, as one of ``formats``. Its limit on pixels is lifted: huge images are what distseg is for."""
+def pillow(path: Path):
+    """Open with Pillow. Its limit on pixels is lifted: huge images are what distseg is for."""
     from PIL import Image
 
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        with Image.open(path, formats=formats) as image:
+        with Image.open(path, formats=_FORMATS) as image:
             yield image
     finally:
         Image.MAX_IMAGE_PIXELS = limit
-
-
-def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
-    """What a file's tag says stands for no data; None where no pixel can have it.
-
-    Raises:
-        ValueError: the tag is no number.
-    """
-    try:
-        return fitting(parse(text.replace(",", ".")), dtype)  # some write a comma
-    except ValueError as e:
-        raise ValueError(f"{path}: its tag of {e}") from None
 
 
 def _stored_bits(mode: str) -> int:
@@ -282,8 +273,7 @@ def _decoding(image) -> int:
 
 
 def _refuse_lost_bits(path: Path, image) -> None:
-    form = image.tile[0][3] if image.tile else ""
-    form = form if isinstance(form, str) else str(form[0])  # of TIFF the first of several
+    form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy")
     if form in ("L;2", "L;4"):

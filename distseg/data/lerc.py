@@ -1,0 +1,70 @@
+"""Strips and tiles of a TIFF file that LERC has packed, as libtiff writes them: pixels without a number, and alpha, are in LERC's own mask."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+ADDED = 50674  # tag: version of LERC, and what packs its result again
+_ZLIB, _ZSTD = 1, 2
+
+
+def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarray:
+    """Return the pixels (rows, columns, samples) of a segment; NaN where LERC's mask has none.
+
+    Args:
+        data: unpacked by :func:`unpacked`.
+        alpha: the last sample is transparency, which libtiff may put into the mask.
+
+    Raises:
+        ValueError: pixels of another type, or a mask in whole numbers that have none to stand for it.
+    """
+    import imagecodecs
+
+    found, mask = imagecodecs.lerc_decode(data, masks=True)
+    if found.dtype != dtype:
+        raise ValueError(f"LERC has packed {found.dtype}, but the file says {dtype}")
+    found, mask = _bands_last(found, _depth(data)), None if mask is None else _bands_last(mask, 1)
+    if alpha and found.shape[-1] == samples - 1:
+        there = np.ones_like(found[..., :1], bool) if mask is None else mask
+        return np.concatenate([found, np.where(there, 255, 0).astype(dtype)], -1)
+    if mask is not None and not mask.all():
+        if dtype.kind != "f":
+            raise ValueError(f"LERC has packed {dtype} with a mask, for which no number stands")
+        found[np.broadcast_to(~mask, found.shape)] = np.nan
+    return found
+
+
+def unpacked(data: bytes, added: int, pixels: int) -> bytes:
+    """Return LERC's own bytes of a segment.
+
+    Args:
+        added: the second number of the tag ``ADDED``.
+        pixels: bytes of the segment's pixels, of which LERC makes hardly more.
+    """
+    import imagecodecs
+
+    most = 2 * pixels + (1 << 16)
+    if added == _ZLIB:
+        return imagecodecs.zlib_decode(data, out=most)
+    return imagecodecs.zstd_decode(data, out=most) if added == _ZSTD else data
+
+
+def is_lossy(data: bytes, dtype: np.dtype) -> bool:
+    """Return True if LERC may have changed numbers: by more than rounding of whole ones."""
+    version = struct.unpack_from("<i", data, 6)[0]
+    at = 34 + 4 * (version > 2) + 4 * (version > 3) + 8 * (version > 5)
+    return struct.unpack_from("<d", data, at)[0] > (0.5 if dtype.kind in "iu" else 0)
+
+
+def _depth(data: bytes) -> int:
+    """Return the bands that lie side by side in one blob; several blobs hold bands one after another."""
+    version = struct.unpack_from("<i", data, 6)[0]
+    return struct.unpack_from("<i", data, 22)[0] if version > 3 else 1
+
+
+def _bands_last(array: np.ndarray, depth: int) -> np.ndarray:
+    if array.ndim == 2:
+        return array[..., None]
+    return array if depth > 1 else np.moveaxis(array, 0, -1)

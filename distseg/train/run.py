@@ -27,7 +27,7 @@ from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_zoo import network_of
 from distseg.models.patches import PatchNetwork
 from distseg.plan.in_time import room_of, short_of_room, tiles_in_time
-from distseg.infer.predictor import Predictor, check_images
+from distseg.infer.predictor import Predictor, check_images as check_validated
 from distseg.models.layers import channels_of
 from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
@@ -106,7 +106,7 @@ class Run:
         self.predictor = engine.predictor() if by_patches else self._predictor()
         with together(world):
             validated = self.store.splits.get("val", []) if config.train.validate_every else []
-            check_images(self.predictor, {self.store.size(name): name for name in validated})
+            check_validated(self.predictor, {self.store.size(name): name for name in validated})
         self.checkpoints = self._checkpoints()
 
     @property

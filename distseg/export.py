@@ -21,7 +21,7 @@ from distseg.checkpoint.files import find, read_run_manifest, write_json
 from distseg.config import ModelConfig
 from distseg.disk import whole
 from distseg.models.capture import as_network
-from distseg.models.layers import first_convolution
+from distseg.models.bands import dims_of
 from distseg.spatial.graph import reach_for
 from distseg.tensors import write_tensors
 from distseg.trained import load_named, of_patches
@@ -36,7 +36,7 @@ class Normalised(nn.Module):
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
-        dims = first_convolution(model).weight.dim() - 2
+        dims = dims_of(model)
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, *(1,) * dims))
 
@@ -83,7 +83,7 @@ def export(run: str, own: ModelConfig, output: str, formats: Sequence[str]) -> l
 def _unit(model: nn.Module) -> tuple[int, ...]:
     """Of so many pixels sizes are multiples along each dim: cells of the deepest map, in which nothing has to be cut or filled up."""
     network = as_network(model)
-    dims = first_convolution(model).weight.dim() - 2
+    dims = dims_of(model)
     try:
         stride = reach_for(network, True).stride
     except ValueError:

@@ -13,7 +13,7 @@ from distseg.config import Config
 from distseg.geometry.tile import Place, owned_tiles
 from distseg.launch import memory_in_use
 from distseg.loss import Loss
-from distseg.models.layers import channels_of
+from distseg.models.bands import channels_of
 from distseg.models.network import flat_layers, is_flat
 from distseg.pipeline.build import used_reach
 from distseg.plan.in_time import budget_of, tiles_in_time

@@ -15,6 +15,7 @@ from torch import nn
 
 from distseg.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
+from distseg.models.bands import tell
 from distseg.models.capture import as_network
 from distseg.models.layers import padded
 from distseg.models.patch_zoo import patch_network
@@ -148,6 +149,7 @@ def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Mod
         load_weights(checkpoint, network)
     else:
         network = made(outputs)
+        tell(network, manifest["channels"][0])
         load_weights(checkpoint, as_network(network))
     return network.eval()
 

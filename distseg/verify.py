@@ -36,7 +36,7 @@ from distseg.extents import Extents
 from distseg.geometry.tile import Place, Reach, owned_tiles
 from distseg.launch import together
 from distseg.mesh import Mesh, MeshShape
-from distseg.models.layers import channels_of
+from distseg.models.bands import channels_of
 from distseg.models.network import check_calls, check_size, of_image
 from distseg.models.weights import materialise
 from distseg.models.capture import as_network

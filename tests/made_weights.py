@@ -163,3 +163,144 @@ def frozen_layers(in_channels, out_channels):
     layers += [fixed(nn.GroupNorm(2, 6)), nn.LeakyReLU(0.1), fixed(nn.ConvTranspose2d(6, 6, 2, 2)), fixed(nn.PReLU(6)), nn.Conv2d(6, 6, 3, padding=1)]
     layers[-1].weight.requires_grad_(False)
     return nn.Sequential(*layers, nn.Conv2d(6, out_channels, 1))
+
+
+class WeightNormed(nn.Sequential):
+    """The first convolution's weight is computed."""
+
+    def __init__(self, in_channels, out_channels):
+        normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(in_channels, 6, 3, padding=1))
+        super().__init__(normed, nn.ReLU(), nn.Conv2d(6, out_channels, 3, padding=1))
+
+
+class StandardConv(nn.Conv2d):
+    def forward(self, x):
+        w = self.weight
+        flat = F.batch_norm(w.reshape(1, len(w), -1), None, None, training=True, momentum=0.0, eps=1e-6)
+        return self._conv_forward(x, flat.reshape_as(w), self.bias)
+
+
+class Standardised(nn.Module):
+    """Standardised weights in all convolutions, as of BiT and NF-ResNets."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.second = StandardConv(in_channels, 6, 5, 2, 2), StandardConv(6, 6, 3, padding=1)
+        self.norm, self.head = nn.GroupNorm(2, 6), StandardConv(6, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        y = self.second(F.relu(self.norm(self.first(x))))
+        return self.head(F.interpolate(y, scale_factor=2))
+
+
+class Streams(nn.Module):
+    """An encoder for each part of the bands."""
+
+    def __init__(self, in_channels, out_channels, parts=(3, 1), dims=2):
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        self.parts, self.encoders = parts, nn.ModuleList(conv(n, 4, 3, padding=1) for n in parts)
+        self.head = conv(4 * len(parts), out_channels, 3, padding=1)
+
+    def forward(self, x):
+        found = [F.relu(encoder(part)) for encoder, part in zip(self.encoders, x.split(self.parts, 1))]
+        return self.head(torch.cat(found, 1))
+
+
+def streams(in_channels, out_channels):
+    """Return a network for colours and what else there is."""
+    return Streams(in_channels, out_channels, (in_channels - 1, 1))
+
+
+def pair(in_channels, out_channels):
+    return Streams(in_channels, out_channels, (2, 1))
+
+
+def three_streams(in_channels, out_channels):
+    return Streams(in_channels, out_channels, (4, 2, 1))
+
+
+def streams1d(in_channels, out_channels):
+    return Streams(in_channels, out_channels, (2, 1), dims=1)
+
+
+def streams3d(in_channels, out_channels):
+    return Streams(in_channels, out_channels, (2, 1), dims=3)
+
+
+class Deeper(nn.Module):
+    """Made and called in another order, of which the last encoder sees the image first and alone."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.head, self.second = nn.Conv2d(12, out_channels, 1), nn.Conv2d(8, 12, 3, padding=1)
+        self.first = nn.Conv2d(in_channels, 8, 3, padding=1, groups=in_channels if 8 % in_channels == 0 else 1)
+
+    def forward(self, x):
+        return self.head(F.relu(self.second(F.relu(self.first(x)))))
+
+
+class Coordinates(nn.Module):
+    """The image and a function of it, so that the first convolution takes more channels than the image has."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(in_channels + 2, 6, 3, padding=1), nn.Conv2d(6, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.head(F.relu(self.first(torch.cat((x, x.mean(1, keepdim=True), x.amax(1, keepdim=True)), 1))))
+
+
+class NormFirst(nn.Module):
+    """Layers over channels before any convolution."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.norm, self.embed, self.head = nn.LayerNorm(in_channels), nn.Linear(in_channels, 20), nn.Conv2d(20, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.head(F.gelu(self.embed(self.norm(x.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2))
+
+
+class NoConvolution(nn.Module):
+    """A classifier of single pixels, and a mean of their neighbours."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.hidden, self.norm, self.head = nn.Linear(in_channels, 8), nn.BatchNorm2d(8), nn.Linear(8, out_channels)
+
+    def forward(self, x):
+        y = F.relu(self.norm(self.hidden(x.movedim(1, -1)).movedim(-1, 1)))
+        return self.head(F.avg_pool2d(y, 3, 1, 1).movedim(1, -1)).movedim(-1, 1)
+
+
+class Functional(nn.Module):
+    """Convolutions as functions of weights that no layer of PyTorch's holds."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.bias = nn.Parameter(torch.randn(6, in_channels, 3, 3) / 5), nn.Parameter(torch.zeros(6))
+        self.depthwise, self.head = nn.Parameter(torch.randn(6, 1, 3, 3)), nn.Parameter(torch.randn(out_channels, 6, 1, 1))
+
+    def forward(self, x):
+        y = F.relu(F.conv2d(x, self.first, self.bias, padding=1))
+        return F.conv2d(F.conv2d(y, self.depthwise, padding=1, groups=6), self.head)
+
+
+class Lazy(nn.Sequential):
+    """The number of bands is that of the first image."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(nn.LazyConv2d(6, 3, padding=1), nn.LazyBatchNorm2d(), nn.ReLU(), nn.LazyConv2d(out_channels, 3, padding=1))
+
+
+class Unshuffled(nn.Module):
+    """A pixel of the first convolution's is four of the image."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(4 * in_channels, 8, 3, padding=1), nn.Conv2d(8, 4 * out_channels, 3, padding=1)
+        self.down, self.up = nn.PixelUnshuffle(2), nn.PixelShuffle(2)
+
+    def forward(self, x):
+        return self.up(self.head(F.relu(self.first(self.down(x)))))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import made_weights
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +146,23 @@ def test_other_bands_and_classes(tmp_path):
     tensors, lines = loaded(saved(source, tmp_path / "a.safetensors"), Net(in_chans=4, classes=5))
     assert torch.equal(tensors["encoder.stem.weight"], of_bands(source.encoder.stem.weight.detach(), 4))
     assert "adapted: encoder.stem.weight from 3 bands to 4" in lines and "begins anew, as the file has no such: head.weight, head.bias" in lines
+
+
+def test_bands_of_streams_and_of_computed_weights(tmp_path):
+    """Layers that read the image, or some of its bands, are adapted, and no others."""
+    file = tmp_path / "w.safetensors"
+    save_file({f"encoders.{n}.weight": torch.rand(4, 3, 3, 3) for n in range(2)}, file)
+    model = as_network(made_weights.streams(3, 2))  # of two bands and one
+    begun = pretrained(str(file), model)
+    begun.load(model)
+    assert "adapted: encoders.0.weight from 3 bands to 2; encoders.1.weight from 3 bands to 1" in begun.lines
+    normed = "0.parametrizations.weight.original1"
+    save_file({normed: torch.rand(6, 4, 3, 3)}, file)
+    (said,) = [line for line in pretrained(str(file), as_network(made_weights.WeightNormed(3, 2))).lines if "adapted" in line]
+    assert said.startswith(f"adapted: {normed} from 4 bands to 3 (its weight is computed")
+    save_file({"second.weight": torch.rand(12, 4, 3, 3)}, file)
+    with pytest.raises(ValueError, match="is of another network: second.weight"):
+        pretrained(str(file), as_network(made_weights.Deeper(8, 2)))  # whose second convolution has as many channels as the image
 
 
 @pytest.mark.parametrize("bands, wanted", [(1, [6.0]), (2, [1.5, 3.0]), (5, [0.6, 1.2, 1.8, 0.6, 1.2]), (6, [0.5, 1.0, 1.5, 0.5, 1.0, 1.5])])

@@ -10,7 +10,7 @@ from torch import nn
 
 from distseg.commands import describe_model
 from distseg.config import ModelConfig
-from distseg.models.layers import channels_of
+from distseg.models.bands import channels_of
 from distseg.models.unet import unet
 from distseg.models.zoo import ZOO, build_model
 

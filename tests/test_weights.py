@@ -21,6 +21,7 @@ from distseg.train.loop import train
 from distseg.verify import verify
 
 WAYS = {  # name: (ranks, settings)
+    "whole": (1, dict()),
     "tiles": (1, dict(tiles_per_rank=(2, 2))),
     "exchange": (1, dict(tiles_per_rank=(3, 2), exchange_every="1")),
     "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
@@ -41,7 +42,23 @@ NETWORKS = {  # name: the ways it is tried in
     "OfCells": ("exchange", "in time"),
     "Shared": ("exchange", "stages, in time"),
     "frozen_layers": ("exchange", "in time", "zero bubble"),
+    "Edges": ("exchange", "in time", "stages"),
+    "WeightNormed": ("exchange", "in time", "zero bubble"),
+    "Standardised": ("tiles", "exchange", "in time", "exchange on ranks"),
+    "streams": ("tiles", "in time", "zero bubble"),
+    "pair": ("exchange", "in time", "stages"),
+    "three_streams": ("tiles", "in time"),
+    "streams1d": ("exchange", "in time"),
+    "streams3d": ("exchange", "in time"),
+    "Deeper": ("exchange", "in time"),
+    "Coordinates": ("tiles", "in time"),
+    "NormFirst": ("exchange", "in time"),
+    "NoConvolution": ("exchange", "in time", "stages, in time"),
+    "Functional": ("exchange", "in time", "zero bubble"),
+    "Lazy": ("exchange", "in time", "stages"),
+    "Unshuffled": ("whole",),
 }
+BANDS = {"three_streams": 7, "streams": 5}  # of others 3
 
 
 def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
@@ -51,7 +68,7 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
     if dims != 2:
         settings["tiles_per_rank"] = {1: (3,), 3: (2, 2, 1)}[dims]
         settings["tiles"] = "x".join("1" * dims)
-    plan = replace(config(**settings), model=ModelConfig(f"{made_weights.__name__}:{name}", in_channels=3, out_channels=3))
+    plan = replace(config(**settings), model=ModelConfig(f"{made_weights.__name__}:{name}", in_channels=BANDS.get(name, 3), out_channels=3))
     report = verify(plan, comm, Extents(size))
     return comm.bcast(report and report["max_error"])
 

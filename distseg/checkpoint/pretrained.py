@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from distseg.checkpoint.files import file_of, find, read_manifest
-from distseg.models.layers import channels_of
-from distseg.models.network import user_names
+from distseg.models.bands import channels_of
+from distseg.models.layers import Derived
+from distseg.models.network import calls_of, channels_of_maps, user_names
 from distseg.tensors import read_tensors, shapes_in
 
 _TOLD = 3  # names in a line
@@ -66,16 +67,16 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     shapes = {_renamed(name, renamed or {}): (name, shape) for file in files for name, shape in shapes_in(file).items()}
     own = model.state_dict()
     names = {name: name if folder and name in shapes else user for user, name in user_names(((name, name) for name in own), model).items()}
-    bands, classes = channels_of(model)
+    classes, readers = channels_of(model)[1], _readers(model)
     sources, anew, adapted = {}, [], []
     for name, tensor in own.items():
         there, shape = shapes.get(names[name], (None, ()))
         if there is None or shape == tuple(tensor.shape):
             sources |= {name: there} if there is not None else {}
             anew += [names[name]] if there is None and tensor.is_floating_point() else []
-        elif len(shape) > 2 and shape == (shape[0], shape[1], *tensor.shape[2:]) and shape[0] == tensor.shape[0] and tensor.shape[1] == bands:
+        elif name in readers and len(shape) > 2 and (shape[0], *shape[2:]) == (tensor.shape[0], *tensor.shape[2:]):
             sources[name] = there
-            adapted.append(f"{names[name]} from {shape[1]} bands to {bands}")
+            adapted.append(f"{names[name]} from {shape[1]} bands to {tensor.shape[1]}{readers[name]}")
         elif shape[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] == classes:
             anew.append(names[name])
         else:
@@ -94,6 +95,27 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     lines += [f"adapted: {'; '.join(adapted)}"] if adapted else []
     lines += [f"of the file not used: {_some(unused)}"] if unused else []
     return Pretrained(tuple(files), sources, tuple(lines))
+
+
+def _readers(model: nn.Module) -> dict[str, str]:
+    """Return the weights of convolutions that read the image, or some of its bands, and what is to be said where one is adapted."""
+    bands = channels_of(model)[0]
+    try:
+        calls, channels = calls_of(model), channels_of_maps(model)
+    except ValueError:  # not followed: by the number of bands
+        return {name: "" for name, p in model.state_dict().items() if p.dim() > 2 and p.shape[1] == bands}
+    of_image, found = {0}, {}
+    for made, (call, count) in enumerate(zip(calls, channels[1:]), 1):
+        if len(call.inputs) > 1 or call.inputs[0] not in of_image:
+            continue
+        weights = {name: p for name, p in call.layer.state_dict().items() if p.dim() > 1}
+        conv = call.layer.inner if isinstance(call.layer, Derived) else call.layer
+        if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.groups == 1:
+            said = " (its weight is computed, so alike bands may give something else than before)" if conv is not call.layer else ""
+            found |= {f"{call.name}.{name}": said for name, p in weights.items() if p.dim() > 2}
+        elif not weights and count <= bands:
+            of_image.add(made)
+    return found
 
 
 def of_bands(weight: Tensor, bands: int) -> Tensor:

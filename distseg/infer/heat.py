@@ -26,6 +26,7 @@ from distseg.geometry.layout import Layout, scales_of
 from distseg.geometry.tile import Box, strips
 from distseg.infer.patches import PatchPredictor
 from distseg.infer.predictor import Predictor
+from distseg.models.bands import tell_like
 from distseg.models.capture import as_network
 from distseg.models.layers import CutTo, Mean, Spread
 from distseg.models.network import IMAGE, Network, channels_of_maps
@@ -135,7 +136,7 @@ class _OfPooled:
         first = {next(iter(more)): (last,)} if more else {}
         found = Network({**layers, **more}, {name: self.network.reads[name] for name in layers} | first | dict(reads))
         found.of_image = not more
-        return found.eval()
+        return tell_like(found, self.network).eval()
 
     def _predictor(self, network: Network) -> Predictor:
         """Of another network, on this rank alone."""

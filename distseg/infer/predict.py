@@ -20,7 +20,7 @@ from distseg.infer.patches import Filler, PatchPredictor
 from distseg.infer.predictor import Predictor
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, together
 from distseg.mesh import Mesh
-from distseg.models.layers import answer_of
+from distseg.models.bands import answer_of
 from distseg.models.network import refusals
 from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_zoo import network_of

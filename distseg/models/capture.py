@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from distseg.altered import altered, known
-from distseg.models.layers import first_convolution, hollow
+from distseg.models.bands import bands_of, dims_of, is_told, tell
+from distseg.models.layers import hollow
 from distseg.models.network import Network, flat_layers, is_flat, refusals
 from distseg.models.reader import DIFFERENT, Reader
 from distseg.models.rules import made
@@ -52,11 +53,12 @@ def _is_known(layer: nn.Module) -> bool:
 _OF_IMAGES = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.Flatten, nn.Unflatten, nn.Linear)
 
 
-def capture(model: nn.Module) -> Network:
+def capture(model: nn.Module, in_channels: int | None = None) -> Network:
     """The same network as layers that are known.
 
     Args:
         model: (N, C, *size) -> (N, C', *size), or (N, C') for whole images; on any device. It is not changed.
+        in_channels: C; by default the likeliest number with which a forward pass goes through.
 
     Returns:
         a network with the very parameters and buffers of the model.
@@ -67,16 +69,21 @@ def capture(model: nn.Module) -> Network:
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
     try:
-        first, empty = first_convolution(model), hollow(model).double()
+        empty = hollow(model).double()
     except Exception as e:  # a module's own way to be copied may fail by any
         raise CanNotCapture(f"it can't be copied: {' '.join(str(e).split())[:300]}") from e
-    dims = first.weight.dim() - 2
+    tell(model, in_channels)
+    try:
+        dims = dims_of(model)
+        likeliest = [bands_of(model)] if is_told(model) else _guessed(model)
+    except ValueError as e:
+        raise CanNotCapture(str(e)) from None
     shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
 
     def seen(sizes: Sequence[tuple[int, ...]], before: list[Trace]) -> list[Trace]:
         return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes, len(before)))]
 
-    channels, whole = _first_trace(empty, first.in_channels, tuple(_UNITS[0] * n for n in _COUNTS[0][:dims]))
+    channels, whole = _first_trace(empty, likeliest, tuple(_UNITS[0] * n for n in _COUNTS[0][:dims]))
     refused = found = None
     for unit in _UNITS:
         sizes = [tuple(unit * n for n in counts[:dims]) for counts in _COUNTS]
@@ -97,6 +104,8 @@ def capture(model: nn.Module) -> Network:
             break
     network = found.network(model)
     network.multiple = multiple
+    for module in (model, network):
+        tell(module, channels, dims)
 
     @cache
     def check(size: tuple[int, ...], images: int) -> None:
@@ -107,13 +116,22 @@ def capture(model: nn.Module) -> Network:
     return network
 
 
-def _first_trace(empty: nn.Module, first: int, size: Sequence[int]) -> tuple[int, Trace]:
-    """With the channels of its images: those of the first convolution that is made, or of another one, which is called first."""
-    others = sorted({m.in_channels for m in empty.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first})
-    for channels in [first, *others[:4]]:
+def _guessed(model: nn.Module) -> list[int]:
+    """Return numbers of bands to try where no image that was tried fits: those of the first convolution that is made, or of another one, which is called first."""
+    first = bands_of(model)
+    others = sorted({m.in_channels for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first})
+    return [first, *others[:4]]
+
+
+def _first_trace(empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]) -> tuple[int, Trace]:
+    """Return the number of bands of a network's images, and a trace with such an image."""
+    for channels in likeliest[:-1]:
         with suppress(CanNotCapture):
             return channels, trace(empty, channels, size)
-    return first, trace(empty, first, size)  # which tells why
+    if len(likeliest) > 1:
+        with suppress(CanNotCapture):
+            return likeliest[-1], trace(empty, likeliest[-1], size)
+    return likeliest[0], trace(empty, likeliest[0], size)  # which tells why
 
 
 @torch.no_grad()

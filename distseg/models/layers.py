@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -472,54 +471,6 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
 
     model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": __name__})
     return model
-
-
-def channels_of(model: nn.Module) -> tuple[int, int]:
-    """(in, out) channels of a network: those of its first convolution, and those of its result, as far as that can be worked out."""
-    convs = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    if not convs:
-        raise ValueError("this model has no convolution layer: its channels can not be told")
-    made = answer_of(model)
-    return convs[0].in_channels, made[1] if made else convs[-1].out_channels
-
-
-_answers: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
-
-
-@torch.no_grad()
-def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """The shape of what a network makes of one image; None where that can't be worked out.
-
-    Args:
-        size: of the image, for networks that take one size alone; it then holds for later calls too.
-
-    Raises:
-        ValueError: it makes one number of each image, without a dim of outputs.
-    """
-    if size is None and model in _answers:
-        return _answers[model]
-    first = first_convolution(model)
-    x = torch.empty(1, first.in_channels, *size or (256,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)
-    made = None
-    with suppress(Exception), skip_store({}):  # a module of the user's may want another size, or numbers
-        made = tuple(outline(model)(x).shape)
-    if made is not None and len(made) < 2:
-        raise ValueError("this network makes (N,) of N images, one number of each: let it keep the dim of outputs, (N, 1)")
-    if size is not None and made:
-        _answers[model] = made
-    return made
-
-
-def first_convolution(model: nn.Module) -> nn.Module:
-    """The one that tells a network's dims and channels.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = next((m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), None)
-    if found is None:
-        raise ValueError("this model has no convolution layer to read its dims from")
-    return found
 
 
 def cut_to(x: Tensor, like: Tensor) -> Tensor:

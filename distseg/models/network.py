@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from distseg.altered import hooked
-from distseg.models.layers import Pop, Stash, answer_of, first_convolution, is_vector, outline, register, skip_store
+from distseg.models.bands import answer_of, bands_of, dims_of
+from distseg.models.layers import Pop, Stash, is_vector, outline, register, skip_store
 
 IMAGE = "image"
 T = TypeVar("T")
@@ -263,8 +264,8 @@ def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
 @torch.no_grad()
 def channels_of_maps(model: nn.Module) -> list[int]:
     """The channels of the maps of a flat network; 0 of a vector of the image, which takes no memory to speak of."""
-    first = first_convolution(model)
-    maps = [torch.empty(1, first.in_channels, *(1024,) * (first.weight.dim() - 2), device="meta", dtype=first.weight.dtype)]
+    dtype = next(model.parameters()).dtype
+    maps = [torch.empty(1, bands_of(model), *(1024,) * dims_of(model), device="meta", dtype=dtype)]
     with skip_store({}):
         for call in calls_of(outline(model)):
             maps.append(call.layer(*(maps[source] for source in call.inputs)))

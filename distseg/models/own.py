@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.blame import blame, blaming
+from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
 from distseg.models.layers import hollow, outline, skip_store
 
 
@@ -65,6 +66,8 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict, own: di
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
+    tell(model, wanted.get("in_channels"), guesses=_bands_given(builder, arguments))
+    _make_lazy(name, model)
     _check_leaves(name, model)
     try:
         hollow(model)
@@ -93,6 +96,42 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
     return found | own
 
 
+def _bands_given(builder: Callable, arguments: dict) -> list[int]:
+    """Return what a function is told, or takes by default, as the number of bands: what sees the image may have another one."""
+    try:
+        takes = inspect.signature(builder).parameters
+    except (TypeError, ValueError):
+        takes = {}
+    names = _CALLED["in_channels"]
+    values = [arguments.get(name, takes[name].default if name in takes else None) for name in names]
+    return [value for value in values if isinstance(value, int) and value > 0]
+
+
+@torch.no_grad()
+def _make_lazy(name: str, model: nn.Module) -> None:
+    """Have lazy layers, such as ``nn.LazyConv2d``, make their weights, by a forward pass on an image of zeros.
+
+    Raises:
+        ValueError: the number of bands is not known, or the forward pass fails.
+    """
+    lazy = [layer for layer in model.modules() if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params()]
+    if not lazy:
+        return
+    kind = type(lazy[0]).__name__
+    if not is_told(model):
+        raise ValueError(f"model {name!r} has a {kind}, which takes as many channels as the image has bands: set model.in_channels")
+    training = model.training
+    try:
+        with skip_store({}):
+            model.eval()(torch.zeros(1, bands_of(model), *(_LAZY_SIDE,) * dims_of(model)))
+    except Exception as e:
+        raise ValueError(f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and that fails on an image of {bands_of(model)} bands: {blame(e)}") from e
+    model.train(training)
+
+
+_LAZY_SIDE = 64  # pixels
+
+
 def _check_leaves(name: str, model: nn.Module) -> None:
     """Refuse weights that hooks compute anew, as torch.nn.utils.weight_norm does: such a model can't even be copied."""
     for place, layer in model.named_modules():
@@ -108,18 +147,16 @@ def _check_leaves(name: str, model: nn.Module) -> None:
 def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
     """Refuse a network for other bands or classes than it was asked for, as far as its shapes can be worked out without computing."""
     bands, classes = arguments.get("in_channels"), arguments.get("out_channels")
-    dims = next((m.weight.dim() - 2 for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)), 2)
     if bands is None:
         return
     try:
         with skip_store({}):
-            y = outline(model)(torch.empty(1, bands, *(256,) * dims, device="meta"))
-    except RuntimeError as e:
-        if "channel" in str(e):
-            raise ValueError(f"model {name!r} does not take images of {bands} bands: {blame(e)}: let it take in_channels") from e
+            y = outline(model)(torch.empty(1, bands, *(256,) * dims_of(model), device="meta"))
+    except Exception as e:
+        other = fitting(model)
+        if other is not None and other.bands != bands:
+            raise ValueError(f"model {name!r} does not take images of {bands} bands: it takes {other.bands} ({blame(e)}): let it take in_channels") from e
         return  # such as a size that it does not like; what is wrong with it shows later
-    except Exception:
-        return
     if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
         raise ValueError(f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: let it take out_channels")
 

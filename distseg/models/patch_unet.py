@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from distseg.geometry.tile import Box
-from distseg.models.layers import Pop, Stash, first_convolution, outline, skip_store
+from distseg.models.bands import bands_of, tell_like
+from distseg.models.layers import Pop, Stash, outline, skip_store
 from distseg.models.network import flat_layers, is_flat
 from distseg.models.patches import PatchNetwork, starts_of
 
@@ -44,9 +45,10 @@ class PatchUNet(PatchNetwork):
         parts = dict(zip(("encoder", "decoder"), halves(unet)))
         self.encoder, self.decoder = (nn.Sequential(OrderedDict((_flat(name), layer) for name, layer in part)) for part in parts.values())
         self.names = {f"{part}.{_flat(name)}.{own}": f"{name}.{own}" for part, layers in parts.items() for name, layer in layers for own in layer.state_dict()}
-        first = first_convolution(unet)
+        tell_like(self, unet)
         with torch.no_grad(), skip_store({}):
-            _, features, *cells = outline(self.encoder)(torch.empty(1, first.in_channels, *patch, device="meta", dtype=first.weight.dtype)).shape
+            image = torch.empty(1, bands_of(unet), *patch, device="meta", dtype=next(unet.parameters()).dtype)
+            _, features, *cells = outline(self.encoder)(image).shape
         self.features, self.cells = features, tuple(cells)
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(self.patch) - 1]
         self.head = nn.Sequential(conv(features, channels, 3, padding=1, bias=False), nn.GroupNorm(1, channels), nn.LeakyReLU(0.1), conv(channels, features, 3, padding=1))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
+from distseg.models.bands import tell_like
 from distseg.models.capture import as_network
 
 
@@ -49,6 +50,7 @@ class PatchNetwork(nn.Module):
         super().__init__()
         self.outputs = outputs
         self.backbone, self.head, self.patch, self.step = as_network(backbone), as_network(head), tuple(patch), tuple(step or patch)
+        tell_like(self, self.backbone)
         parts = {"backbone": self.backbone, "head": self.head}
         self.names = {f"{part}.{own}": f"{part}.{user}" for part, network in parts.items() for own, user in getattr(network, "names", {}).items()}
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distseg.config import ModelConfig
+from distseg.models.bands import tell
 from distseg.models.capture import as_network
 from distseg.models.gigapixel import gigapixel
 from distseg.models.layers import padded
@@ -87,7 +88,9 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
     builder = _builder(config.name)
     try:
         with torch.device("meta"):
-            return builder(**arguments)
+            model = builder(**arguments)
+        tell(model, arguments.get("in_channels"))
+        return model
     except TypeError as e:
         raise ValueError(f"model {config.name} does not take what the config sets ({e}): leave it out") from None
 

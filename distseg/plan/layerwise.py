@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from distseg.geometry.graph import last_readings
-from distseg.models.layers import channels_of, skip_store
+from distseg.models.bands import channels_of
+from distseg.models.layers import skip_store
 from distseg.models.network import calls_of
 
 

@@ -8,7 +8,7 @@ from distseg.geometry.graph import Graph
 from distseg.geometry.layout import reach_of
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
-from distseg.models.layers import first_convolution
+from distseg.models.bands import bands_of, dims_of
 from distseg.models.network import calls_of, is_flat, not_flat
 from distseg.spatial.local import node_of
 
@@ -29,12 +29,12 @@ def receptive_field(model: nn.Module) -> Reach:
 
 def reach_for(model: nn.Module, cut: bool) -> Reach:
     """The receptive field of a model whose images are ``cut``; of one whose layers are not all known and which sees whole images nothing is known, nor has to be."""
-    dims = lambda: first_convolution(model).weight.dim() - 2
     try:
         graph = graph_of(model)
     except ValueError:
-        return probed_reach(model) if cut else Reach((0,) * dims(), (1,) * dims())
-    return reach_of(graph, dims())
+        dims = dims_of(model)
+        return probed_reach(model, dims, bands_of(model)) if cut else Reach((0,) * dims, (1,) * dims)
+    return reach_of(graph, dims_of(model))
 
 
 def graph_of(model: nn.Module) -> Graph:
@@ -45,5 +45,5 @@ def graph_of(model: nn.Module) -> Graph:
     """
     if not is_flat(model):
         raise ValueError(f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all")
-    dims = first_convolution(model).weight.dim() - 2
+    dims = dims_of(model)
     return Graph((node_of(call, dims) for call in calls_of(model)), getattr(model, "of_image", False))

@@ -21,7 +21,8 @@ from distseg.altered import genuine
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
 from distseg.launch import check_launcher
-from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, first_convolution, outline, skip_store
+from distseg.models.bands import bands_of, dims_of
+from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, of_image, refusals
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -364,14 +365,14 @@ def _check_draws(model: nn.Module) -> None:
     """Refuse random numbers of a module's own, where its calls are not followed: each rank would draw others, and each time that a pass is repeated."""
     if _followed(model) or any(p.is_meta for p in model.parameters()):
         return
-    probe, dims = copy.deepcopy(model).train(), first_convolution(model).weight.dim() - 2
+    probe, dims = copy.deepcopy(model).train(), dims_of(model)
     for layer in probe.modules():
         if isinstance(layer, DROPOUTS):
             layer.p = 0.0
     for side in _PROBED:
         with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), skip_store({}):
             before = torch.get_rng_state()
-            probe(_image_of(probe, (side,) * dims).expand(2, *(-1,) * (dims + 1)))
+            probe(_image_of(model, (side,) * dims).expand(2, *(-1,) * (dims + 1)))
             if torch.equal(before, torch.get_rng_state()):
                 return
             break
@@ -392,9 +393,8 @@ _PROBED = (64, 96, 256)  # pixels a side; the first that a network takes
 
 
 def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) -> Tensor:
-    first = first_convolution(model)
     like = next(model.parameters())
-    return torch.zeros(1, first.in_channels, *size, device=device or like.device, dtype=like.dtype)
+    return torch.zeros(1, bands_of(model), *size, device=device or like.device, dtype=like.dtype)
 
 
 def _told(model: nn.Module) -> list[str]:

@@ -19,7 +19,8 @@ from distseg.geometry.tile import Reach
 from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
-from distseg.models.layers import Fill, channels_of, skip_store
+from distseg.models.bands import channels_of
+from distseg.models.layers import Fill, skip_store
 from distseg.models.network import channels_of_maps, flat_layers, refusals
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of

@@ -28,7 +28,7 @@ from distseg.models.patch_zoo import network_of
 from distseg.models.patches import PatchNetwork
 from distseg.plan.in_time import room_of, short_of_room, tiles_in_time
 from distseg.infer.predictor import Predictor, check_images as check_validated
-from distseg.models.layers import channels_of
+from distseg.models.bands import channels_of
 from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
 from distseg.checkpoint.pretrained import pretrained

@@ -16,6 +16,20 @@ def lies_last(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5) and not spread
 
 
+def lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors of one shape lie in memory in the same order."""
+    if x.stride() == other.stride():
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), other.stride()))
+
+
+def like_layout(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, copied into the layout of the dense tensor ``other`` if it lies otherwise."""
+    if lies_alike(x, other):
+        return x
+    return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``x`` in the memory format of ``other``, as kernels that take both expect; copied only where it lies otherwise."""
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x

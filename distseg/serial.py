@@ -139,7 +139,7 @@ def _stepped(parameters: dict[str, nn.Parameter], config: Config) -> dict[str, T
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if config.optim.clip:
         torch.nn.utils.clip_grad_norm_(trained.values(), config.optim.clip)
-    make_optimizer(config.optim, trained).step()
+    make_optimizer(config.optim, trained, fused=False).step()
     return {name: p.detach() for name, p in parameters.items()}
 
 

@@ -1,12 +1,16 @@
 """Stages over ranks: the gradient of the serial program, whatever the cut, the schedule and what is recomputed."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from torch import nn
 
 from distseg.extents import Extents
 from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
 from distseg.program.partition import Partition
+from distseg.verify import verify
 from test_exact import NORMS, check, config
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
@@ -74,6 +78,35 @@ def test_zero_bubble_where_borders_are_exchanged(comm, norm, placement, every):
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_zero_bubble_of_other_networks_and_losses(comm, up, loss):
     check(comm, "33x47", stages=2, schedule="zb-h1", up=up, loss=loss, accumulate=4, norm="none", placement="v", depth=3, num_convs=1)
+
+
+class ChannelsLast(nn.Module):
+    """A layer norm as ConvNeXt has it, after which maps have their channels last in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def that_lies_otherwise(in_channels, out_channels, **unused):
+    """Maps with channels last, a weight with gaps and one with its dims in another order."""
+    first, second, third = (nn.Conv2d(i, o, 3, padding=1) for i, o in ((in_channels, 4), (4, 4), (4, out_channels)))
+    first.weight = nn.Parameter(torch.randn(4, 2 * in_channels, 3, 3).double()[:, ::2])
+    third.weight = nn.Parameter(torch.randn(4, out_channels, 3, 3).double().transpose(0, 1))
+    return nn.Sequential(first, ChannelsLast(), second, nn.ReLU(), third).double()
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("schedule, every", [("gpipe", "1"), ("zb-h1", "all")])
+def test_updates_where_maps_and_weights_lie_otherwise_in_memory(comm, schedule, every):
+    """Loss and gradients alone do not tell: a fused optimizer walks through gradients as they lie."""
+    found = config(stages=comm.size, tiles_per_rank=Extents("2x1"), exchange_every=every, schedule=schedule)
+    model = replace(found.model, name=f"{__name__}:that_lies_otherwise")
+    report = verify(replace(found, model=model), comm, Extents("17x11"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12, report
 
 
 @pytest.mark.parallel(2)

@@ -53,6 +53,13 @@ def test_gradients_of_a_lone_replica_are_autograds():
         assert [float(p.grad.sum()) for p in params] == [108, 0, 8] and [p.grad.stride() for p in params] == [p.stride() for p in params]
 
 
+def test_gradients_in_another_layout_are_copied_into_the_parameters():
+    params = parameters()
+    params[0].grad = torch.arange(108.0).view(4, 3, 3, 3)
+    Gradients(params, flat=False).settle()
+    assert params[0].grad.stride() == params[0].stride() and torch.equal(params[0].grad, torch.arange(108.0).view(4, 3, 3, 3))
+
+
 @pytest.mark.parametrize("largest", [0.1, 1e6])
 @pytest.mark.parametrize("flat", [True, False])
 def test_clip_is_torchs(largest, flat, monkeypatch):

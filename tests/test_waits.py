@@ -27,6 +27,16 @@ def test_one_piece_at_a_time_and_all_in_the_end():
     assert done == ["a", "b"]
 
 
+def test_gradients_that_are_put_off_stop_an_update():
+    waits = Waits()
+    waits.check_done()
+    with waits.putting_off():
+        put_off(waits, [], "a")
+        with pytest.raises(RuntimeError, match="1 gradients of weights are still put off"):
+            waits.check_done()
+    waits.check_done()
+
+
 def test_until_an_action():
     done, waits = [], Waits()
     with waits.putting_off():

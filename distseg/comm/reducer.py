@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from distseg.comm.staging import Buffers, settled
 from distseg.comm.waits import waits_of
+from distseg.memory_format import like_layout
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -68,10 +69,13 @@ class Gradients:
             p.grad = None
 
     def settle(self) -> None:
-        """After the backward passes: what no loss depends on has a gradient of zeros."""
+        """Complete the gradients after the backward passes, for whoever reads them next.
+
+        A parameter that no loss depends on gets a gradient of zeros. A gradient in another memory
+        layout than its parameter's is copied into that: fused optimizers look at no strides.
+        """
         for p in self.parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p) if p.grad is None else like_layout(p.grad, p)
 
     @property
     def parts(self) -> list[Tensor]:

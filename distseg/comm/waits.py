@@ -122,6 +122,19 @@ class Waits:
             piece.work()
         return True
 
+    def check_done(self) -> None:
+        """Raise an error if work is still put off, as gradients would then lack a part.
+
+        Raises:
+            RuntimeError: with the number of pieces and the action that the first one waits for.
+        """
+        if self._pieces:
+            first = self._pieces[0].action or "the next piece"
+            raise RuntimeError(
+                f"{len(self._pieces)} gradients of weights are still put off (the first until {first}): "
+                "update the weights only after the backward pass has ended"
+            )
+
     def finish(self, action: str) -> None:
         """Do what may wait until this action and was not done before."""
         while piece := next((piece for piece in self._pieces or () if piece.action == action), None):

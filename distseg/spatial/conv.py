@@ -20,7 +20,7 @@ from distseg.comm.halo import HaloExchange
 from distseg.comm.waits import Waits
 from distseg.geometry.layout import Part
 from distseg.geometry.tile import Box
-from distseg.memory_format import like_format
+from distseg.memory_format import like_format, like_layout
 from distseg.models.layers import skip_store
 
 
@@ -102,10 +102,14 @@ class _Convolution(torch.autograd.Function):
 
 @torch.no_grad()
 def accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Tensor | None]) -> None:
-    """Add to the parameters' gradients what autograd does not bring there."""
+    """Add gradients to the ``grad`` of their parameters, in the memory layout of the parameter.
+
+    A convolution of a map with channels last returns the gradient of its weight with channels last,
+    whatever the weight's layout.
+    """
     for p, g in zip(parameters, gradients):
         if g is not None:
-            p.grad = g.to(p.dtype) if p.grad is None else p.grad.add_(g)
+            p.grad = like_layout(g.to(p.dtype), p) if p.grad is None else p.grad.add_(g)
 
 
 def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Sequence[Box], parts: Sequence[Part], xs: Sequence[Tensor]) -> list[Tensor]:

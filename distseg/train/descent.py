@@ -31,7 +31,12 @@ class Descent:
         self.optimizer = make_optimizer(config.optim, trained)
 
     def descend(self, rate: float, norm: float, epoch: int) -> None:
-        """Clip gradients of this ``norm``, and step the optimizer."""
+        """Clip gradients of this ``norm``, and step the optimizer.
+
+        Raises:
+            RuntimeError: a gradient of a weight is still to be computed.
+        """
+        self.mesh.waits.check_done()
         if self.config.optim.clip:
             self.gradients.clip(self.config.optim.clip, norm)
         set_learning_rate(self.optimizer, rate, epoch)

@@ -21,6 +21,7 @@ from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
 from distseg.models.bands import channels_of
 from distseg.models.layers import Fill, skip_store
+from distseg.models.memory import own_memory
 from distseg.models.network import channels_of_maps, flat_layers, refusals
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
@@ -75,6 +76,7 @@ class Engine(Descent):
             self.autocast = autocast(precision, device)
             freeze(model, config.optim)
             check_trainable(model)
+            own_memory(model)
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
             self.reach = used_reach(self.exact, config.spatial)

@@ -43,19 +43,27 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
             parameter.requires_grad_(False)
 
 
-def make_optimizer(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer of parameters by name; its learning rate is set before each step from :func:`learning_rate`."""
+def make_optimizer(
+    config: OptimConfig, parameters: Mapping[str, nn.Parameter], fused: bool = True
+) -> torch.optim.Optimizer:
+    """Return PyTorch's optimizer of parameters by name; :func:`set_learning_rate` precedes each step.
+
+    Args:
+        fused: update with PyTorch's fused kernels. Gradients and momenta must then lie in memory as
+            their parameters do.
+    """
     groups: dict[tuple[float, int], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         groups.setdefault((of_part(config.rates, name, 1.0), of_part(config.thaw, name, 0)), []).append(parameter)
     groups = groups or {(1.0, 0): [nn.Parameter(torch.zeros(0))]}  # a pipeline stage may have no weights
-    optimizer = _optimizer(config, [dict(params=those, factor=factor, thaw=epochs) for (factor, epochs), those in groups.items()])
+    of_group = [dict(params=those, factor=factor, thaw=epochs) for (factor, epochs), those in groups.items()]
+    optimizer = _optimizer(config, of_group, fused)
     set_learning_rate(optimizer, config.lr, 0)
     return optimizer
 
 
-def _optimizer(config: OptimConfig, parameters: list[dict]) -> torch.optim.Optimizer:
-    common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=True)
+def _optimizer(config: OptimConfig, parameters: list[dict], fused: bool) -> torch.optim.Optimizer:
+    common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=fused, foreach=False)
     if config.name == "sgd":
         return _light(torch.optim.SGD)(parameters, momentum=config.momentum, **common)
     return _light(torch.optim.Adam if config.name == "adam" else torch.optim.AdamW)(parameters, **common)

@@ -37,6 +37,7 @@ from distseg.infer.patches import Filler, PatchPredictor, shared
 from distseg.launch import together
 from distseg.loss import Loss
 from distseg.mesh import Mesh
+from distseg.models.memory import own_memory
 from distseg.models.patches import PatchNetwork, check_patches, patches_of
 from distseg.spatial.context import Context
 from distseg.train.descent import Descent
@@ -118,6 +119,7 @@ class PatchEngine(Descent):
         mesh.waits.timeout = config.run.timeout
         with together(mesh.world):
             freeze(network, config.optim)
+            own_memory(network)
             self.loss = Loss(config.loss, network.outputs)
             step, groups = config.spatial.norm_scope == "step", mesh.groups
             self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=groups, seed=config.train.seed)

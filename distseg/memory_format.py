@@ -33,3 +33,11 @@ def like_layout(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """``x`` in the memory format of ``other``, as kernels that take both expect; copied only where it lies otherwise."""
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a dense tensor as flat uint8, a view, in the order in which they lie.
+
+    ``x.view(-1).view(torch.uint8)`` fails for a single number whose stride is not 1.
+    """
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distseg.disk import room_told
+from distseg.memory_format import as_bytes
 
 _KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
@@ -88,7 +89,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(as_bytes(tensor.contiguous()).numpy())
 
 
 def _checksum(tensor: Tensor, content: memoryview) -> str:

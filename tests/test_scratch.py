@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distseg.geometry.tile import Box
+from distseg.memory_format import as_bytes
 from distseg.spatial import scratch
 from distseg.spatial.scratch import Map, VectorMap, check_room
 
@@ -120,3 +121,12 @@ def test_nearly_whole_rows_are_read_in_one_run(tmp_path, monkeypatch, box, reads
     stored.write(BOX, whole)
     monkeypatch.setattr(scratch, "_all", lambda how, file, buffer, place, what, done=scratch._all: (calls.append(place), done(how, file, buffer, place, what)))
     assert torch.equal(stored.read(box), whole[(..., *box.relative_to(BOX).slices)]) and len(calls) == reads
+
+
+@pytest.mark.parametrize("strides", [(4, 1, 1, 4), (1, 4, 4, 4), (3, 3, 3, 3)])
+def test_a_single_number_of_any_strides(folder, strides):
+    """PyTorch calls it contiguous, and yet views it as no bytes."""
+    x = torch.full((9,), 7.0, dtype=torch.float64).as_strided((1, 1, 1, 1), strides)
+    stored = Map(Box((0, 0), (1, 1)), x, folder)
+    stored.write(stored.box, x)
+    assert stored.read(stored.box).item() == 7 and as_bytes(x).tolist() == as_bytes(x.clone()).tolist()

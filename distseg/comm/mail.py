@@ -17,7 +17,7 @@ from torch import Tensor
 from distseg.comm.cuda_aware import cuda_aware
 from distseg.comm.staging import Buffers, settled
 from distseg.comm.waits import Waits, When, waits_of
-from distseg.memory_format import channels_last
+from distseg.memory_format import as_bytes, channels_last
 
 
 @dataclass(frozen=True)
@@ -208,5 +208,5 @@ class Mail:
 
 def message(x: Tensor):
     """The memory of a dense tensor as bytes, in the order in which it lies."""
-    flat = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    flat = as_bytes(x)
     return flat if flat.is_cuda else flat.numpy()

@@ -7,6 +7,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
+from distseg.memory_format import as_bytes
 from distseg.watch import beat
 
 
@@ -54,4 +55,4 @@ def check_same(model: nn.Module, comm) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+    return as_bytes(tensor.detach().contiguous().cpu())

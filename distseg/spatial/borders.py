@@ -15,6 +15,7 @@ from distseg.comm.halo import copies_from, copies_to
 from distseg.comm.mail import Mail
 from distseg.geometry.layout import Layout
 from distseg.geometry.tile import Box
+from distseg.memory_format import as_bytes
 from distseg.spatial.exchange import Cell, Exchange
 from distseg.spatial.scratch import Map
 
@@ -55,7 +56,7 @@ class Borders:
 
     def _move(self, going: _Strips, coming: _Strips, put: Callable[[Map, Box, Tensor], None], tag: int, what: str) -> None:
         arriving = {rank: self._mail.receive_bytes(sum(stored.bytes_of(box) for stored, box in strips), rank, tag) for rank, strips in coming.items()}
-        self._mail.send_all({rank: torch.cat([_bytes(_cells(stored, stored.take(box)).contiguous()) for stored, box in strips]) for rank, strips in going.items()}, tag)
+        self._mail.send_all({rank: torch.cat([as_bytes(_cells(stored, stored.take(box)).contiguous()) for stored, box in strips]) for rank, strips in going.items()}, tag)
         for rank, receipt in arriving.items():
             buffer = receipt.tensor(f"{what} from rank {rank} of the image's tiles", "halo")
             parts = buffer.split([stored.bytes_of(box) for stored, box in coming[rank]])
@@ -70,10 +71,6 @@ def _cells(stored: Map, values: Tensor) -> Tensor:
     """As they lie in a map, seen with the channels of a cell side by side, as messages have them: ranks may have made the map from other tiles, of which
     one of a single cell does not tell how its channels lie."""
     return values if stored.last else values.movedim(1, -1)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.view(-1).view(torch.uint8)
 
 
 def _add(stored: Map, box: Box, values: Tensor) -> None:

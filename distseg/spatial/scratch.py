@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distseg.geometry.tile import Box
-from distseg.memory_format import lies_last
+from distseg.memory_format import as_bytes, lies_last
 
 
 class Map:
@@ -156,7 +156,7 @@ class Map:
     def _run(self, how, values: Tensor, box: Box, what: str) -> None:
         """Between ``values``, as they lie in the file, and the part ``box`` of the map there, by runs of bytes."""
         arrays, cell = (self.images * self.channels, self.cell // self.channels) if self.rows else (self.images, self.cell)
-        flat, offset = memoryview(values.view(-1).view(torch.uint8).numpy()), 0
+        flat, offset = memoryview(as_bytes(values).numpy()), 0
         for place, length in _runs(arrays, box.relative_to(self.box), self.box.size, cell):
             _all(how, self._file.fileno(), flat[offset : offset + length], place, what)
             offset += length

@@ -361,7 +361,7 @@ def _predict(arguments: list[str]) -> int:
 def _export(arguments: list[str]) -> int:
     parser = _parser("export RUN")
     parser.add_argument("--output", type=str, default="exported", help="Folder for export.json and the files.")
-    parser.add_argument("--formats", nargs="+", choices=["safetensors", "torch", "onnx"], default=["safetensors", "torch"], help="model.safetensors, model.pt2 (torch.export), model.onnx.")
+    parser.add_argument("--formats", nargs="+", choices=["safetensors", "torch", "onnx"], default=None, help="model.safetensors, model.pt2 (torch.export), model.onnx; by default safetensors and torch, of PatchGD safetensors.")
     config, flags = _parse_run(parser, arguments)
     check_folder(flags["output"], "--output")
     from distseg.export import export

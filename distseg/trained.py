@@ -1,7 +1,8 @@
 """What evaluation and prediction take over from the manifest of a run, which may come from somebody else.
 
 The network, and what its results depend on, are the run's: they are taken over, as checked values. Code is not: a network that
-is a function of the user's (``package.module:function``) has to be named again, as importing it runs it. What belongs to
+is a function of the user's (``package.module:function``) has to be named again, as importing it runs it, unless it is a run of the user's
+own (:mod:`distseg.checkpoint.own_runs`). What belongs to
 the machine of the training, its folders, devices and threads, stays there.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from distseg.checkpoint.files import find, load_weights, read_run_manifest
+from distseg.checkpoint.own_runs import distrusted
 from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
 from distseg.models.bands import tell
 from distseg.models.capture import as_network
@@ -51,12 +54,17 @@ def taken_over(config: dict, run: str) -> dict:
         content = config.get(section)
         if isinstance(content, dict):
             found[section] = {name: content[name] for name in names if name in content}
-    if _is_code(model["name"]):
+    if is_code(model["name"]) and distrusted(_folder(run), model["name"]):
         del found["model"]["name"]  # the user names it, or nobody
     if _on_devices(config):
         for name in ("balance", "placement"):
             found["pipeline"].pop(name, None)
     return found
+
+
+def _folder(run: str | Path) -> Path:
+    """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
+    return find(run).parents[1]
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
@@ -92,27 +100,69 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
 def check_named(config: dict, given: str, run: str) -> None:
     """Refuse code that is not the network which the user has ``given``."""
     name = config["model"]["name"]
-    if _is_code(name) and given != name:
+    if is_code(name) and given != name and (why := distrusted(_folder(run), name)):
         but = "" if given == ModelConfig.name else f", not {given}"
         raise ValueError(
-            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere, and to import that runs its code. "
+            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere ({why}), and to import that runs its code. "
             f"If you trust it, add --model.name {name}"
         )
 
 
-def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -> nn.Module:
-    """The trained network of a run, a plain module of PyTorch's for whole images, in evaluation mode on the CPU.
+def load(
+    run: str | Path, model: nn.Module | None = None, which: str = "best", normalise: bool = True
+) -> nn.Module:
+    """Return the trained network of a run, for whole images, in evaluation mode on the CPU.
+
+    The module takes images as they are in files, float (N, bands, *size), and normalises them by the
+    constants of the run (:class:`Normalised`); the network itself is its attribute ``network``.
 
     Args:
-        run: its folder, or a checkpoint's.
-        model: a module of your own that was trained, made as for training; its weights are overwritten. None where the run's network is one by name.
-        which: best, last, or a checkpoint's name.
+        run: the folder of a run, or of a checkpoint.
+        model: a module of your own that was trained, made as for training; its weights are
+            overwritten. None where the run's network is one by name, or the run is your own.
+        which: best, last, or the name of a checkpoint.
+        normalise: False returns the network itself, which takes images that are normalised,
+            (pixels - mean) / std by band, with the constants of ``export.json`` or the store.
 
     Raises:
-        ValueError: the run's network is a function of somebody's own and ``model`` is not given, or is another one.
+        ValueError: the run's network is a function of somebody's own and ``model`` is not given, or
+            ``model`` is another one.
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
+    network = _network(run, checkpoint, manifest, model)
+    return normalised(network, manifest) if normalise else network
+
+
+class Normalised(nn.Module):
+    """A network that takes images as they are in files: (N, bands, *size) of raw pixel values.
+
+    Args:
+        network: takes normalised images.
+        mean: of each band; ``std`` likewise: what a band's pixels are normalised by.
+    """
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.network = network
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the network's logits for raw pixels (N, bands, *size)."""
+        bands = (1, -1, *(1,) * (image.dim() - 2))
+        mean, std = self.mean.view(bands), self.std.view(bands)
+        return self.network((image - mean) / std)
+
+
+def normalised(network: nn.Module, manifest: dict) -> Normalised:
+    """Return a run's network behind a layer with the constants of its training data."""
+    data = manifest["data"]
+    return Normalised(network, data["mean"], data["std"]).eval()
+
+
+def _network(run: str | Path, checkpoint: Path, manifest: dict, model: nn.Module | None) -> nn.Module:
+    """Return the trained network, which takes normalised images."""
     if model is not None:
         return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest))
     found = taken_over(manifest["config"], str(run))["model"]
@@ -122,10 +172,15 @@ def load(run: str | Path, model: nn.Module | None = None, which: str = "best") -
 
 
 def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
-    """The same of a checkpoint, where a function of somebody's own was named again (:func:`check_model`)."""
-    if ":" not in own.name:
-        return load(checkpoint)
+    """Return the network of a checkpoint, which takes normalised images.
+
+    Args:
+        own: the model of the run, whose function, if it is somebody's own, was checked
+            (:func:`check_model`).
+    """
     manifest = read_run_manifest(checkpoint)
+    if ":" not in own.name:
+        return _network(checkpoint, checkpoint, manifest, None)
     return _with_weights(checkpoint, manifest, lambda count: _as_trained(plain_model(_open(own), manifest["channels"][0], count), manifest))
 
 
@@ -159,7 +214,7 @@ def of_patches(manifest: dict) -> bool:
     return manifest["config"].get("train", {}).get("method") == "patchgd"
 
 
-def _is_code(name: str) -> bool:
+def is_code(name: str) -> bool:
     """Whether a network is a function of somebody's, other than distseg's own."""
     return ":" in name and not name.startswith("distseg.models.")
 

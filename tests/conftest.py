@@ -1,6 +1,7 @@
 """Tests on several ranks run under a plain pytest: see mpirunner/__init__.py."""
 
 import os
+import tempfile
 from functools import wraps
 from typing import Callable
 
@@ -8,6 +9,9 @@ import pytest
 
 # Tests are small: a second thread costs more than it helps, most of all where ranks outnumber cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The user's own state folder has the runs that he trained; tests leave nothing in it.
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"distseg-tests-state-{os.getuid()}")
 
 pytest_plugins = ("mpirunner.plugin",)
 

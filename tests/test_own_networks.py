@@ -1,6 +1,7 @@
 """docs/own_networks.md is true: its snippets run, and its network is computed exactly."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,9 +57,12 @@ def folder(tmp_path) -> Path:
 def test_a_trained_module_comes_back(tmp_path):
     """Under its own names, with the predictor's result."""
     run = folder(tmp_path)
+    copied = shutil.copytree(run, tmp_path / "from-elsewhere")
     with pytest.raises(ValueError, match="was trained with the network test_own_networks:mine: make it, and give it as model"):
-        distseg.load(run)
-    model = distseg.load(run, mine(2, 3))
+        distseg.load(copied)
+    model = distseg.load(copied, mine(2, 3), normalise=False)
+    own = distseg.load(run).network.state_dict()  # trained here by this user: imported again
+    assert all(torch.equal(x, own[name]) for name, x in model.state_dict().items())
     predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Extents((16, 16))), train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))
     store = Store(tmp_path / "store.h5")
     scene = store_scene(store, "val0")

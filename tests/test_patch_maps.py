@@ -231,7 +231,7 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
     done(["evaluate", str(place / "run")])
     done(["predict", str(place / "run"), "--output", str(place / "out"), "--predict.probabilities", "true"])
     comm.Barrier()
-    store, module = Store(place / "s.h5"), load(place / "run")
+    store, module = Store(place / "s.h5"), load(place / "run", normalise=False)
     for name in store.split("test"):
         with torch.no_grad():
             wanted = module(torch.from_numpy(store.read_normalised(name, Box.whole(SIZE)))[None]).softmax(1)[0].numpy()
@@ -248,7 +248,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
     train(exact, MPI.COMM_SELF)
     run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "exact"))), MPI.COMM_SELF)
     assert any("begins with" in line for line in run.lines)
-    wanted = load(tmp_path / "exact").state_dict()
+    wanted = load(tmp_path / "exact", normalise=False).state_dict()
     found = user_names(run.model.state_dict().items(), run.model)
     assert all((found[name].float() == t).all() for name, t in wanted.items()) and any(name.startswith("head.") for name in found)
 

@@ -131,7 +131,9 @@ class Fill(nn.Module):
 
 
 def _filled_up(x: Tensor, multiple: int) -> Tensor:
-    return F.pad(x, [side for n in reversed(x.shape[2:]) for side in (0, -n % multiple)])
+    # Written so, torch.export sees that the sum is a multiple whatever n is; with -n % multiple it does not.
+    larger = [(n + multiple - 1) // multiple * multiple for n in x.shape[2:]]
+    return F.pad(x, [side for n, m in zip(reversed(x.shape[2:]), reversed(larger)) for side in (0, m - n)])
 
 
 class CutTo(Join):
@@ -258,7 +260,7 @@ def as_vector(x: Tensor, dims: int) -> Tensor:
 
 def is_vector(x: Tensor, size: Sequence[int]) -> bool:
     """Whether a tensor that stands for ``size`` cells of a map has one place for all of them."""
-    return x.shape[2:].numel() == 1 and any(n > 1 for n in size)
+    return all(n == 1 for n in x.shape[2:]) and any(n > 1 for n in size)  # numel() would fix sizes in torch.export
 
 
 class VectorDropout(nn.Dropout):
@@ -465,12 +467,28 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
     """
     base = type(model)
 
+    def __reduce_ex__(self, protocol):  # pickle finds no class that was made in a function
+        plain = base.__new__(base)
+        plain.__dict__.update(self.__dict__)
+        return padded, (plain, multiple)
+
     def forward(self, x: Tensor) -> Tensor:
         y = base.forward(self, _filled_up(x, multiple))
-        return y if y.dim() < x.dim() or is_vector(y, x.shape[2:]) else y[(..., *(slice(0, n) for n in x.shape[2:]))]
+        if y.dim() < x.dim() or is_vector(y, x.shape[2:]):
+            return y
+        if torch.compiler.is_exporting():  # a slice would be a view, whose strides depend on the size
+            return _taken(y, x.shape[2:])
+        return y[(..., *(slice(0, n) for n in x.shape[2:]))]
 
-    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": __name__})
+    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": __name__})
     return model
+
+
+def _taken(x: Tensor, size: Sequence[int]) -> Tensor:
+    """Return the first places of each dim, as a copy."""
+    for dim, n in enumerate(size, 2):
+        x = x.index_select(dim, torch.arange(n, device=x.device))
+    return x
 
 
 def cut_to(x: Tensor, like: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from distseg.infer.predictor import Predictor, check_images as check_validated
 from distseg.models.bands import channels_of
 from distseg.models.network import check_calls, check_size
 from distseg.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
+from distseg.checkpoint.own_runs import remember_run
 from distseg.checkpoint.pretrained import pretrained
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.train.optim import state_copies
@@ -39,6 +40,7 @@ from distseg.train.patchgd import PatchEngine, PatchLoader, check_images
 from distseg.precision import choose, gpu_lines
 from distseg.train.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
 from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
+from distseg.trained import is_code
 from distseg.watch import phase
 
 
@@ -181,6 +183,8 @@ class Run:
                 if aside:
                     what = "its later checkpoints are" if self.resumed else "an earlier run was there: its checkpoints are"
                     self.lines.append(f"{output}: {what} moved to {aside.name}")
+                if is_code(config.model.name):
+                    remember_run(output, config.model.name)
         writes = self.mesh.replicas.rank == 0
         return Checkpoints(output, config.train.keep, self.mesh.pipeline, aside=config.run.memory is None) if writes else SilentCheckpoints()
 

@@ -38,7 +38,7 @@ from distseg.report.style import class_colors
 from distseg.report.tables import table
 from distseg.scene import Scene, check_type, file_scene, network_identity, store_scene
 from distseg.spatial.graph import receptive_field
-from distseg.checkpoint.files import find
+from distseg.checkpoint.files import FOLDER, find
 from distseg.infer.metrics import scores
 from distseg.trained import load_named
 from distseg.watch import beat
@@ -82,7 +82,8 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
 
 def _folder_of(run: str) -> str:
     """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
-    return str(find(run).parents[1])
+    checkpoint = find(run)
+    return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
 
 
 def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run: str, output: str | None) -> int:

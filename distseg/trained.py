@@ -15,7 +15,7 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.checkpoint.files import find, load_weights, read_run_manifest
+from distseg.checkpoint.files import MANIFEST, find, load_weights, read_run_manifest
 from distseg.checkpoint.own_runs import distrusted
 from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
 from distseg.models.bands import tell
@@ -64,7 +64,8 @@ def taken_over(config: dict, run: str) -> dict:
 
 def _folder(run: str | Path) -> Path:
     """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
-    return find(run).parents[1]
+    path = Path(run).absolute()
+    return path.parents[1] if (path / MANIFEST).exists() else path
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
@@ -103,7 +104,7 @@ def check_named(config: dict, given: str, run: str) -> None:
     if is_code(name) and given != name and (why := distrusted(_folder(run), name)):
         but = "" if given == ModelConfig.name else f", not {given}"
         raise ValueError(
-            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere ({why}), and to import that runs its code. "
+            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere, and to import that runs its code ({why}). "
             f"If you trust it, add --model.name {name}"
         )
 

@@ -220,8 +220,10 @@ def closing(rows: list[dict]) -> str:
     kinds = [row["kind"] for row in rows]
     exact, refused = kinds.count("exact"), kinds.count("refused")
     named = sum(bool(row["line named"]) for row in rows)
+    multiples = sum(bool(row.get("only multiples")) and row["kind"] == "exact" for row in rows)
     return (
-        f"{exact} of {len(rows)} networks exact ({exact / len(rows):.0%}), "
+        f"{exact} of {len(rows)} networks exact ({exact / len(rows):.0%}; "
+        f"{multiples} of them only on multiples of a size, where PyTorch takes any), "
         f"{refused} refused ({named} with the line of their own code), "
         f"{kinds.count('silent')} silent, {kinds.count('crash')} crashed"
     )

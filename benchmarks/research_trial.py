@@ -74,6 +74,7 @@ def trial(entry: Entry, world, layouts: dict = LAYOUTS) -> dict:
     worst = min(findings.values(), key=lambda f: order.index(f.kind))
     row = {"group": entry.group, "network": entry.name, "kind": worst.kind}
     row |= {name: f.kind if f.error is None else f.error for name, f in findings.items()}
+    row["only multiples"] = size != SIZES[entry.dims] and _takes(entry, SIZES[entry.dims])
     named = _names_line(entry, worst.said) if worst.kind == "refused" else None
     return row | {"size": str(Extents(size)), "line named": named, "said": worst.said}
 

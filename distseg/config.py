@@ -341,12 +341,12 @@ class PatchgdConfig:
     """Pixels of a patch."""
     step: Optional[Extents] = None
     """Pixels from one patch to the next; by default the patch's size, so that none overlap."""
-    features: int = 64
+    features: int = 256
     """s: numbers that the backbone makes of a patch."""
     sampled: float = 0.125
-    """k: share of an image's patches that an inner iteration computes with gradients; above 1 their number, so that memory does not grow with the image."""
-    inner: int = 8
-    """zeta: inner iterations on a batch of images."""
+    """k: share of an image's patches, rounded up, that an inner iteration computes with gradients; above 1 their number, so that memory does not grow with the image."""
+    inner: Optional[int] = None
+    """zeta: inner iterations on a batch of images; by default as many as draw each patch once, so that it follows the grid."""
     accumulate: Optional[int] = None
     """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
     head: Literal["cnn", "cnn-max", "transformer"] = "cnn"
@@ -361,7 +361,7 @@ class PatchgdConfig:
         _at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
             raise ValueError(f"patchgd.sampled is a share up to 1, or a whole number of patches, got {self.sampled}")
-        if self.accumulate is not None and self.accumulate > self.inner:
+        if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
             raise ValueError(f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner iterations (patchgd.inner): give at most as many")
         if self.step is not None and (len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))):
             raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")

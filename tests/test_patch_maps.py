@@ -84,8 +84,10 @@ def serial(plan: Config, store: Store):
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
     size = tuple(x.shape[2:])
     boxes = network.patches(size)
-    share = max(1, round(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled))
-    rounds, every = math.ceil(len(boxes) / share), settings.accumulate or settings.inner
+    share = math.ceil(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled)
+    rounds = math.ceil(len(boxes) / share)
+    inner = settings.inner or rounds
+    every = settings.accumulate or inner
 
     def draw(what, i, j):
         order = rng.permutation(rng.key(plan.train.seed, 0, samples[i].number, what, j // rounds), len(boxes))
@@ -103,7 +105,7 @@ def serial(plan: Config, store: Store):
             for pairs in [draw("fill", i, j) for i in range(len(samples))]:
                 z[at(pairs)] = encode(pairs)[0].flatten(1)
     losses = []
-    for j in range(settings.inner):
+    for j in range(inner):
         pairs = [pair for i in range(len(samples)) for pair in draw("patches", i, j)]
         made, skips = encode(pairs)
         z = z.clone()

@@ -23,7 +23,7 @@ from distseg.models.classifier import residual
 from distseg.models.network import user_names
 from distseg.models.patch_zoo import network_of
 from distseg.models.patches import patches_of
-from distseg.train.patchgd import PatchEngine, PatchLoader, check_images
+from distseg.train.patchgd import PatchEngine, PatchLoader, check_images, drawn
 from distseg.train.run import Run
 from distseg.trained import load
 
@@ -66,8 +66,10 @@ def papers(plan: Config, store: Store):
     samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
     x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples])
     labels, boxes = torch.tensor([store.label(s.image) for s in samples]), patches_of(x.shape[2:], settings.patch, settings.step or settings.patch)
-    share = max(1, round(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled))
-    rounds, every = math.ceil(len(boxes) / share), settings.accumulate or settings.inner
+    share = math.ceil(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled)
+    rounds = math.ceil(len(boxes) / share)
+    inner = settings.inner or rounds
+    every = settings.accumulate or inner
     scope = len(samples) // (1 if plan.spatial.norm_scope == "step" else plan.mesh.samples)
     groups = [range(a, a + scope) for a in range(0, len(samples), scope)]  # whose statistics are joint
 
@@ -88,7 +90,7 @@ def papers(plan: Config, store: Store):
         for j in range(rounds):
             for group in groups:
                 z = put(z, [pair for i in group for pair in draw("fill", i, j)], alike)
-    for j in range(settings.inner):
+    for j in range(inner):
         for group in groups:
             z = put(z, [pair for i in group for pair in draw("patches", i, j)])
         logits = torch.cat([network.head(network.block(z[list(group)], x.shape[2:])).flatten(1) for group in groups])
@@ -119,7 +121,7 @@ def place(comm, shared_path) -> Path:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("more", [{}, dict(inner=1), dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(accumulate=1, norm="instance", sampled=5)])
+@pytest.mark.parametrize("more", [dict(inner=None), dict(inner=1), dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(accumulate=1, norm="instance", sampled=5)])
 def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
     plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")
@@ -161,6 +163,11 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
         assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name
 
 
+@pytest.mark.parametrize("share, patches, wanted", [(1 / 8, 256, 32), (1 / 8, 20, 3), (0.07, 100, 7), (0.001, 20, 1), (1.0, 20, 20), (5, 20, 5), (50, 20, 20)])
+def test_k_is_rounded_up(share, patches, wanted):
+    assert drawn(share, patches) == wanted
+
+
 def test_more_iterations_to_an_update_than_there_are():
     with pytest.raises(ValueError, match="patchgd.accumulate is 9, but a batch has 4 inner iterations"):
         PatchgdConfig(inner=4, accumulate=9)
@@ -190,8 +197,9 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
 
 
 @pytest.mark.parallel([2, 4])
-def test_sample_groups_with_images_of_several_sizes(comm, shared_path):
-    """Statistics of all groups, which fill Z in as many rounds; the weights are those of one rank with all images."""
+@pytest.mark.parametrize("more", [{}, dict(sampled=5, inner=None)])
+def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
+    """Statistics of all groups, which fill Z in as many rounds, and by default iterate as often; the weights are those of one rank with all images."""
     from mpi4py import MPI
 
     place, sizes = Path(shared_path), [(45, 61), (20, 33), (29, 43), (61, 70)]
@@ -202,8 +210,8 @@ def test_sample_groups_with_images_of_several_sizes(comm, shared_path):
                 image.write(Box.whole(size), np.random.default_rng(k).integers(0, 200, (2, *size)).astype(np.uint8))
     comm.Barrier()
     store = Store(place / "s.h5")
-    loss, found = ours(config(place, samples=comm.size, images=4 // comm.size, scope="step"), comm, store)
-    alone, wanted = ours(config(place, images=4), MPI.COMM_SELF, store)
+    loss, found = ours(config(place, samples=comm.size, images=4 // comm.size, scope="step", **more), comm, store)
+    alone, wanted = ours(config(place, images=4, **more), MPI.COMM_SELF, store)
     assert abs(loss - alone) <= TOLERANCE
     for name, w in wanted.items():
         assert (found[name] - w).norm() <= 10 * TOLERANCE * max(w.norm(), 1e-3), name

@@ -50,6 +50,7 @@ class Patches:
 
     Args:
         note: told how many bytes are read, whenever some are.
+        step: the samples of all groups.
 
     Attributes:
         numbers: of the images in the epoch; ``sizes``, ``labels``: of each.
@@ -58,6 +59,7 @@ class Patches:
     store: Store
     samples: Sequence[Sample]
     note: Callable[[int], None]
+    step: Sequence[Sample]
 
     @cached_property
     def numbers(self) -> list[int]:
@@ -94,7 +96,7 @@ class PatchLoader:
         steps, images = self._samples(number), self.config.data.images
         for k in range(first_step, len(steps)):
             self.steps_read += 1
-            yield Patches(self.store, steps[k][self.mesh.sample * images : (self.mesh.sample + 1) * images], self._note_bytes)
+            yield Patches(self.store, steps[k][self.mesh.sample * images : (self.mesh.sample + 1) * images], self._note_bytes, steps[k])
 
     def _note_bytes(self, count: int) -> None:
         self.bytes_read += count
@@ -133,21 +135,21 @@ class PatchEngine(Descent):
 
     def lines(self, size: Sequence[int]) -> list[str]:
         """What training is made of, for images of this size."""
-        settings, patches = self.config.patchgd, len(self.network.patches(size))
+        settings, patches, inner = self.config.patchgd, len(self.network.patches(size)), self.config.patchgd.inner or self._rounds(size)
         return [
-            f"PatchGD: {patches} patches of {settings.patch} an image of {'x'.join(map(str, size))}, {settings.inner} inner iterations of {drawn(settings.sampled, patches)} of them, "
-            f"an update after {settings.accumulate or settings.inner}; gradients are approximate"
+            f"PatchGD: {patches} patches of {settings.patch} an image of {'x'.join(map(str, size))}, {inner} inner iterations of {drawn(settings.sampled, patches)} of them, "
+            f"an update after {min(settings.accumulate or inner, inner)}; gradients are approximate"
         ]
 
     def step(self, images: Patches, rate: float) -> tuple[float, float]:
         """The inner iterations on a batch of images; returns the mean of their losses, and of the gradients' norms before clipping. Collective."""
-        settings, losses, norms = self.config.patchgd, [], []
-        features, every = self.fill(images), settings.accumulate or settings.inner
-        for j in range(settings.inner):
+        losses, norms, inner = [], [], self.config.patchgd.inner or self._most_rounds(images)
+        features, every = self.fill(images), self.config.patchgd.accumulate or inner
+        for j in range(inner):
             if j % every == 0:
                 self.gradients.zero()
             losses.append(self.backward(images, features, j))
-            if (j + 1) % every == 0 or j + 1 == settings.inner:
+            if (j + 1) % every == 0 or j + 1 == inner:
                 norms.append(self._update(rate, 1 + j % every))
         return math.fsum(losses) / len(losses), math.fsum(norms) / len(norms)
 
@@ -158,11 +160,9 @@ class PatchEngine(Descent):
         An image whose patches are through goes on being computed beside those that have more, for the statistics of norms, but its part of Z stays.
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
-        turns = [math.ceil(count / self._drawn_of(count)) for count in counts]
-        most = max(turns)
-        if self.config.spatial.norm_scope == "step":  # norms then meet those of all sample groups
-            most = max(self.mesh.replicas.allgather(most))
-        rounds = range(most)
+        turns = [self._rounds(size) for size in images.sizes]
+        step = self.config.spatial.norm_scope == "step"  # norms then meet those of all sample groups
+        rounds = range(self._most_rounds(images) if step else max(turns))
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
         with self.context.repeating():  # of running statistics the inner iterations are told
@@ -188,6 +188,15 @@ class PatchEngine(Descent):
 
     def _drawn_of(self, patches: int) -> int:
         return drawn(self.config.patchgd.sampled, patches)
+
+    def _rounds(self, size: Sequence[int]) -> int:
+        """Return how many draws have each patch of an image of this size once."""
+        count = len(self.network.patches(size))
+        return math.ceil(count / self._drawn_of(count))
+
+    def _most_rounds(self, images: Patches) -> int:
+        """Return the most rounds of any image of the step, of all sample groups."""
+        return max(self._rounds(sample.size) for sample in images.step)
 
     def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
         """(image, patch) of all that are computed together: of each image the next ones of an order in which each comes once; then of another."""
@@ -298,5 +307,6 @@ def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> N
 
 
 def drawn(share: float, patches: int) -> int:
-    """k: how many patches of an image an inner iteration draws, by a share of them or their number."""
-    return max(1, min(patches, round(share * patches if share <= 1 else share)))
+    """Return k, how many patches of an image an inner iteration draws: a share of them, rounded up, or their number."""
+    wanted = math.ceil(share * patches - 1e-9) if share <= 1 else int(share)  # a product such as 0.07 * 100 is a little above 7
+    return max(1, min(patches, wanted))

@@ -118,7 +118,9 @@ RULES = (
                                  "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory")),
     Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
     *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
-      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once")),
+      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once", "grid", "statistics")),
+    Rule("patchgd.grid", "patchgd.head", lambda f: f.config.patchgd.head in ("cnn", "cnn-max", "transformer", "attention"),
+         "patchgd.head {c.patchgd.head} takes any grid: set that to conv3 or conv4, or leave patchgd.grid out"),
     Rule("spatial.halo", "spatial.exchange_every", lambda f: f.config.spatial.exchanges,
          "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one of them out"),
     Rule("spatial.norm_scope", "spatial.exchange_every", lambda f: f.windows and f.config.spatial.exchanges,
@@ -289,6 +291,8 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
     if (fewer := _fewer_groups(config, model)) is not None:
         found.append(f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}")
+    if config.patchgd.statistics == "pass" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
+        found.append("patchgd.statistics pass is without effect: the model has no batch norm")
     if config.pipeline.placement == "v" and mesh.stages == 1:
         found.append("pipeline.placement v is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:

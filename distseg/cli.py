@@ -466,7 +466,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
     from distseg.checkpoint.files import find, read_manifest
-    from distseg.trained import check_model, check_named, left_behind, taken_over
+    from distseg.trained import check_head, check_model, check_named, left_behind, taken_over
 
     run, *flags = arguments
     checkpoint = find(run)  # once: training may write a better one meanwhile
@@ -477,6 +477,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
     parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json"))
     config = _config(parsed)
     check_model(trained, config.model, run)
+    check_head(trained, config.patchgd.head, run)
     return config, {"run": str(checkpoint), "left": left_behind(trained, asdict(Config())), **_own(parsed)}
 
 

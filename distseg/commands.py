@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Callable, Mapping, Sequence
 
 import numpy as np
+from torch import nn
 
 from distseg.colour import baseline
 from distseg.config import Config, ModelConfig
@@ -25,6 +26,7 @@ from distseg.geometry.tile import Box
 from distseg.infer.evaluate import evaluate, score_rows
 from distseg.infer.heat import heat_of, picture
 from distseg.infer.images import evaluate_images, most_frequent, probabilities, vectors_of
+from distseg.infer.patches import PatchPredictor
 from distseg.infer.predict import load_predictor, predict
 from distseg.infer.predictor import Predictor, check_images
 from distseg.launch import resident_memory, set_up, together
@@ -185,7 +187,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
         print(f"network: {checkpoint}", threads, *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), sep="\n")
     if predictor.model.of_image:
         with together(world):
-            heat = heat_of(load_named(checkpoint, config.model), predictor) if settings.heat else None
+            heat = heat_of(_network_of_heat(predictor, checkpoint, config), predictor) if settings.heat else None
         _predict_images(predictor, scenes, names, world, output)
         if heat:
             _draw_heat(heat, manifest["data"], scenes, world, Path(output))
@@ -201,6 +203,11 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     if world.rank == 0:
         print(*closing_of_prediction(output, maps, None if images else config.data.store), sep="\n")
     return 0
+
+
+def _network_of_heat(predictor: Predictor, checkpoint: Path, config: Config) -> nn.Module:
+    """Return the plain network whose heat is drawn; a network of patches is the predictor's own."""
+    return predictor.filler.network if isinstance(predictor, PatchPredictor) else load_named(checkpoint, config.model)
 
 
 def run_plot(what: str, paths: list[str], store: str | None, box: str | None, output: str | None) -> int:

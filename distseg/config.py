@@ -333,6 +333,9 @@ class TrainConfig:
         _path(self, "output", "init")
 
 
+_HEADS = ("cnn", "cnn-max", "transformer", "conv3", "conv4", "attention")
+
+
 @dataclass(frozen=True)
 class PatchgdConfig:
     """Of ``train.method: patchgd``, in the symbols of Gupta et al., 2023; ``model`` is the backbone theta_1."""
@@ -349,14 +352,21 @@ class PatchgdConfig:
     """zeta: inner iterations on a batch of images; by default as many as draw each patch once, so that it follows the grid."""
     accumulate: Optional[int] = None
     """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
-    head: Literal["cnn", "cnn-max", "transformer"] = "cnn"
-    """theta_2: two convolutions with batch norm over the grid of patches and a mean, or a maximum; or an encoder of two layers and a mean."""
-    head_channels: int = 64
+    head: str = "cnn"
+    """theta_2. cnn, cnn-max: two convolutions with batch norm over the grid of patches and a mean, or a maximum. transformer: an encoder of two layers and a mean. conv3, conv4, attention: those of Gupta et al., 2023. Or your own as ``package.module:function``."""
+    head_channels: Optional[int] = None
+    """Width of the head; by default 64, of conv3 and conv4 256, of attention 192."""
+    grid: Optional[Extents] = None
+    """Patches along each dim, of heads that are made for one grid (conv3, conv4, your own); by default those of the training images."""
+    statistics: Literal["update", "pass"] = "update"
+    """Running statistics of batch norms move once an update, by the biased variance of its inner iterations together; or, as in the authors' program, with each forward pass, also those that fill Z, by the unbiased one."""
     at_once: int = 16
     """Patches that the backbone is given at once in evaluation and prediction."""
 
     def __post_init__(self):
-        _extents(self, "patch", "step")
+        _extents(self, "patch", "step", "grid")
+        if ":" not in self.head and self.head not in _HEADS:
+            raise ValueError(f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function as package.module:function")
         _at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
         _at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):

@@ -56,6 +56,8 @@ def taken_over(config: dict, run: str) -> dict:
             found[section] = {name: content[name] for name in names if name in content}
     if is_code(model["name"]) and distrusted(_folder(run), model["name"]):
         del found["model"]["name"]  # the user names it, or nobody
+    if is_code(head := _head_of(config)) and distrusted(_folder(run), head, "head"):
+        del found["patchgd"]["head"]
     if _on_devices(config):
         for name in ("balance", "placement"):
             found["pipeline"].pop(name, None)
@@ -98,6 +100,29 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
             raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
 
 
+def check_head(config: dict, given: str, run: str) -> None:
+    """Refuse a head of patches that the user did not name, or another one.
+
+    Args:
+        config: the manifest's.
+        given: ``patchgd.head`` of the flags.
+
+    Raises:
+        ValueError: with the flag to add.
+    """
+    name = _head_of(config)
+    if is_code(name) and given != name and (why := distrusted(_folder(run), name, "head")):
+        raise ValueError(
+            f"{run} was trained with the head {name}: its manifest may come from anywhere, and to import that runs its code ({why}). If you trust it, add --patchgd.head {name}"
+        )
+
+
+def _head_of(config: dict) -> str:
+    """Return the head of the patches of a run, "" if its network is not one of patches."""
+    section = config.get("patchgd") if config.get("train", {}).get("method") == "patchgd" else None
+    return str(section.get("head", "")) if isinstance(section, dict) else ""
+
+
 def check_named(config: dict, given: str, run: str) -> None:
     """Refuse code that is not the network which the user has ``given``."""
     name = config["model"]["name"]
@@ -110,7 +135,7 @@ def check_named(config: dict, given: str, run: str) -> None:
 
 
 def load(
-    run: str | Path, model: nn.Module | None = None, which: str = "best", normalise: bool = True
+    run: str | Path, model: nn.Module | None = None, which: str = "best", normalise: bool = True, head: nn.Module | None = None
 ) -> nn.Module:
     """Return the trained network of a run, for whole images, in evaluation mode on the CPU.
 
@@ -124,14 +149,15 @@ def load(
         which: best, last, or the name of a checkpoint.
         normalise: False returns the network itself, which takes images that are normalised,
             (pixels - mean) / std by band, with the constants of ``export.json`` or the store.
+        head: what the function makes that is ``patchgd.head`` of a run of PatchGD; likewise.
 
     Raises:
         ValueError: the run's network is a function of somebody's own and ``model`` is not given, or
-            ``model`` is another one.
+            ``model`` is another one; likewise its ``head``.
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
-    network = _network(run, checkpoint, manifest, model)
+    network = _network(run, checkpoint, manifest, model, head)
     return normalised(network, manifest) if normalise else network
 
 
@@ -162,14 +188,14 @@ def normalised(network: nn.Module, manifest: dict) -> Normalised:
     return Normalised(network, data["mean"], data["std"]).eval()
 
 
-def _network(run: str | Path, checkpoint: Path, manifest: dict, model: nn.Module | None) -> nn.Module:
+def _network(run: str | Path, checkpoint: Path, manifest: dict, model: nn.Module | None, head: nn.Module | None = None) -> nn.Module:
     """Return the trained network, which takes normalised images."""
     if model is not None:
-        return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest))
+        return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest), head)
     found = taken_over(manifest["config"], str(run))["model"]
     if "name" not in found:
         raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
-    return _with_weights(checkpoint, manifest, lambda count: build_model(_open(ModelConfig(**found)), manifest["channels"][0], count))
+    return _with_weights(checkpoint, manifest, lambda count: build_model(_open(ModelConfig(**found)), manifest["channels"][0], count), head)
 
 
 def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
@@ -195,13 +221,20 @@ def _as_trained(model: nn.Module, manifest: dict) -> nn.Module:
     return model if multiple is None else padded(model, multiple)
 
 
-def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Module]) -> nn.Module:
-    """``made``: makes the network of a run, or the backbone of one of patches, with so many outputs."""
+def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Module], head: nn.Module | None = None) -> nn.Module:
+    """Return the trained network.
+
+    Args:
+        made: makes the network of a run, or the backbone of one of patches, with so many outputs.
+        head: of one of patches, in the place of the run's by name.
+    """
     outputs = manifest["channels"][1]
     if of_patches(manifest):
         taken = taken_over(manifest["config"], str(checkpoint))
+        if head is None and "head" not in taken["patchgd"]:
+            raise ValueError(f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, and give it to distseg.load as head")
         config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
-        network = patch_network(config, made, outputs)
+        network = patch_network(config, made, outputs, head)
         load_weights(checkpoint, network)
     else:
         network = made(outputs)

@@ -261,7 +261,7 @@ def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
 
 def test_ranks_that_no_patch_is_drawn_for_are_refused_before_work(tmp_path):
     store = Store(write_store(tmp_path / "s.h5", size=(45, 61)))
-    with pytest.raises(ValueError, match=r"patchgd.sampled 0.1 draws 1 patches of 1 images such as 'image00', but 3 ranks share them \(mesh.tiles 1x3\)"):
+    with pytest.raises(ValueError, match=r"patchgd.sampled 0.1 draws 2 patches of 1 images such as 'image00', but 3 ranks share them \(mesh.tiles 1x3\)"):
         check_images(store, config(tmp_path, tiles="1x3", images=1, sampled=0.1))
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from distseg.disk import whole
 
 
-def remember_run(run: str | Path, network: str) -> None:
+def remember_run(run: str | Path, network: str, part: str = "network") -> None:
     """Record that this user trains ``network``, as package.module:function, into the folder ``run``.
 
-    Nothing is recorded, and nothing fails, where the state folder cannot be written.
+    A run has a record for each ``part`` that is code of the user's, the network and the head of one of patches. Nothing is recorded, and nothing fails, where the state folder cannot be written.
     """
     code = _code_of(network)
-    path = _record_of(run)
+    path = _record_of(run, part)
     if code is None:
         return
     content = {"run": os.path.realpath(run), "network": network, "code": str(code), "digest": _digest(code)}
@@ -34,13 +34,13 @@ def remember_run(run: str | Path, network: str) -> None:
         return
 
 
-def distrusted(run: str | Path, network: str) -> str | None:
+def distrusted(run: str | Path, network: str, part: str = "network") -> str | None:
     """Return why the code of ``network`` is not imported for ``run``; None if it is this user's own run.
 
     The folder must belong to this user, lie where it was trained, and the file of the network must be
     the same one with the same content.
     """
-    folder, path = os.path.realpath(run), _record_of(run)
+    folder, path = os.path.realpath(run), _record_of(run, part)
     try:
         record = json.loads(path.read_text())
         foreign = {os.stat(folder).st_uid, os.stat(path).st_uid} != {os.getuid()}
@@ -58,10 +58,10 @@ def distrusted(run: str | Path, network: str) -> str | None:
     return None
 
 
-def _record_of(run: str | Path) -> Path:
+def _record_of(run: str | Path, part: str) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     name = hashlib.sha256(os.path.realpath(run).encode()).hexdigest()[:32]
-    return Path(state) / "distseg" / "runs" / f"{name}.json"
+    return Path(state) / "distseg" / "runs" / f"{name}{'' if part == 'network' else f'-{part}'}.json"
 
 
 def _code_of(network: str) -> Path | None:

@@ -58,8 +58,8 @@ class MapFiller(Filler):
         """What the head tells each patch of an image: (patches, s * cells) -> (patches, s, *cells)."""
         return self.network.told(features[None].to(self.dtype), size)[0]
 
-    def commit_statistics(self) -> None:
-        """It has none."""
+    def commit_statistics(self, unbiased: bool = False) -> None:
+        """Do nothing: a U-Net of patches has no running statistics."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -16,13 +16,15 @@ from distseg.comm.staging import upload
 from distseg.data.prefetch import prefetch
 from distseg.geometry.tile import Box, Place, Reach
 from distseg.infer.predictor import Share
+from distseg.models.network import is_flat, refusals
 from distseg.models.patches import PatchNetwork, check_patches
 from distseg.pipeline.build import autocast, place_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
+from distseg.spatial.dropout import DROPOUTS
 from distseg.spatial.graph import reach_for
 from distseg.spatial.norm import STATISTICAL
-from distseg.spatial.parallelize import TiledModel, parallelize
+from distseg.spatial.parallelize import TiledModel, on_whole_maps, parallelize
 
 
 class Images(Protocol):
@@ -46,8 +48,7 @@ class Filler:
     def __init__(self, network: PatchNetwork, context: Context, head_context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
         nowhere = Reach((0,) * len(network.patch), (1,) * len(network.patch))
         self.backbone: TiledModel = parallelize(network.backbone, reach_for(network.backbone, False), context, whole=True)
-        has_norms = any(isinstance(layer, STATISTICAL) for layer in network.head.modules())
-        self.head: TiledModel | None = parallelize(network.head, nowhere, head_context, whole=True) if has_norms else None
+        self.head = _tiled_head(network.head, nowhere, head_context)
         self._place(network, device, precision, channels_last, at_once)
 
     def _place(self, network: nn.Module, device: torch.device, precision: str, channels_last: bool, at_once: int) -> None:
@@ -62,8 +63,9 @@ class Filler:
         with self.autocast():
             return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[0].flatten(1)
 
-    def logits(self, features: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
-        """Of all patches of each image (patches, s) -> (B, K)."""
+    def logits(self, features: Sequence[Tensor], sizes: Sequence[Sequence[int]], samples: Sequence[int] | None = None) -> Tensor:
+        """Of all patches of each image (patches, s) -> (B, K); ``samples``: the keys of the images' dropout masks in the head."""
+        samples = samples or [0] * len(sizes)
         alike: dict[tuple[int, ...], list[int]] = {}  # those of a size together
         for i, size in enumerate(sizes):
             alike.setdefault(tuple(size), []).append(i)
@@ -71,14 +73,14 @@ class Filler:
         if self.head is None:
             found = [self.network.head(z) for z in blocks]
         else:
-            found = self.head(blocks, [place_of(z.shape[2:], those, [0] * len(those)) for z, those in zip(blocks, alike.values())])
+            found = self.head(blocks, [place_of(z.shape[2:], those, [samples[i] for i in those]) for z, those in zip(blocks, alike.values())])
         order = [i for those in alike.values() for i in those]
         return torch.cat([y.flatten(1) for y in found])[[order.index(i) for i in range(len(order))]]
 
-    def commit_statistics(self) -> None:
-        """Update the running statistics, once an optimizer step; collective over the sample groups."""
+    def commit_statistics(self, unbiased: bool = False) -> None:
+        """Update the running statistics from all passes since the last time; collective over the sample groups."""
         for part in filter(None, (self.backbone, self.head)):
-            part.commit_statistics()
+            part.commit_statistics(unbiased)
 
     @torch.no_grad()
     def __call__(self, images: Images, comm) -> list[Tensor]:
@@ -103,6 +105,14 @@ class Filler:
         finally:
             self.backbone.train(training)
             context.batch_comm = before
+
+
+def _tiled_head(head: nn.Module, nowhere: Reach, context: Context) -> TiledModel | None:
+    """Return the head with norms and dropouts that ranks share; None where it has none."""
+    if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
+        return None
+    followed = is_flat(head) and head not in refusals
+    return parallelize(head, nowhere, context, whole=True) if followed else on_whole_maps(head, context, nowhere)
 
 
 def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> Place:
@@ -134,6 +144,7 @@ class PatchPredictor:
 
     def check(self, size: Sequence[int]) -> None:
         check_patches(size, self.filler.network.patch)
+        self.filler.network.check_grid(size)
 
     def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
         return 1, [[Share(image, None) for image in range(rank, len(sizes), self.replicas.size)] for rank in range(self.replicas.size)]

@@ -20,15 +20,16 @@ from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
 from distseg.models.layers import hollow, outline, skip_store
 
 
-def own_builder(name: str) -> Callable[..., nn.Module]:
-    """The function of ``package.module:function``; the working directory is looked in first, as by ``python -m``.
+def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Module]:
+    """Return the function of ``package.module:function``, which a setting names; the working directory is looked in first, as by ``python -m``.
 
     Raises:
         ValueError: it is not there, or its module fails while it is imported.
     """
     module, _, function = name.partition(":")
+    what = "model" if setting == "model.name" else setting
     if not all(part.isidentifier() for part in [*module.split("."), function]):
-        raise ValueError(f"model.name is {name!r}, but your own function is written as package.module:function, such as nets.mine:unet")
+        raise ValueError(f"{setting} is {name!r}, but your own function is written as package.module:function, such as nets.mine:unet")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -36,15 +37,15 @@ def own_builder(name: str) -> Callable[..., nn.Module]:
     except (Exception, SystemExit) as e:
         if isinstance(e, ModuleNotFoundError) and e.name is not None and (module == e.name or module.startswith(e.name + ".")):
             raise ValueError(
-                f"model {name!r} can not be imported: there is no module {e.name}: start in the folder that holds it ({os.getcwd()} was looked in), "
+                f"{what} {name!r} can not be imported: there is no module {e.name}: start in the folder that holds it ({os.getcwd()} was looked in), "
                 "or put that on PYTHONPATH"
             ) from None
-        raise ValueError(f"model {name!r} can not be imported: its module fails with {blame(e)}: mend it, or install what it needs") from e
+        raise ValueError(f"{what} {name!r} can not be imported: its module fails with {blame(e)}: mend it, or install what it needs") from e
     builder = getattr(found, function, None)
     if not callable(builder):
-        what = f"there is no {function}" if builder is None else f"{function} is a {type(builder).__name__}, no function,"
+        found_instead = f"there is no {function}" if builder is None else f"{function} is a {type(builder).__name__}, no function,"
         where = getattr(found, "__file__", None) or f"the folder {module}"
-        raise ValueError(f"model {name!r} can not be imported: {what} in {where}: {_choices(found)}")
+        raise ValueError(f"{what} {name!r} can not be imported: {found_instead} in {where}: {_choices(found)}")
     return builder
 
 

@@ -67,14 +67,14 @@ class PatchUNet(PatchNetwork):
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Z: features (N, patches, s * cells) of images of this size -> (N, s, *(grid * cells))."""
-        grid, dims = self._grid(size), len(self.cells)
+        grid, dims = self.grid(size), len(self.cells)
         z = features.view(len(features), *grid, self.features, *self.cells)
         order = [0, dims + 1, *(n for d in range(dims) for n in (1 + d, dims + 2 + d))]
         return z.permute(order).reshape(len(features), self.features, *(g * c for g, c in zip(grid, self.cells)))
 
     def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """What the head tells each patch: (N, patches, s * cells) -> (N, patches, s, *cells)."""
-        grid, dims = self._grid(size), len(self.cells)
+        grid, dims = self.grid(size), len(self.cells)
         y = self.head(self.block(features, size)).view(len(features), self.features, *(n for pair in zip(grid, self.cells) for n in pair))
         order = [0, *(2 + 2 * d for d in range(dims)), 1, *(3 + 2 * d for d in range(dims))]
         return y.permute(order).reshape(len(features), math.prod(grid), self.features, *self.cells)
@@ -93,9 +93,6 @@ class PatchUNet(PatchNetwork):
             made = y.new_zeros(len(x), y.shape[1], *size) if made is None else made
             made[(..., *own.slices)] = y[(..., *own.relative_to(box).slices)]
         return made
-
-    def _grid(self, size: Sequence[int]) -> list[int]:
-        return [len(starts) for starts in starts_of(size, self.patch, self.step)]
 
 
 def _flat(name: str) -> str:

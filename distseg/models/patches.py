@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import product
 from typing import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.extents import Extents
@@ -44,11 +42,16 @@ class PatchNetwork(nn.Module):
         head: (N, s, *grid) -> (N, K), for grids of any size.
         patch: its size; ``step``: from one to the next, by default as much.
         outputs: K, for those who ask.
+        made_for: the grid of patches that the head is made for; None: any.
     """
 
-    def __init__(self, backbone: nn.Module, head: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None):
+    made_for: tuple[int, ...] | None = None
+
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None, made_for: Sequence[int] | None = None
+    ):  # fmt: skip
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.made_for = outputs, made_for and tuple(made_for)
         self.backbone, self.head, self.patch, self.step = as_network(backbone), as_network(head), tuple(patch), tuple(step or patch)
         tell_like(self, self.backbone)
         parts = {"backbone": self.backbone, "head": self.head}
@@ -62,58 +65,31 @@ class PatchNetwork(nn.Module):
     def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
         return patches_of(tuple(size), self.patch, self.step)
 
+    def grid(self, size: Sequence[int]) -> tuple[int, ...]:
+        """Return how many patches an image of this size has along each dim."""
+        return tuple(map(len, starts_of(size, self.patch, self.step)))
+
+    def check_grid(self, size: Sequence[int]) -> None:
+        """Refuse images of which the head cannot take the grid of patches.
+
+        Raises:
+            ValueError: naming both grids.
+        """
+        if self.made_for not in (None, self.grid(size)):
+            raise ValueError(
+                f"an image of {Extents(size)} pixels has a grid of {Extents(self.grid(size))} patches, but this patchgd.head is made for {Extents(self.made_for)} (patchgd.grid): "
+                "take a head for any grid, such as cnn, or images of one size"
+            )
+
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""
-        return features.movedim(1, -1).unflatten(-1, [len(starts) for starts in starts_of(size, self.patch, self.step)])
+        return features.movedim(1, -1).unflatten(-1, self.grid(size))
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[2:]
+        self.check_grid(size)
         features = [self.backbone(x[(..., *box.slices)]).flatten(1) for box in self.patches(size)]
         return self.head(self.block(torch.stack(features, 1), size)).flatten(1)
-
-
-class ConvHead(nn.Module):
-    """(N, s, *grid) -> (N, K): two 3-wide convolutions with batch norm, a mean or maximum over all places, a linear layer."""
-
-    def __init__(self, features: int, channels: int, outputs: int, dims: int = 2, largest: bool = False):
-        super().__init__()
-        self.largest = largest
-        conv, norm = ((nn.Conv1d, nn.BatchNorm1d), (nn.Conv2d, nn.BatchNorm2d), (nn.Conv3d, nn.BatchNorm3d))[dims - 1]
-        self.first, self.second = conv(features, channels, 3, padding=1, bias=False), conv(channels, channels, 3, padding=1, bias=False)
-        self.norm_first, self.norm_second = norm(channels), norm(channels)  # without them nothing was learnt of 7,000 images
-        self.last = nn.Linear(channels, outputs)
-
-    def forward(self, z: Tensor) -> Tensor:
-        y = F.leaky_relu(self.norm_first(self.first(z)), 0.1)
-        y = F.leaky_relu(self.norm_second(self.second(y)), 0.1)
-        return self.last(y.flatten(2).amax(2) if self.largest else y.flatten(2).mean(2))
-
-
-class TransformerHead(nn.Module):
-    """(N, s, *grid) -> (N, K): the patches as tokens, with sines of their places, through an encoder; the mean of what it makes, a linear layer."""
-
-    def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
-        super().__init__()
-        if channels % (2 * heads):
-            raise ValueError(f"patchgd.head_channels is {channels}, but a transformer of {heads} heads wants a multiple of {2 * heads}")
-        self.embed, self.last = nn.Linear(features, channels), nn.Linear(channels, outputs)
-        layer = nn.TransformerEncoderLayer(channels, heads, 2 * channels, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-    def forward(self, z: Tensor) -> Tensor:
-        tokens = self.embed(z.flatten(2).transpose(1, 2))
-        return self.last(self.encoder(tokens + _places(z.shape[2:], tokens)).mean(1))
-
-
-def _places(grid: Sequence[int], like: Tensor) -> Tensor:
-    """(places, channels): sines and cosines of the place along each dim, of wavelengths from 2 pi to 10,000 x 2 pi (Vaswani et al., 2017)."""
-    channels = like.shape[-1]
-    each = channels // (2 * len(grid))
-    rates = torch.exp(-math.log(10000.0) * torch.arange(each, device=like.device) / max(each, 1))
-    at = torch.stack(torch.meshgrid(*(torch.arange(n, device=like.device) for n in grid), indexing="ij"), -1).flatten(0, -2)
-    angles = (at.unsqueeze(-1) * rates).flatten(1)
-    found = torch.cat((angles.sin(), angles.cos()), 1)
-    return F.pad(found, (0, channels - found.shape[1])).to(like.dtype)
 
 
 def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an image") -> None:

@@ -497,11 +497,14 @@ def _kind(norm: nn.Module, name: str) -> str:
     return kind
 
 
-def commit(norms: list[DistributedNorm], groups_comm) -> None:
+def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
     """Update running statistics from all that was seen since the last time, once an optimizer step.
 
     As torchgpipe's deferred batch norm: the mean and biased variance of all images of the step together, over
     micro-batches and sample groups, enter the running averages once. One message for all layers.
+
+    Args:
+        unbiased: the variance m2 / (n - 1) enters, as with PyTorch's layers, instead of m2 / n.
     """
     norms = [n for n in norms if n.seen]
     if not norms:
@@ -512,7 +515,8 @@ def commit(norms: list[DistributedNorm], groups_comm) -> None:
     counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
     mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
     total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
-    for n, mean, var in zip(norms, total.mean.flatten().split(channels), total.var.flatten().split(channels)):
+    variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
+    for n, mean, var in zip(norms, total.mean.flatten().split(channels), variances.flatten().split(channels)):
         n.running_mean.lerp_(mean.to(n.running_mean), n.momentum)
         n.running_var.lerp_(var.to(n.running_var), n.momentum)
         n.num_batches_tracked += 1

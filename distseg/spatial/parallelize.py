@@ -173,9 +173,9 @@ class TiledModel(nn.Module):
             n.frozen = True
         self.live_in_training = len(norms) < len(self.norms)
 
-    def commit_statistics(self) -> None:
+    def commit_statistics(self, unbiased: bool = False) -> None:
         """Update the running statistics of batch norms, once an optimizer step; collective over the sample groups."""
-        commit(self.norms, self.context.groups_comm)
+        commit(self.norms, self.context.groups_comm, unbiased)
 
     def train(self, mode: bool = True) -> "TiledModel":
         """Warn where evaluation would not see the statistics of the passes before it."""
@@ -246,6 +246,20 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
             if isinstance(layer, Stash) and inputs is not None:
                 _put(part, name, Folded(layer))
     return TiledModel(model, context, reach, inputs, exchange, graph, kinds, channels, vector)
+
+
+def on_whole_maps(model: nn.Module, context: Context, reach: Reach) -> TiledModel:
+    """Swap norms and dropouts of a module that is always called with whole maps, by its own forward.
+
+    Raises:
+        ValueError: a layer that cannot be swapped, by name.
+    """
+    _check_own_layers(model)
+    context.whole = True
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, (*STATISTICAL, *DROPOUTS)):
+            _put(model, name, (KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer))(layer, context, reach.stride, name))
+    return TiledModel(model, context, reach)
 
 
 def _graph(model: nn.Module) -> Graph | None:

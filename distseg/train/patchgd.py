@@ -123,9 +123,10 @@ class PatchEngine(Descent):
             freeze(network, config.optim)
             own_memory(network)
             self.loss = Loss(config.loss, network.outputs)
-            step, groups = config.spatial.norm_scope == "step", mesh.groups
+            step = config.spatial.norm_scope == "step"
+            groups = Alone() if step else mesh.groups  # norms that met all groups are not counted once for each again
             self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=groups, seed=config.train.seed)
-            self.head_context = Context(norm_comm=Alone(), batch_comm=groups if step else Alone(), groups_comm=groups, seed=config.train.seed)
+            self.head_context = Context(norm_comm=Alone(), batch_comm=mesh.groups if step else Alone(), groups_comm=groups, seed=config.train.seed)
             self.filler = self._filler(self.context)
             network.train()
         super().__init__(config, mesh, network, device)
@@ -162,13 +163,13 @@ class PatchEngine(Descent):
         counts = [len(self.network.patches(size)) for size in images.sizes]
         turns = [self._rounds(size) for size in images.sizes]
         step = self.config.spatial.norm_scope == "step"  # norms then meet those of all sample groups
-        rounds = range(self._most_rounds(images) if step else max(turns))
+        rounds = range(self._most_rounds(images) if step or self._at_once else max(turns))
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
-        with self.context.repeating():  # of running statistics the inner iterations are told
+        with self.context.repeating(not self._at_once):  # otherwise running statistics move by the inner iterations alone
             for j, pairs, x in zip(rounds, drawn, prefetch(read, 1)):
                 with self._masks("fill", j):
-                    rows = self._shared(self.filler.features(x, self._keys(images, pairs)), pairs)
+                    rows = self._shared(self._features(x, self._keys(images, pairs)), pairs)
                 features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
                 first = [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
                 put(features, [pairs[n] for n in first], rows[first])
@@ -178,13 +179,30 @@ class PatchEngine(Descent):
         """The gradient of inner iteration ``j``, added to the parameters' ``grad``: this rank's part; and the loss. New features take their place in ``features``."""
         pairs = self._draw(images, "patches", j)
         with self._masks("patches", j):
-            made = self.filler.features(self._read(images, pairs), self._keys(images, pairs))
+            made = self._features(self._read(images, pairs), self._keys(images, pairs))
         put(features, pairs, self._shared(made, pairs))
         block = [z.detach().requires_grad_() for z in features]
-        loss = self._head(images, block)
+        with self._masks("head", j):
+            loss = self._head(images, block)
         own = torch.stack([block[i].grad[p] for i, p in self._mine(pairs)])
         made.backward(own.to(made.dtype))
         return loss
+
+    @property
+    def _at_once(self) -> bool:
+        """Return True if running statistics move with each forward pass."""
+        return self.config.patchgd.statistics == "pass"
+
+    def _features(self, x: Tensor, keys: Sequence[int]) -> Tensor:
+        """Return the features of patches, (n, s)."""
+        made = self.filler.features(x, keys)
+        self._passed()
+        return made
+
+    def _passed(self) -> None:
+        """Move the running statistics after a forward pass, where they move with each. Collective over the sample groups."""
+        if self._at_once:
+            self.filler.commit_statistics(unbiased=True)
 
     def _drawn_of(self, patches: int) -> int:
         return drawn(self.config.patchgd.sampled, patches)
@@ -224,7 +242,8 @@ class PatchEngine(Descent):
     @contextmanager
     def _masks(self, what: str, j: int) -> Iterator[None]:
         """Masks of dropout are others each time."""
-        epoch, self.context.epoch = self.context.epoch, rng.key(self.context.epoch, what, j)
+        epoch = self.context.epoch
+        self.context.epoch = self.head_context.epoch = rng.key(epoch, what, j)
         try:
             yield
         finally:
@@ -236,7 +255,8 @@ class PatchEngine(Descent):
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
         """The loss of the head's answers over all sample groups, gone back through to Z; each image counts on one rank."""
-        logits = self.filler.logits(block, images.sizes)
+        logits = self.filler.logits(block, images.sizes, images.numbers)
+        self._passed()
         labels = images.labels.to(self.device)
         found = self.loss.rows(logits[..., None], labels[:, None])
         return self._settled(images, list(range(len(block))), found, counts=self.mesh.tiles.rank == 0)

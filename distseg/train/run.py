@@ -24,7 +24,7 @@ from distseg.geometry.tile import owned_tiles
 from distseg.launch import ranks_on_node, set_up, together
 from distseg.mesh import Mesh, MeshShape
 from distseg.models.patch_unet import PatchUNet
-from distseg.models.patch_zoo import network_of
+from distseg.models.patch_zoo import check_grids, network_of, with_grid
 from distseg.models.patches import PatchNetwork
 from distseg.plan.in_time import room_of, short_of_room, tiles_in_time
 from distseg.infer.predictor import Predictor, check_images as check_validated
@@ -63,15 +63,18 @@ class Run:
             self.store = _open_store(config)
             first = self.store.size(self.store.split("train")[0])
             config = with_dims(with_store(config, self.store.ignore), len(first), str(Extents(first)))
+            config = with_grid(config, _largest(self.store, config))
             self.config = config
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             check_settings(config)
             if config.train.method == "patchgd":
                 check_images(self.store, config)
             self.model = network_of(config, self.store.bands, _outputs(config, self.store))
+            sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
+            if isinstance(self.model, PatchNetwork):
+                check_grids(self.model, config, list(sizes.values()))
             check_labels(self.store, self.model, config)
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
-            sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
             for size in {min(sizes.values(), key=math.prod), max(sizes.values(), key=math.prod)}:
@@ -185,6 +188,8 @@ class Run:
                     self.lines.append(f"{output}: {what} moved to {aside.name}")
                 if is_code(config.model.name):
                     remember_run(output, config.model.name)
+                if is_code(config.patchgd.head):
+                    remember_run(output, config.patchgd.head, "head")
         writes = self.mesh.replicas.rank == 0
         return Checkpoints(output, config.train.keep, self.mesh.pipeline, aside=config.run.memory is None) if writes else SilentCheckpoints()
 

@@ -20,6 +20,7 @@ from distseg.data.class_files import Classes, are_there, paths_of
 from distseg.data.nodata import parse
 from distseg.data.picture import rgb
 from distseg.data.store import Store
+from distseg.data.told import notes_on
 from distseg.disk import whole
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -167,11 +168,12 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
-        sizes, decoding = {}, {}
+        sizes, decoding, notes = {}, {}, []
         for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
             scene = opened()
             sizes[scene.size] = scene.name
             decoding[scene.decoding] = scene.name
+            notes.append((scene.name, scene.notes))
             if not predictor.model.of_image:
                 if settings.heat:
                     raise ValueError("predict.heat is True, but it draws where an answer for a whole image comes from, and this network makes a map: leave it out")
@@ -184,7 +186,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     if world.rank == 0:
         most = max(decoding, default=0)
         memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's
-        print(f"network: {checkpoint}", threads, *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), sep="\n")
+        print(f"network: {checkpoint}", threads, *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), *notes_on(notes), sep="\n")
     if predictor.model.of_image:
         with together(world):
             heat = heat_of(_network_of_heat(predictor, checkpoint, config), predictor) if settings.heat else None

@@ -28,6 +28,7 @@ class Scene:
     read: Callable[[Box], np.ndarray]
     source: str = ""
     decoding: int = 0
+    notes: tuple[str, ...] = ()  # on its file (:func:`distseg.data.told.notes_on`)
 
 
 def store_scene(store: Store, name: str) -> Scene:
@@ -74,7 +75,7 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
         return normalised(pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, missing)
 
     told = "" if missing is None else f", no data is {missing}"
-    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, _file_identity(path) + told, reader.decoding)
+    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, _file_identity(path) + told, reader.decoding, reader.notes)
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:

@@ -8,6 +8,7 @@ import pytest
 import tifffile
 from PIL import Image
 
+from distseg.data.prepare import prepare_folder
 from distseg.data.readers import open_image, open_mask
 from distseg.geometry.tile import Box
 
@@ -193,3 +194,66 @@ def test_without_its_packages_tiff_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "imagecodecs", None)
     with pytest.raises(ValueError, match="TIFF files are read by tifffile and imagecodecs .*: pip install tifffile imagecodecs"):
         open_image(tmp_path / "a.tif")
+
+
+# which pages are the image
+
+PAGE = np.moveaxis(numbers("u1", 3), 0, -1)
+
+
+def pages(path, *written: tuple[np.ndarray, int]) -> None:
+    """(pixels, kind: 1 reduced, 4 mask) of each page."""
+    with tifffile.TiffWriter(path) as file:
+        for pixels, _ in written:
+            file.write(pixels, photometric="rgb" if pixels.ndim > 2 else "minisblack", metadata=None, subfiletype=2)
+    with tifffile.TiffFile(path, mode="r+") as file:
+        for page, (_, kind) in zip(file.pages, written):
+            page.tags[254].overwrite(kind)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [(PAGE[::4, ::4], 1), (PAGE, 0)],
+        [(PAGE, 0), (PAGE[::2, ::2], 1), (PAGE[::4, ::4], 1)],
+        [(PAGE, 0), (PAGE, 1)],
+        [(PAGE, 1)],
+    ],
+    ids=["thumbnail first", "pyramid", "a reduced page of one form", "nothing else"],
+)
+def test_the_page_at_full_size_is_the_image(tmp_path, written):
+    pages(tmp_path / "a.tif", *written)
+    assert wrong(tmp_path / "a.tif", np.moveaxis(PAGE, -1, 0)) is None and not open_image(tmp_path / "a.tif").notes
+
+
+def test_pages_in_a_chain_of_big_endian_bigtiff(tmp_path):
+    with tifffile.TiffWriter(tmp_path / "a.tif", bigtiff=True, byteorder=">") as file:
+        for pixels, kind in ((PAGE[::4, ::4], 1), (PAGE, 0)):
+            file.write(pixels, photometric="rgb", metadata=None, subfiletype=kind)
+    assert wrong(tmp_path / "a.tif", np.moveaxis(PAGE, -1, 0)) is None
+
+
+@pytest.mark.parametrize(
+    "written, words",
+    [
+        ([(PAGE[::4, ::4], 0), (PAGE, 0)], "a.tif holds 10x14 pixels of 3 x uint8 first, and a larger image, 37x53 pixels of 3 x uint8: write the one that is meant into a file of its own"),
+        ([(PAGE, 0), (PAGE, 0)], "a.tif has the axes IYXS of .2, 37, 53, 3., but an image has space and one axis of bands"),
+        ([(PAGE, 0), (PAGE[..., 0], 4), (PAGE[..., 1], 4)], "a.tif has 2 masks of full size, of which one can be read"),
+    ],
+)
+def test_a_file_of_several_images_is_refused(tmp_path, written, words):
+    pages(tmp_path / "a.tif", *written)
+    with pytest.raises(ValueError, match=words):
+        open_image(tmp_path / "a.tif")
+
+
+def test_images_that_are_not_read_are_told(tmp_path, capsys):
+    """As pages that do not say what they are, and are taken as bands."""
+    (tmp_path / "i").mkdir()
+    for name in "abc":
+        pages(tmp_path / f"i/{name}.tif", (PAGE, 0), (PAGE[..., 0], 0), (PAGE[::2, ::2], 1))
+    prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"])
+    assert capsys.readouterr().out.splitlines()[-1] == f"note: {tmp_path}/i/a.tif and 2 more files: each has one more image, which is not read: 37x53 pixels of 1 x uint8"
+    tifffile.imwrite(tmp_path / "a.tif", np.moveaxis(PAGE, -1, 0), photometric="minisblack", compression="deflate")
+    assert open_image(tmp_path / "a.tif").notes == ("has 3 pages that do not say what they are, which are taken as bands",)
+    assert open_image(tmp_path / "a.tif", dims=3).notes == ()

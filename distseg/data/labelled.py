@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Sequence
 
 from distseg.data.folders import SPLITS, image_files
-from distseg.data.pairs import assign_splits, check_alike, check_train, opened
+from distseg.data.pairs import assign_splits, check_alike, check_train, notes_on_pairs, opened
 from distseg.data.prepare import copy_image, summary
 from distseg.data.store import Store
 from distseg.data.writer import StoreWriter, bytes_of
@@ -57,7 +57,7 @@ def prepare_labelled(
         for pair, label in zip(pairs, labels):
             copy_image(pair, writer, shown, {}, nodata=nodata, label=label)
     store = Store(output)
-    print(summary(store))
+    print("\n".join([summary(store), *notes_on_pairs(pairs)]))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):
         print(f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if they measure something, give it a name, --classes NAME")
     return store

@@ -11,6 +11,7 @@ import numpy as np
 from distseg import rng
 from distseg.data.folders import SPLITS, check_folders, paired, split_folders
 from distseg.data.readers import open_image, open_mask
+from distseg.data.told import notes_on
 from distseg.extents import Extents
 
 
@@ -27,6 +28,8 @@ class Pair:
     dtype: np.dtype
     nodata: int | float | None = None  # the number that stands for no data, where the file says so
     colours: str | None = None  # what the bands are, where it says so
+    notes: tuple[str, ...] = ()  # on the image
+    mask_notes: tuple[str, ...] = ()
 
 
 def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None) -> list[Pair]:
@@ -79,12 +82,12 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
 
 def opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pair:
     """What the headers of the files say."""
-    reader = open_image(image, dims)
+    reader, labels = open_image(image, dims), None
     if mask is not None:
-        size = open_mask(mask, len(reader.size)).size
-        if size != reader.size:
-            raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(size)}: they must lie on each other")
-    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours)
+        labels = open_mask(mask, len(reader.size))
+        if labels.size != reader.size:
+            raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(labels.size)}: they must lie on each other")
+    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.notes, labels.notes if labels else ())
 
 
 def check_alike(pairs: list[Pair]) -> None:
@@ -99,3 +102,8 @@ def check_alike(pairs: list[Pair]) -> None:
                 raise ValueError(f"the images differ in their {what}: {other.image} has {a}, {pair.image} has {b}; convert them to one form")
         if known.setdefault(pair.name, pair) is not pair:
             raise ValueError(f"{known[pair.name].image} and {pair.image} have the same name: rename one")
+
+
+def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
+    """Return a line for each different note on images and masks."""
+    return notes_on([(path, notes) for pair in pairs for path, notes in ((pair.image, pair.notes), (pair.mask, pair.mask_notes))])

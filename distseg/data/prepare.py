@@ -11,7 +11,7 @@ import numpy as np
 from distseg.data.folders import SPLITS, some, unread
 from distseg.data.layout import chunk_edge
 from distseg.data.nodata import fitting, to_json
-from distseg.data.pairs import Pair, find_pairs
+from distseg.data.pairs import Pair, find_pairs, notes_on_pairs
 from distseg.data.readers import SUFFIXES, open_image, open_mask
 from distseg.data.store import Store
 from distseg.data.survey import Survey
@@ -82,7 +82,7 @@ def prepare_folder(
             for pair in pairs:
                 unused -= copy_image(pair, writer, shown, values or {}, dims, nodata)
     store = Store(output)
-    print("\n".join([summary(store), *_notes_on_input(unread(*folders), unused)]))
+    print("\n".join([summary(store), *notes_on_pairs(pairs), *_notes_on_input(unread(*folders), unused)]))
     return store
 
 

@@ -41,6 +41,7 @@ class Reader:
     colours: str | None = None  # what the bands are, such as RGB, where the file says so
     orientation = 1  # EXIF's: upright
     lossy: str | None = None  # the compression that changed the numbers
+    notes: tuple[str, ...] = ()  # what of the file is not read, or taken for something, in words that follow its name
     decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
 
     def __init__(self, path: str | Path):

@@ -12,6 +12,7 @@ from distseg.data import marks
 from distseg.data.nodata import NODATA_TAG, declared
 from distseg.data.readers import Reader
 from distseg.data.tiff_chain import page_kinds
+from distseg.data.tiff_pages import Pages, choose
 from distseg.data.tiff_segments import Segments
 from distseg.geometry.tile import Box
 
@@ -24,21 +25,22 @@ def open_tiff(path: Path, dims: int | None = None, scratch: str | None = None) -
     Raises:
         ValueError: a form that is not read, or a damaged file.
     """
-    page_kinds(path)  # refuses circles
-    reader = TiffReader(path, TiffFile(path, _multifile=False), dims, scratch)
+    kinds = page_kinds(path)  # first: it refuses circles
+    file = TiffFile(path, _multifile=False)
+    reader = TiffReader(path, file, choose(path, file, kinds), dims, scratch)
     reader.try_first()
     return reader
 
 
 class TiffReader(Reader):
-    """The first series of a file."""
+    """The image of a file, which lies on its ``pages``."""
 
-    def __init__(self, path: Path, file: TiffFile, dims: int | None = None, scratch: str | None = None):
+    def __init__(self, path: Path, file: TiffFile, pages: Pages, dims: int | None = None, scratch: str | None = None):
         super().__init__(path)
         weakref.finalize(self, file.close)
-        series = file.series[0]
-        page = series.keyframe
-        self._pixels = Segments(path, file, series, dims, marks.tiff_alpha(page), scratch)
+        page = pages.image.keyframe
+        self._pixels = Segments(path, file, pages.image, dims, marks.tiff_alpha(page), scratch)
+        self.notes = pages.notes + self._pixels.notes
         self.size, self.bands, self.dtype = self._pixels.size, self._pixels.bands, self._pixels.dtype
         self.decoding = self._pixels.decoding
         self.coded, self.colours = page.photometric == _PALETTE, marks.tiff_colours(page, self.bands)

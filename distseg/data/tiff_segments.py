@@ -47,6 +47,8 @@ class Segments:
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = math.prod(n for a, n in zip(self._axes, shape) if a in BANDS)
         self.dtype = plain(series.dtype)
+        unnamed = len(series.pages) > 1 and any(a in UNNAMED for a in self._axes)
+        self.notes = (f"has {self.bands} pages that do not say what they are, which are taken as bands",) if unnamed else ()
         self.decoding = 0  # bytes of memory that the first read takes for a while
         self._map = self._mapped(shape) if series.dataoffset is not None else None
         if self._map is None:

@@ -1,0 +1,19 @@
+"""Notes on files: what of them is not read, or taken for something; alike ones are told once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Iterable
+
+
+def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:
+    """Return a line for each different note.
+
+    Args:
+        files: (path, its notes), words that follow a file's name, such as ``has one more image``.
+    """
+    with_note: dict[str, list[Path | str]] = {}
+    for path, notes in files:
+        for note in notes:
+            with_note.setdefault(note, []).append(path)
+    return [f"note: {paths[0]} {note}" if len(paths) == 1 else f"note: {paths[0]} and {len(paths) - 1} more files: each {note}" for note, paths in with_note.items()]

@@ -435,13 +435,14 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--values", type=str | None, default=None, help="Mask values that stand for other labels: 255=1,128=2.")
     parser.add_argument("--ignore", type=int, default=255, help="Label of pixels that count nowhere.")
     parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in images, such as -9999 or nan; by default what a TIFF file says of itself.")
+    parser.add_argument("--alpha", choices=["mask", "band"], default=None, help="Transparency of images: mask, pixels where it is 0 have no data (the default); or a band like others.")
     parser.add_argument("--absent", type=str | None, default=None, help="Classes that may have no pixel in the masks: road,tree.")
     parser.add_argument("--split", type=str, default="0.8,0.1,0.1", help="Shares of train, val, test, where there are no folders of these names.")
     parser.add_argument("--seed", type=int, default=0, help="Of the split, and of ultramnist's images.")
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
     parsed = _parse_plain(parser, arguments)
     made = ("blue-marble", "gigapixel", "ultramnist")
-    for flag in ("masks", "labels", "classes", "values", "ignore", "split", *(["seed"] if parsed.source != "ultramnist" else [])) if parsed.source in made else ():
+    for flag in ("masks", "labels", "classes", "values", "ignore", "alpha", "split", *(["seed"] if parsed.source != "ultramnist" else [])) if parsed.source in made else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out")
     for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():

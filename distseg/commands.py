@@ -241,7 +241,7 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
         part = _box(box, classes.shape)
         found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
-    plot_overlay(rgb(store.read(name, part), store.nodata(name)), truth, found, store.classes, None, output, store.ignore, title=name)
+    plot_overlay(rgb(store.read(name, part), store.nodata(name), store.valid(name, part)), truth, found, store.classes, None, output, store.ignore, title=name)
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:
@@ -303,7 +303,7 @@ def run_prepare(arguments) -> int:
         from distseg.data.labelled import prepare_labelled
 
         table, classes = None if arguments.labels == "folders" else arguments.labels, arguments.classes and arguments.classes.split(",")
-        prepare_labelled(arguments.source, table, arguments.output, classes, _shares(arguments.split), arguments.seed, arguments.overwrite, nodata)
+        prepare_labelled(arguments.source, table, arguments.output, classes, _shares(arguments.split), arguments.seed, arguments.overwrite, nodata, arguments.alpha)
         return 0
     from distseg.data.prepare import prepare_folder
 
@@ -321,6 +321,7 @@ def run_prepare(arguments) -> int:
         overwrite=arguments.overwrite,
         nodata=nodata,
         absent=arguments.absent.split(",") if arguments.absent else (),
+        alpha=arguments.alpha,
     )
     return 0
 

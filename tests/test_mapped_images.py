@@ -23,6 +23,7 @@ WRITE = {
     "strips.tif": lambda path: tifffile.imwrite(path, PIXELS, photometric="rgb", compression="zlib", rowsperstrip=64),
     "planes.tif": lambda path: tifffile.imwrite(path, np.moveaxis(PIXELS, -1, 0), photometric="rgb", planarconfig="separate", compression="zlib", rowsperstrip=64),
     "tiles.tif": lambda path: tifffile.imwrite(path, PIXELS, photometric="rgb", compression="zlib", tile=(256, 256)),
+    "masked.tif": lambda path: [WRITE["tiles.tif"](path), tifffile.imwrite(f"{path}.msk", np.ones(PIXELS.shape[:2], np.uint8), compression="zlib", rowsperstrip=4000)],
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def test_pixels_that_were_read_leave_the_process(tmp_path, name):
     reader = open_image(path)
     for row in range(0, 4000, 500):
         assert np.array_equal(reader.read(Box((row, 0), (row + 500, 2000))), pixels[:, row : row + 500])
+        assert not reader.masked or reader.read_valid(Box((row, 0), (row + 500, 2000)))[1].all()
     assert taken() - before < pixels.nbytes / 3
 
 

@@ -427,13 +427,13 @@ def test_images_of_other_colours_are_refused(tmp_path, first, second, colours):
     for name, kind in zip("ab", (first, second)):
         suffix, image, options = KINDS[kind]
         written(tmp_path / f"i/{name}.{suffix}", image, **options)
-    refused(tmp_path, "differ in their colours: .*a.* has {}, .*b.* has {}; convert".format(*colours), {}, dict(a=MASK, b=MASK))
+    refused(tmp_path, "differ in their colours: .*a.* has {}, .*b.* has {}; convert".format(*colours), {}, dict(a=MASK, b=MASK), alpha="band")
 
 
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("RGB PNG", "RGB JPEG", "palette PNG", "RGB TIFF", "YCbCr JPEG TIFF", "bands TIFF", "RGB npy"),
+        ("RGB PNG", "RGB JPEG", "palette PNG", "RGB TIFF", "YCbCr JPEG TIFF", "bands TIFF", "RGB npy", "RGBA PNG", "RGBA TIFF"),
         ("RGBA PNG", "RGBA TIFF", "RGB and infrared TIFF"),
         ("CMYK JPEG", "CMYK TIFF"),
         ("1-bit PNG", "1-bit TIFF"),
@@ -445,7 +445,8 @@ def test_images_of_the_same_colours_may_have_many_formats(tmp_path, kinds):
     for k, kind in enumerate(kinds):
         suffix, image, options = KINDS[kind]
         written(tmp_path / f"i/{k}.{suffix}", image, **options)
-    assert len(prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0)).split("train")) == len(kinds)
+    alpha = "band" if "RGB and infrared TIFF" in kinds else "mask"
+    assert len(prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0), alpha=alpha).split("train")) == len(kinds)
 
 
 # images that viewers turn, masks whose numbers were changed

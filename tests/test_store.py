@@ -285,7 +285,7 @@ def test_a_newer_version(tmp_path):
     random_store(tmp_path / "s.h5", train=[(30, 30)])
     with h5py.File(tmp_path / "s.h5", "r+") as f:
         f.attrs["version"] = 99
-    with pytest.raises(ValueError, match="version 99, this distseg reads up to 2: update"):
+    with pytest.raises(ValueError, match="version 99, this distseg reads up to 3: update"):
         Store(tmp_path / "s.h5")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from distseg.data.chunks import ChunkReader, Damage
 from distseg.data.image_writer import first_bad, position
-from distseg.data.nodata import absent
+from distseg.data.nodata import missing
 from distseg.data.statistics import ClassCounts
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
@@ -49,6 +49,8 @@ def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
     yield from _each(
         store, name, "pixels", lambda reader, index, pixels: _wrong_pixels(store, name, reader, index, pixels), shown
     )
+    if store.masked(name):
+        yield from _each(store, name, "valid", lambda reader, index, valid: "are neither 0 nor 1" if valid.max() > 1 else None, shown)
     if store.has_labels(name):
         counts, damaged = ClassCounts(len(store.classes), store.size(name)), False
         for finding in _each(
@@ -91,7 +93,10 @@ def _each(
 def _wrong_pixels(
     store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
-    bad = first_bad(pixels, absent(pixels, store.nodata(name)))
+    place = reader.place(index)
+    pixels = pixels.copy() if store.masked(name) else pixels  # the mask's chunk is read into the same memory
+    valid = store.valid(name, Box(place.start[1:], place.stop[1:]))
+    bad = first_bad(pixels, missing(pixels, store.nodata(name), valid))
     if bad is None:
         return None
     band, *place = position(reader.place(index), bad)

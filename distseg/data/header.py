@@ -32,6 +32,7 @@ class Entry:
     sums: dict[str, int] = field(default_factory=dict)  # where those of pixels and labels begin; version 1 has none
     digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts
     label: int | float | None = None  # of the whole image: its class, or in a store of one class the number that this names
+    valid: bool = False  # it has a validity mask
 
     def to_json(self) -> dict:
         return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata)}
@@ -49,7 +50,7 @@ class Entry:
         )
         if version == 1:
             return cls(*known)
-        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"))
+        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"), entry.get("valid", False))
 
     def check(self, classes: int, version: int) -> None:
         """Raises ValueError for what can not be."""
@@ -68,7 +69,8 @@ class Entry:
             fine = _count(self.label, classes - 1) if classes > 1 else type(self.label) in (int, float) and math.isfinite(self.label)
             _must(fine and not self.labels, f"the label {self.label} of {name!r}")
         _must(_count(self.missing, pixels), f"the pixels without data of {name!r}")
-        chunked = {"pixels", "labels"} if self.labels else {"pixels"}
+        _must(type(self.valid) is bool, f"the validity mask of {name!r}")
+        chunked = {"pixels"} | {what for what in ("labels", "valid") if getattr(self, what)}
         if version > 1:
             _must(set(self.sums) == chunked and all(_count(n, 2**62) for n in self.sums.values()), f"the sums of {name!r}")
             _must(set(self.digests) == chunked | ({"counts"} if self.labels else set()), f"the digests of {name!r}")
@@ -130,6 +132,7 @@ def write(
     for name, texts in dict(classes=classes, bands=bands).items():
         attributes.create(name, hdf5.strings(texts))
     attributes.create("layout", np.bytes_(layout.LAYOUT))
+    attributes["version"] = layout.MASKED if any(image.valid for image in images) else layout.VERSION
     attributes.update(ignore=ignore, block=layout.BLOCK, mean=mean, std=std, complete=True)
     texts = {"index": json.dumps([image.to_json() for image in images]), "provenance": json.dumps(provenance)}
     for name, text in texts.items():
@@ -162,8 +165,8 @@ def _read(path: str, file: h5py.File) -> Header:
     if "format" not in known or _plain(known["format"]) != layout.FORMAT:
         raise _Told(f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images")
     version = _plain(known["version"])
-    if version > layout.VERSION:
-        raise _Told(f"{path} is a store of version {version}, this distseg reads up to {layout.VERSION}: update distseg")
+    if version > layout.MASKED:
+        raise _Told(f"{path} is a store of version {version}, this distseg reads up to {layout.MASKED}: update distseg")
     if not ("complete" in known and bool(_plain(known["complete"]))):
         raise _Told(f"{path} is unfinished, its writer was stopped: prepare it anew")
     texts = {name: _text(file, name) for name in ("index", "provenance")}

@@ -10,7 +10,7 @@ import numpy as np
 from distseg.data import layout
 from distseg.data.chunks import ChunkWriter
 from distseg.data.header import Entry
-from distseg.data.nodata import absent
+from distseg.data.nodata import missing as missing_of
 from distseg.data.statistics import ClassCounts, Moments
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -25,6 +25,7 @@ class ImageWriter:
         bands, classes: names.
         nodata: the number that stands for no data in its pixels; None for none.
         label: of the whole image.
+        masked: it has a validity mask.
         moments: takes the pixels of a training image, None for others.
         check: raises what the disk has said.
     """
@@ -44,6 +45,7 @@ class ImageWriter:
         moments: Moments | None,
         check: Callable[[], None],
         label: int | float | None = None,
+        masked: bool = False,
     ):
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
@@ -54,22 +56,29 @@ class ImageWriter:
         shape = (len(bands), *size)
         pixels = group.create_dataset("pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize))
         self._chunks = {"pixels": ChunkWriter(pixels)}
-        if labels:
-            packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
-            self._chunks["labels"] = ChunkWriter(group.create_dataset("labels", size, "u1", **packed))
+        packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
+        for what, there in (("labels", labels), ("valid", masked)):
+            if there:
+                self._chunks[what] = ChunkWriter(group.create_dataset(what, size, "u1", **packed))
+        self.masked = masked
         self._sums: dict[str, np.ndarray] = {}
         self._digests: dict[str, str] = {}
 
-    def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None) -> None:
-        """Pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type.
+    def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None, valid: np.ndarray | None = None) -> None:
+        """Write pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type.
 
         A pixel without data in any band is ignored, whatever its label.
+
+        Args:
+            valid: where there is data, (*box.size) bool, of an image with a validity mask; None for everywhere.
         """
-        self._check_shapes(box, pixels, labels)
-        missing = absent(pixels, self.nodata)
+        self._check_shapes(box, pixels, labels, valid)
+        missing = missing_of(pixels, self.nodata, valid)
         self._check_pixels(box, pixels, missing)
         nothing = None if missing is None else missing.all(0)
         self._chunks["pixels"].write(Box((0, *box.start), (len(self.bands), *box.stop)), pixels)
+        if self.masked:
+            self._chunks["valid"].write(box, np.ones(box.size, np.uint8) if valid is None else valid.astype(np.uint8))
         if labels is not None:
             self._check_labels(box, labels)
             labels = labels.astype(np.uint8)
@@ -93,7 +102,7 @@ class ImageWriter:
         known = self.name, self.split, self.size, self.dtype, labels, totals
         starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
         places = {what: int(start) for what, start in zip(self._sums, starts)}
-        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label)
+        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label, self.masked)
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _finish(self) -> None:
@@ -106,7 +115,7 @@ class ImageWriter:
             self._digests["counts"] = layout.digest(table)
             self.counts.forget()
 
-    def _check_shapes(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None) -> None:
+    def _check_shapes(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None) -> None:
         if len(box.start) != len(self.size) or not Box.whole(self.size).contains(box) or min(box.size) < 1:
             raise ValueError(f"image {self.name!r}: the block {box} is empty or outside an image of {Extents(self.size)}")
         if box.pixels > self.missing:
@@ -117,6 +126,9 @@ class ImageWriter:
             raise ValueError(f"image {self.name!r} was added {'without' if self.counts is None else 'with'} labels: write it so")
         if labels is not None and labels.shape != box.size:
             raise ValueError(f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got {labels.shape}")
+        if valid is not None and (not self.masked or valid.shape != box.size):
+            what = f"have the shape {box.size}, got {valid.shape}" if self.masked else "were given, but it was added without a validity mask: add it with masked=True"
+            raise ValueError(f"image {self.name!r}: valid pixels of the block {box} {what}")
 
     def _check_pixels(self, box: Box, pixels: np.ndarray, missing: np.ndarray | None) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):

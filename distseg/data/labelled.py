@@ -22,7 +22,7 @@ _COLUMNS = ("image", "label", "split")
 
 def prepare_labelled(
     images: str | Path, table: str | Path | None, output: str | Path, classes: Sequence[str] | None = None, splits: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0,
-    overwrite: bool = False, nodata: int | float | None = None,
+    overwrite: bool = False, nodata: int | float | None = None, alpha: str | None = None,
 ) -> Store:  # fmt: skip
     """Write the store ``output`` and print what is in it.
 
@@ -48,14 +48,14 @@ def prepare_labelled(
         raise ValueError(f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is nothing to learn: give images of others too, or name them all by --classes")
     labels = [_label(label, path, names) for path, label, _ in found]
     prefix = {path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found}  # folders may have files of one name
-    pairs = [replace(opened(split, path, None, None), name=prefix[path]) for path, _, split in found]
+    pairs = [replace(opened(split, path, None, None, alpha), name=prefix[path]) for path, _, split in found]
     check_alike(pairs)
-    needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, False) for pair in pairs)
-    writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed}, overwrite=overwrite, expected=needed, numbers=len(names) == 1)
+    needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, pair.masked) for pair in pairs)
+    writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed, "alpha": alpha}, overwrite=overwrite, expected=needed, numbers=len(names) == 1)
     room(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
-            copy_image(pair, writer, shown, {}, nodata=nodata, label=label)
+            copy_image(pair, writer, shown, {}, nodata=nodata, label=label, alpha=alpha)
     store = Store(output)
     print("\n".join([summary(store), *notes_on_pairs(pairs)]))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):

@@ -11,15 +11,17 @@
     images/NAME/pixels    (C, *size), any integer or float type, in chunks for reading windows, not compressed:
                           measured on the Blue Marble, lzf halves the file and makes reading a window five times slower
     images/NAME/labels    (*size) uint8, gzip 1: a fortieth of the size, as quick as raw
+    images/NAME/valid     (*size) uint8, gzip 1, of images with a validity mask (``valid`` in the index): 1 where there is data, else 0
     images/NAME/counts    (classes, *blocks) uint32, pixels of each class in blocks of ``block`` pixels a side
-    sums                  (all chunks) uint64, XXH3 of each chunk as it is stored: image by image, first its pixels, then its labels
+    sums                  (all chunks) uint64, XXH3 of each chunk as it is stored: image by image, first its pixels, then its labels, then its mask
 
 Everything is under a checksum: a chunk under its own in ``sums``, so that a chunk in another's place is found too; the sums,
 and the counts, under those in the image's entry of the index (``digests``); index, provenance and attributes under
 ``digest``, which so tells stores of different content apart. Digests are XXH3 of 128 bits: they find damage, they are no
 signature. HDF5's own structures have checksums too.
 
-Version 1 had no checksums, and neither ``nodata`` nor ``missing``.
+Version 1 had no checksums, and neither ``nodata`` nor ``missing``. A store is of version 3 if one of its images has a validity
+mask, which older programs would not see, else of version 2.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import numpy as np
 import xxhash
 
 FORMAT = "distseg store"
-VERSION = 2
+VERSION, MASKED = 2, 3  # as stores are written: without validity masks, and with them
 BLOCK = 64
 LAYOUT = "channels first: images/NAME/pixels (bands, *size), images/NAME/labels (*size), size slowest first (depth, height, width)"
 _CHUNK_PIXELS = 256 * 256

@@ -17,6 +17,7 @@ _LOSSY_TIFF = {**dict.fromkeys(_JPEGS, "JPEG"), **dict.fromkeys((33003, 33004, 3
 _ALPHA = (1, 2)  # of TIFF's extra samples
 _GDAL_METADATA = 42112  # tag
 _INTERPRETED = re.compile(r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>')
+_NODATA_COLOUR = re.compile(r'<Item name="NODATA_VALUES">([^<]*)</Item>')
 _BITS, _GREY, _UPSIDE = "black and white", "grey", ", 0 is white"
 _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F": _GREY}
 
@@ -78,6 +79,12 @@ def tiff_alpha(page) -> int | None:
     named = {int(band): role == "Alpha" for band, role in _INTERPRETED.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))}
     named = {first + k: extra in _ALPHA for k, extra in enumerate(page.extrasamples)} | named
     return next((band for band, alpha in sorted(named.items()) if alpha and band < page.samplesperpixel), None)
+
+
+def unread_nodata(page) -> tuple[str, ...]:
+    """Return a note where GDAL's metadata name a colour that stands for no data, which is not read."""
+    named = _NODATA_COLOUR.search(str(page.tags.valueof(_GDAL_METADATA) or ""))
+    return (f"names a colour for no data (NODATA_VALUES {named[1]}), which is not read",) if named else ()
 
 
 def tiff_colours(page, bands: int) -> str | None:

@@ -2,7 +2,7 @@
 
 As in GDAL and rasterio the number counts band by band: such a value is left out of a band's mean and deviation, and a
 network sees 0 in its place, the mean of the normalised band. A pixel where all bands have it has no data at all, and its
-label is ignored.
+label is ignored. A validity mask says so of all bands of a pixel at once.
 """
 
 from __future__ import annotations
@@ -63,6 +63,20 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
         return None
     found = np.isnan(pixels) if value != value else pixels == pixels.dtype.type(value)
     return found if found.any() else None
+
+
+def missing(pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None) -> np.ndarray | None:
+    """Return which values of ``pixels`` (bands, *size) have no data, in their shape; None where all have.
+
+    Args:
+        value: the number that stands for no data, band by band.
+        valid: (*size) bool, where there is data in any band; None for everywhere.
+    """
+    found = absent(pixels, value)
+    if valid is None or valid.all():
+        return found
+    hidden = np.broadcast_to(~valid, pixels.shape)
+    return hidden if found is None else found | hidden
 
 
 def to_json(value: int | float | None) -> int | float | str | None:

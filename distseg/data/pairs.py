@@ -9,6 +9,7 @@ from typing import Sequence
 import numpy as np
 
 from distseg import rng
+from distseg.data.alpha import MASK
 from distseg.data.folders import SPLITS, check_folders, paired, split_folders
 from distseg.data.readers import open_image, open_mask
 from distseg.data.told import notes_on
@@ -28,12 +29,16 @@ class Pair:
     dtype: np.dtype
     nodata: int | float | None = None  # the number that stands for no data, where the file says so
     colours: str | None = None  # what the bands are, where it says so
+    masked: bool = False  # a validity mask, or transparency, says where there is data
     notes: tuple[str, ...] = ()  # on the image
     mask_notes: tuple[str, ...] = ()
 
 
-def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None) -> list[Pair]:
+def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None, alpha: str | None = None) -> list[Pair]:
     """All pairs of two folders, with their splits: by the folders train, val and test inside, or by ``shares``.
+
+    Args:
+        alpha: what becomes of transparency (:func:`distseg.data.readers.open_image`).
 
     Raises:
         ValueError: no images, files without a partner or that would be left out, names that a store can't have, headers that disagree.
@@ -46,7 +51,7 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
         split_of = assign_splits([image.stem for image, _ in together], shares, seed)
         files = [(split_of[image.stem], image, mask) for image, mask in together]
     check_train([split for split, _, _ in files], images)
-    pairs = [opened(split, image, mask, dims) for split, image, mask in files]
+    pairs = [opened(split, image, mask, dims, alpha) for split, image, mask in files]
     check_alike(pairs)
     return pairs
 
@@ -80,14 +85,14 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     return dict(zip(order, np.repeat(SPLITS, counts).tolist()))
 
 
-def opened(split: str, image: Path, mask: Path | None, dims: int | None) -> Pair:
+def opened(split: str, image: Path, mask: Path | None, dims: int | None, alpha: str | None = None) -> Pair:
     """What the headers of the files say."""
-    reader, labels = open_image(image, dims), None
+    reader, labels = open_image(image, dims, alpha=alpha or MASK), None
     if mask is not None:
         labels = open_mask(mask, len(reader.size))
         if labels.size != reader.size:
             raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(labels.size)}: they must lie on each other")
-    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.notes, labels.notes if labels else ())
+    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.masked, reader.notes, labels.notes if labels else ())
 
 
 def check_alike(pairs: list[Pair]) -> None:

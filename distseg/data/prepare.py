@@ -8,11 +8,12 @@ from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from distseg.data.alpha import MASK
 from distseg.data.folders import SPLITS, some, unread
 from distseg.data.layout import chunk_edge
 from distseg.data.nodata import fitting, to_json
 from distseg.data.pairs import Pair, find_pairs, notes_on_pairs
-from distseg.data.readers import SUFFIXES, open_image, open_mask
+from distseg.data.readers import SUFFIXES, Reader, open_image, open_mask
 from distseg.data.store import Store
 from distseg.data.survey import Survey
 from distseg.data.writer import StoreWriter, bytes_of
@@ -40,6 +41,7 @@ def prepare_folder(
     dims: int | None = None,
     nodata: int | float | None = None,
     absent: Sequence[str] = (),
+    alpha: str | None = None,
 ) -> Store:
     """Write the store ``output`` and print what is in it.
 
@@ -55,13 +57,15 @@ def prepare_folder(
         dims: 3 for volumes in npy files without a band axis or in TIFF files of unnamed pages.
         nodata: the number that stands for no data in all images; by default what each TIFF file says of itself.
         absent: classes that may have no pixel.
+        alpha: what becomes of transparency: ``mask``, where it is 0 there is no data; ``band``, it is a band like others; by default
+            ``mask``, and an error where it looks like a measured band.
 
     Raises:
         ValueError, FileNotFoundError: what is wrong with which file. Nothing is left behind.
         NoRoom: the disk has no room for the pixels, before anything is written, or for the rest of the store.
     """
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
-    pairs = find_pairs(*folders, splits, seed, dims)
+    pairs = find_pairs(*folders, splits, seed, dims, alpha)
     _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
@@ -71,6 +75,7 @@ def prepare_folder(
         "seed": seed,
         "values": dict(values or {}),
         "nodata": to_json(nodata),
+        "alpha": alpha,
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
     writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected)
@@ -80,7 +85,7 @@ def prepare_folder(
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                unused -= copy_image(pair, writer, shown, values or {}, dims, nodata)
+                unused -= copy_image(pair, writer, shown, values or {}, dims, nodata, alpha=alpha)
     store = Store(output)
     print("\n".join([summary(store), *notes_on_pairs(pairs), *_notes_on_input(unread(*folders), unused)]))
     return store
@@ -98,7 +103,7 @@ def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
-    return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels) for pair in pairs)
+    return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels + pair.masked) for pair in pairs)
 
 
 def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
@@ -134,20 +139,37 @@ def _check_masks(
 
 
 def copy_image(
-    pair: Pair, writer: StoreWriter, shown: SilentProgress, values: Mapping[int, int], dims: int | None = None, nodata: int | float | None = None, label: int | float | None = None,
+    pair: Pair, writer: StoreWriter, shown: SilentProgress, values: Mapping[int, int], dims: int | None = None, nodata: int | float | None = None, label: int | float | None = None, alpha: str | None = None,
 ) -> set[int]:  # fmt: skip
-    """Write an image strip by strip, with its mask or its ``label``; returns which of ``values`` the mask holds. ``nodata``: by default what its file says."""
-    image = open_image(pair.image, dims)
+    """Write an image strip by strip, with its mask or its ``label``; returns which of ``values`` the mask holds. ``nodata``: by default what its file says.
+
+    Raises:
+        ValueError: ``alpha`` is not said, and the image's hardly is transparency.
+    """
+    image = open_image(pair.image, dims, alpha=alpha or MASK)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
-    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=pair.nodata if nodata is None else nodata, label=label)
+    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=pair.nodata if nodata is None else nodata, label=label, masked=image.masked)
     held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
-        labels, found = (None, set()) if mask is None else mapped(mask.read(box)[0], values)
-        target.write(box, image.read(box), labels)
+        labels, found = (None, set()) if mask is None else _labels(mask, box, values, writer.ignore)
+        pixels, valid = image.read_valid(box)
+        target.write(box, pixels, labels, valid)
         held |= found
         shown.advance(0, pixels=box.pixels)
     shown.advance()
+    if alpha is None and image.opacity.doubtful:
+        raise ValueError(
+            f"{pair.image}: its band {image.alpha + 1} is marked as transparency, but {image.opacity.between:.0%} of its pixels are between transparent and opaque, "
+            "as those of a measured band are (GDAL marks the fourth band of bytes so unless it is told otherwise): say --alpha band to keep it as a band, or --alpha mask if it is transparency"
+        )
     return held
+
+
+def _labels(mask: Reader, box: Box, values: Mapping[int, int], ignore: int) -> tuple[np.ndarray, set[int]]:
+    """Return the labels of a box, ``ignore`` where the mask's own validity mask has none, and which of ``values`` they were."""
+    labels, valid = mask.read_valid(box)
+    found, held = mapped(labels[0], values)
+    return (found if valid is None else np.where(valid, found.astype(np.int64), ignore)), held
 
 
 def mapped(mask: np.ndarray, values: Mapping[int, int]) -> tuple[np.ndarray, set[int]]:

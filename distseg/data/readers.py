@@ -11,12 +11,15 @@ import math
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Callable, Iterator
 
 import numpy as np
 
-from distseg.data import marks
+from distseg.data import marks, pam
+from distseg.data.alpha import BAND, MASK, Opacity
 from distseg.data.mapped import copied, let_go, room_for
+from distseg.data.nodata import declared
 from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -27,6 +30,9 @@ _MOST_TRAILING_BANDS = 4
 _LARGE = 1 << 24  # bytes that are worth the 20 ms of giving them back
 _STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
+_MASK_SUFFIX = ".msk"  # of GDAL's masks beside files
+_WITHOUT_ALPHA = {"RGBA": "RGB", "LA": "L", "RGBa": "RGB", "La": "L", "PA": "P"}  # Pillow's modes
+_KEYED = ("1", "L", "I", "I;16", "RGB")  # that may have a transparent colour
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -43,23 +49,64 @@ class Reader:
     lossy: str | None = None  # the compression that changed the numbers
     notes: tuple[str, ...] = ()  # what of the file is not read, or taken for something, in words that follow its name
     decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
+    alpha: int | None = None  # the number of the decoded band that is transparency, and none of ``bands``
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.opacity = Opacity()  # of what was read
+        self.sources: list[Path] = []  # other files that tell where there is data
+        self._masks: list[Callable[[Box], np.ndarray]] = []
+
+    @property
+    def masked(self) -> bool:
+        """True if the file, or one beside it, says pixel by pixel where there is data."""
+        return self.alpha is not None or bool(self._masks)
+
+    def add_mask(self, valid: Callable[[Box], np.ndarray], note: str, source: Path | None = None) -> None:
+        """Let :meth:`read_valid` ask ``valid`` where there is data: box -> (*box.size) bool.
+
+        Args:
+            note: on the mask, in words that follow the file's name.
+            source: the file it is from, if that is another one.
+        """
+        self._masks.append(valid)
+        self.notes += (note,)
+        self.sources += [] if source is None else [source]
 
     def read(self, box: Box) -> np.ndarray:
         """(bands, *box.size), a copy. ValueError where the file turns out to be damaged."""
         with readable(self.path):
-            return np.ascontiguousarray(self._read(box), self.dtype)
+            return self._split(self._read(box))[0]
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the pixels (bands, *box.size), a copy, and where there is data, (*box.size) bool; None where no mask says so.
+
+        Raises:
+            ValueError: the file turns out to be damaged.
+        """
+        with readable(self.path):
+            pixels, valid = self._split(self._read(box))
+            for mask in self._masks:
+                valid = mask(box) if valid is None else valid & mask(box)
+            return pixels, valid
+
+    def _split(self, decoded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the bands of the image, and where it is not transparent."""
+        if self.alpha is None:
+            return np.ascontiguousarray(decoded, self.dtype), None
+        self.opacity.add(decoded[self.alpha])
+        kept = [band for band in range(len(decoded)) if band != self.alpha]
+        return np.ascontiguousarray(decoded[kept], self.dtype), decoded[self.alpha] > 0
 
     def _read(self, box: Box) -> np.ndarray:
         raise NotImplementedError
 
 
-def open_image(path: str | Path, dims: int | None = None, scratch: str | None = None) -> Reader:
+def open_image(path: str | Path, dims: int | None = None, scratch: str | None = None, alpha: str = MASK) -> Reader:
     """Open an image or a volume.
 
     Args:
+        alpha: ``mask``: transparency is no band, and where it is 0 there is no data; ``band``: it is a band like others.
         dims: spatial dims, for npy and TIFF; by default an array of three axes, or a stack of unnamed pages, is an image with bands.
         scratch: folder for pixels that can only be decoded whole; ``memory``; by default the system's for temporary files.
 
@@ -67,7 +114,7 @@ def open_image(path: str | Path, dims: int | None = None, scratch: str | None = 
         FileNotFoundError: nothing there.
         ValueError: not an image, a damaged one, one that viewers turn, or one whose values the reader would have to change.
     """
-    reader = _opened(Path(path), dims, scratch)
+    reader = _opened(Path(path), dims, scratch, alpha)
     if reader.coded:
         raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
     if reader.dtype.kind not in "iuf":
@@ -77,48 +124,62 @@ def open_image(path: str | Path, dims: int | None = None, scratch: str | None = 
     return reader
 
 
-def _opened(path: Path, dims: int | None, scratch: str | None = None) -> Reader:
+def _opened(path: Path, dims: int | None, scratch: str | None = None, alpha: str = BAND, palette: bool = False) -> Reader:
     if not path.is_file():
         raise FileNotFoundError(f"there is no image file {path}")
-    reader = _reader(path, dims, scratch)
+    reader = _reader(path, dims, scratch, alpha, palette)
     marks.check_upright(path, reader.orientation)
+    beside = Path(f"{path}{_MASK_SUFFIX}")
+    if beside.is_file():
+        with readable(beside):
+            reader.add_mask(_tiff().open_mask_file(beside, reader.size, scratch), "has a validity mask beside it (.msk): where that is 0 there is no data", beside)
+    if reader.nodata is None:
+        _take_nodata_beside(reader)
     return reader
 
 
-def _reader(path: Path, dims: int | None, scratch: str | None) -> Reader:
+def _take_nodata_beside(reader: Reader) -> None:
+    """Take the number that stands for no data from GDAL's file beside an image."""
+    values = pam.nodata_values(reader.path)
+    if len(values) == 1:
+        reader.nodata = declared(reader.path, values[0], reader.dtype)
+        reader.notes += (f"has no data where it is {values[0]}, as the file beside it says (.aux.xml)",)
+        reader.sources.append(pam.beside(reader.path))
+    elif values:
+        reader.notes += (f"has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: {', '.join(values)}",)
+
+
+def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, palette: bool) -> Reader:
     suffix = path.suffix.lower()
     with readable(path):
         if suffix == ".npy":
             return NpyReader(path, dims)
         if suffix in (".tif", ".tiff"):
-            return _tiff_reader()(path, dims, scratch)
-        return PillowReader(path, scratch=scratch)
+            return _tiff().open_tiff(path, dims, scratch, alpha)
+        return PillowReader(path, palette, scratch, alpha)
 
 
-def _tiff_reader() -> Callable[..., Reader]:
+def _tiff() -> ModuleType:
     """Import what reads TIFF, a quarter of a second's work, once it is needed."""
     try:
         import imagecodecs  # noqa: F401
         import tifffile  # noqa: F401
     except ImportError as e:
         raise ValueError(f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile imagecodecs") from e
-    from distseg.data.tiff import open_tiff
+    from distseg.data import tiff
 
-    return open_tiff
+    return tiff
 
 
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
     """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
     path = Path(path)
-    reader = _opened(path, dims)
+    reader = _opened(path, dims, palette=True)
     if reader.lossy:
         raise ValueError(
             f"{path} is a mask in {reader.lossy}, which changes numbers, so that labels are not those that were drawn: "
             "write the masks anew, as PNG, or as TIFF without it"
         )
-    if isinstance(reader, PillowReader) and not reader.coded:
-        with readable(path):
-            reader = PillowReader(path, palette=True)
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
@@ -186,9 +247,14 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 class PillowReader(Reader):
-    """What Pillow decodes, pixels as they are stored: no colour management."""
+    """What Pillow decodes, pixels as they are stored: no colour management.
 
-    def __init__(self, path: Path, palette: bool = False, scratch: str | None = None):
+    Args:
+        palette: palette images are the entries' numbers, and nothing is transparent, as in label maps.
+        alpha: what becomes of transparency (:func:`open_image`); a transparent colour always is no data.
+    """
+
+    def __init__(self, path: Path, palette: bool = False, scratch: str | None = None, alpha: str = BAND):
         super().__init__(path)
         self._palette, self._scratch, self._array = palette, scratch, None
         with pillow(path) as image:
@@ -196,9 +262,13 @@ class PillowReader(Reader):
             self.size = image.size[::-1]
             if image.format in MOST_PACKED:
                 check_bytes(path, self.size, _stored_bits(image.mode), MOST_PACKED[image.format])
-            sample = self._decoded(_tiny(image))
-            self.bands, self.dtype = sample.shape[0], plain(sample.dtype)
-            self.colours = marks.colours(self._mode(image))
+            mode, sample = self._mode(image), self._decoded(_tiny(image))
+            keyed = self._key(image) is not None
+            if keyed or (alpha == MASK and mode in _WITHOUT_ALPHA):
+                self.alpha = len(sample) - 1
+                self.notes += ("has a transparent colour: where that is there is no data",) if keyed else (note_of_alpha(self.alpha),)
+            self.bands, self.dtype = len(sample) - (self.alpha is not None), plain(sample.dtype)
+            self.colours = marks.colours(mode if self.alpha is None else _WITHOUT_ALPHA.get(mode, mode))
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             self.decoding = math.prod(self.size) * _decoding(image)
         check_memory(path, f"its {Extents(self.size)} pixels are", self.decoding)
@@ -211,9 +281,10 @@ class PillowReader(Reader):
         return copied(self._array, self._array[(slice(None), *box.slices)])
 
     def _unpacked(self) -> np.ndarray:
-        """All of the image, (bands, height, width)."""
+        """All of the image, (bands, height, width), transparency with them."""
         height, width = self.size
-        shape, strip = (height, width, self.bands), max(1, _STRIP // (width * self.bands * self.dtype.itemsize))
+        shape = (height, width, self.bands + (self.alpha is not None))
+        strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
         room = room_for(shape, self.dtype, self._scratch)
         if room is None:
             check_memory(self.path, f"its {Extents(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
@@ -227,15 +298,30 @@ class PillowReader(Reader):
         return room
 
     def _decoded(self, image) -> np.ndarray:
-        """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers."""
+        """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers; a transparent colour makes a band of alpha."""
         mode = self._mode(image)
         array = np.asarray(image if image.mode == mode else image.convert(mode))
-        return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+        array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+        key = self._key(image)
+        if key is None:
+            return array
+        seen = (array != np.array(key, array.dtype).reshape(-1, 1, 1)).any(0, keepdims=True)
+        return np.concatenate([array, seen.astype(array.dtype)])
+
+    def _key(self, image) -> int | tuple[int, ...] | None:
+        """Return the colour that is transparent, where one is."""
+        key = image.info.get("transparency")
+        return key if isinstance(key, (int, tuple)) and not self._palette and image.mode in _KEYED else None
 
     def _mode(self, image) -> str:
         if image.mode != "P" or self._palette:
             return image.mode
         return "RGBA" if "transparency" in image.info else "RGB"
+
+
+def note_of_alpha(band: int) -> str:
+    """Return the note on an image whose ``band`` is transparency."""
+    return f"has transparency in band {band + 1}, which is no band of the image: where it is 0 there is no data (prepare --alpha band keeps it as a band)"
 
 
 def _tiny(image):

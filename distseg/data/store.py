@@ -18,7 +18,7 @@ import numpy as np
 
 from distseg.data import hdf5, header, layout
 from distseg.data.chunks import AGAIN, ChunkReader, Damage, Sums
-from distseg.data.nodata import absent
+from distseg.data.nodata import missing
 from distseg.data.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -102,6 +102,10 @@ class Store:
         """The number that stands for no data in the image's pixels."""
         return self._entry(name).nodata
 
+    def masked(self, name: str) -> bool:
+        """Return True if the image has a validity mask."""
+        return self._entry(name).valid
+
     def missing(self, name: str) -> int:
         """Pixels of the image that have no data in any band."""
         return self._entry(name).missing
@@ -115,7 +119,21 @@ class Store:
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
         """(pixels - mean) / std in float32, (bands, *box.size); 0, the mean, where there is no data."""
-        return normalised(self.read(name, box), self.mean, self.std, self.nodata(name))
+        return normalised(self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box))
+
+    def valid(self, name: str, box: Box) -> np.ndarray | None:
+        """Return where the image's validity mask says that there is data, (*box.size) bool; None where it has no mask, or data everywhere."""
+        if not (self.masked(name) and self.missing(name)):
+            return None
+        self._check(name, box)
+        return self.reader(name, "valid").read(box) != 0
+
+    def without_data(self, name: str, box: Box) -> np.ndarray | None:
+        """Return which pixels have no data in any band, (*box.size) bool; None where all have."""
+        if not self.missing(name):
+            return None
+        found = missing(self.read(name, box), self.nodata(name), self.valid(name, box))
+        return None if found is None else found.all(0)
 
     def labels(self, name: str, box: Box) -> np.ndarray:
         """Class numbers or ``ignore``, (*box.size) uint8."""
@@ -185,7 +203,7 @@ class Store:
         """Shape and type."""
         if what == "pixels":
             return (self.bands, *entry.size), entry.dtype
-        if what == "labels":
+        if what in ("labels", "valid"):
             return entry.size, np.dtype(np.uint8)
         return (len(self.classes), *(-(-n // self.block) for n in entry.size)), np.dtype("<u4")
 
@@ -193,7 +211,7 @@ class Store:
         if self.shrink == 1:
             return
         for name, entry in self._images.items():
-            if entry.labels or entry.nodata is not None:
+            if entry.labels or entry.nodata is not None or (entry.valid and entry.missing):
                 what = "labels of pixels" if entry.labels else "pixels without data"
                 raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, which have no mean: leave data.shrink out")
             if min(entry.size) < self.shrink:
@@ -235,19 +253,19 @@ def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
     return split.mean(tuple(range(2, split.ndim, 2)), dtype=np.float32)
 
 
-def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, nodata: int | float | None = None) -> np.ndarray:
+def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, nodata: int | float | None = None, valid: np.ndarray | None = None) -> np.ndarray:
     """(pixels - mean) / std in float32, computed in float64 where pixels have more digits than float32; pixels (bands, *size).
 
-    Where they are ``nodata`` the result is 0, as if the pixel were the mean.
+    Where they are ``nodata``, or not ``valid`` (*size), the result is 0, as if the pixel were the mean.
     """
-    missing = absent(pixels, nodata)
+    absent = missing(pixels, nodata, valid)
     pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))
-    if missing is not None:
-        pixels[missing] = 0  # the number itself may be too large to count with
+    if absent is not None:
+        pixels[absent] = 0  # the number itself may be too large to count with
     shape = (-1, *(1 for _ in pixels.shape[1:]))
     pixels -= mean.astype(pixels.dtype).reshape(shape)
     pixels /= std.astype(pixels.dtype).reshape(shape)
     pixels = pixels.astype(np.float32, copy=False)
-    if missing is not None:
-        pixels[missing] = 0
+    if absent is not None:
+        pixels[absent] = 0
     return pixels

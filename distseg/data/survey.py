@@ -135,7 +135,8 @@ def _values_of(pairs: Sequence[Pair], shown: SilentProgress) -> Iterator[set[int
         mask = open_mask(pair.mask, len(pair.size))
         for strip in strips(Box.whole(pair.size), _STRIP_PIXELS, _ROWS):
             shown.advance(0, pixels=strip.pixels)
-            yield set(_distinct(mask.read(strip)).tolist())
+            labels, valid = mask.read_valid(strip)
+            yield set(_distinct(labels if valid is None else labels[0][valid]).tolist())
         shown.advance()
 
 

@@ -20,9 +20,9 @@ from distseg.disk import check_replaceable, locked, room_told, to_disk
 from distseg.extents import Extents
 
 
-def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, labels: bool) -> int:
-    """What an image takes in a store: its pixels, and at most that many labels."""
-    return Extents(size).volume * (bands * dtype.itemsize + labels)
+def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
+    """Return the bytes that an image takes in a store at most: its pixels, and planes of a byte a pixel, such as labels."""
+    return Extents(size).volume * (bands * dtype.itemsize + planes)
 
 
 class StoreWriter:
@@ -100,14 +100,15 @@ class StoreWriter:
             self._lock.close()
 
     def add_image(
-        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None
-    ) -> ImageWriter:
+        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False
+    ) -> ImageWriter:  # fmt: skip
         """A new image of ``size`` pixels, to be written in blocks that cover it.
 
         Args:
             labels: whether its pixels have labels.
             label: of the whole image, instead: the number of its class, or in a store of one class the number that this names.
             nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
+            masked: it has a validity mask, which is written with its pixels.
         """
         self._check_disk()
         if name in self._images:
@@ -121,9 +122,9 @@ class StoreWriter:
         group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
-        self._added += bytes_of(size, len(self.bands), dtype, labels)
+        self._added += bytes_of(size, len(self.bands), dtype, labels + masked)
         image = ImageWriter(
-            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label
+            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label, masked
         )  # fmt: skip
         self._images[name] = image
         return image

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 
 from distseg.altered import genuine, hooked
 from distseg.geometry.receptive import POINTWISE
+from distseg.models.axes import Axes, closed, opened, places_of
 
 _local = threading.local()
 
@@ -295,46 +296,48 @@ class Step(NamedTuple):
     kwargs: dict
 
 
+class Read(NamedTuple):
+    """How a layer's function wants a map: with these ``axes`` (None: as it is), and as numbers of this type (None: floating point, as maps are kept)."""
+
+    axes: Axes | None = None
+    dtype: torch.dtype | None = None
+
+
 class Formula(nn.Module):
     """Functions of PyTorch's that look at single cells, of one or several maps of one size: (N, C, *size), ... -> (N, C', *size).
 
     Args:
         steps: are done one after another; at hand are the maps, and behind them what each step makes. The last one's is the result.
-        cells: of each map, what the functions want in the place of the dim C; None: one dim as it is.
+        reads: how the functions want each map; vectors of the image may be among them.
         tensors: parameters and buffers by name.
         part: which of several results is meant.
-        form: what the functions are called with, and make: ``maps``, vectors of the image (N, C, 1, ...) perhaps among them; maps whose channels come
-            ``last``, perhaps with vectors (N, 1, ..., C); vectors alone, as a ``place`` (N, C, 1, ...) or as a ``vector`` (N, C).
+        made: the axes of the result; None: it is a map as it is. Without places it is a vector of the image, kept as (N, C', 1, ...).
     """
 
-    def __init__(self, steps: Sequence[Step], cells: Sequence[tuple[int, ...] | None], tensors: Mapping[str, Tensor] = {}, part: int | None = None, form: str = "maps"):
+    def __init__(self, steps: Sequence[Step], reads: Sequence[Read], tensors: Mapping[str, Tensor] = {}, part: int | None = None, made: Axes | None = None):
         super().__init__()
-        self.steps, self.cells, self.part, self.form = tuple(steps), tuple(cells), part, form
+        self.steps, self.reads, self.part, self.made = tuple(steps), tuple(reads), part, made
         register(self, tensors)
 
     def forward(self, *maps: Tensor) -> Tensor:
-        dims = maps[0].dim() - 2
-        y = _computed(self, self.steps, map(self._given, maps, self.cells))
+        y = _computed(self, self.steps, map(_as_read, maps, self.reads))
         y = y if self.part is None else y[self.part]
-        if self.form == "vector":
-            return as_vector(y, dims)
-        places = dims
-        if self.form == "last":
-            return y.flatten(1 + places).movedim(-1, 1) if y.dim() > 1 + places else y.unsqueeze(1)
-        inner = y.dim() - 1 - places
-        return y if inner == 1 else y.reshape(len(y), -1, *y.shape[1 + inner :])
+        if not y.is_floating_point():  # masks and numbers of channels are kept as what maps are
+            y = y.to(torch.promote_types(maps[0].dtype, torch.float32))
+        return y if self.made is None else closed(y, self.made, self._size(maps))
 
-    def _given(self, x: Tensor, cell: tuple[int, ...] | None) -> Tensor:
-        places = x.shape[2:]
-        if self.form == "vector":
-            return x.reshape(x.shape[:2] if cell is None else (len(x), *cell))
-        if self.form == "last":
-            x = x.movedim(1, -1)
-            return x if cell is None else x.reshape(len(x), *places, *cell)
-        return x if cell is None else x.reshape(len(x), *cell, *places)
+    def _size(self, maps: Sequence[Tensor]) -> Sequence[int]:
+        """Return the cells of the map among ``maps``; of vectors alone one."""
+        sizes = (x.shape[2:] for x, read in zip(maps, self.reads) if read.axes is None or places_of(read.axes))
+        return next(sizes, (1,) * (maps[0].dim() - 2))
 
     def extra_repr(self) -> str:
         return ", ".join(getattr(step.function, "__name__", str(step.function)) for step in self.steps)
+
+
+def _as_read(x: Tensor, read: Read) -> Tensor:
+    x = x if read.axes is None else opened(x, read.axes)
+    return x if read.dtype is None else x.to(read.dtype)
 
 
 class Derived(nn.Module):
@@ -372,6 +375,15 @@ def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         layer.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else layer.register_buffer(name, tensor)
 
 
+class Fixed(NamedTuple):
+    """In the arguments of a :class:`Step`: a tensor that the user's code makes of numbers, which goes where the layer is."""
+
+    tensor: Tensor
+
+    def __eq__(self, other) -> bool:
+        return self is other
+
+
 def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = ()) -> Tensor:
     """What the last step makes."""
     at_hand = list(maps)
@@ -399,6 +411,9 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor]):
             return maps[tree.number]
         case Own():
             return getattr(layer, tree.name)
+        case Fixed():
+            beside = next(iter(maps), None)
+            return tree.tensor.to(next(layer.parameters(), tree.tensor).device if beside is None else beside.device)
         case tuple():
             return tuple(_filled(layer, x, maps) for x in tree)
         case dict():

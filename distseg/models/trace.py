@@ -50,7 +50,7 @@ class Called:
 
     Attributes:
         name: of the function, without the underscore of one in place.
-        shapes: of the tensors that came of it.
+        shapes: of the tensors that came of it; ``dtypes``: their types.
         graded: whether gradients go through it.
         module: the name of the module that called it; ``line``: the place in the code.
     """
@@ -63,6 +63,7 @@ class Called:
     module: str
     line: str
     graded: bool
+    dtypes: tuple[torch.dtype, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} in {self.module or 'the model'} ({self.line})"
@@ -177,7 +178,7 @@ class _Recorder(TorchFunctionMode):
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         called = Called(
             _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", _line(),
-            torch.is_grad_enabled(),
+            torch.is_grad_enabled(), tuple(x.dtype for x in made),
         )
         number = len(self.calls)
         self.calls.append(called)

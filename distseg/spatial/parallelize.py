@@ -29,9 +29,10 @@ from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.graph import graph_of
 from distseg.spatial.local import check_plain
-from distseg.spatial.mean import DistributedMean, twin_of
+from distseg.spatial.mean import DistributedMean
 from distseg.spatial.norm import NORMS, STATISTICAL, DistributedNorm, commit
 from distseg.spatial.skip import DenseCat, DensePop
+from distseg.spatial.statistics import twin_of
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

@@ -1,0 +1,194 @@
+"""Rules for functions that reduce dims of channels or all places: means, variances, norms, softmax, products of matrices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from distseg.models.arranging import over_channels
+from distseg.models.axes import Axis, places_of
+from distseg.models.layers import Max, Mean, Sum
+from distseg.models.products import einsum, matmul
+from distseg.models.reader import Reader
+from distseg.models.reducing import formed, norm, of_image, reduced, root, softmax, variance
+from distseg.models.statistics import LogSumExp
+from distseg.models.values import Value
+
+
+class Statistics:
+    """By the name of a function, the layers that it is; arguments are those of the function."""
+
+    def mean(self: Reader, input, dim=None, keepdim=False):
+        return reduced(self, input, dim, (input, dim, keepdim), Mean, torch.mean, "a mean")
+
+    def sum(self: Reader, input, dim=None, keepdim=False):
+        x = self.value(input)
+        stacked = self.stacks.get(x.name) if dim == 0 and not keepdim and x.axes[0].of_channels else None
+        if stacked and len({(y.shapes, y.axes) for y in stacked}) == 1:
+            return self.emit(lambda _: Sum(), stacked, axes=stacked[0].axes)
+        return reduced(self, x, dim, (x, dim, keepdim), partial(Mean, total=True), torch.sum, "a sum")
+
+    def norm(self: Reader, input, p="fro", dim=None, keepdim=False):
+        x = self.value(input)
+        if self.of_channels(dim, x):
+            return self.formula((x, p, dim, keepdim), {})
+        return formed(self, norm(self, x, p, dim))
+
+    def vector_norm(self: Reader, x, ord=2, dim=None, keepdim=False):
+        return vars(Statistics)["norm"](self, x, ord, dim, keepdim)
+
+    def normalize(self: Reader, input, p=2.0, dim=1, eps=1e-12):
+        x = self.value(input)
+        if self.of_channels(dim, x):
+            return self.formula((x, p, dim, eps), {})
+        return self.applied(partial(_divided, eps=eps), [x, norm(self, x, p, dim)], "quotient")
+
+    def amax(self: Reader, input, dim=(), keepdim=False):
+        return reduced(self, input, dim, (input, dim, keepdim), partial(Max, first=False), None, "a maximum")
+
+    def amin(self: Reader, input, dim=(), keepdim=False):
+        """The largest of what has the other sign, with the other sign."""
+        x = self.value(input)
+        if self.of_channels(dim, x):
+            return self.formula((x, dim, keepdim), {})
+        return _least(self, x, dim, Max(first=False))
+
+    def max(self: Reader, input, dim=None, keepdim=False):
+        if _is_tensor(dim):
+            return self.pointwise((input, dim), {})
+        x = self.value(input)
+        if isinstance(dim, int) and not self.of_channels(dim, x):
+            return reduced(self, x, dim, (), partial(Max, first=True), None, "a maximum")
+        if dim is None:
+            return reduced(self, x, None, (), partial(Max, first=False), None, "a maximum")
+        return tuple(self.formula((x, dim, keepdim), {}, part) for part in (0, 1))
+
+    def min(self: Reader, input, dim=None, keepdim=False):
+        if _is_tensor(dim):
+            return self.pointwise((input, dim), {})
+        x = self.value(input)
+        if isinstance(dim, int) and self.of_channels(dim, x):
+            return tuple(self.formula((x, dim, keepdim), {}, part) for part in (0, 1))
+        return _least(self, x, dim, Max(first=isinstance(dim, int)))
+
+    def var(self: Reader, input, dim=None, unbiased=None, keepdim=False, *, correction=None):
+        return _deviation(self, (input, dim, unbiased, keepdim), correction, False)
+
+    def std(self: Reader, input, dim=None, unbiased=None, keepdim=False, *, correction=None):
+        return _deviation(self, (input, dim, unbiased, keepdim), correction, True)
+
+    def var_mean(self: Reader, input, dim=None, unbiased=None, keepdim=False, *, correction=None):
+        return _with_mean(self, (input, dim, unbiased, keepdim), correction, False)
+
+    def std_mean(self: Reader, input, dim=None, unbiased=None, keepdim=False, *, correction=None):
+        return _with_mean(self, (input, dim, unbiased, keepdim), correction, True)
+
+    def logsumexp(self: Reader, input, dim, keepdim=False):
+        return reduced(self, input, dim, (input, dim, keepdim), LogSumExp, torch.logsumexp, "a logarithm of a sum of exponentials")
+
+    def softmax(self: Reader, input, dim=None, _stacklevel=3):
+        return _softmax(self, input, dim, False)
+
+    def log_softmax(self: Reader, input, dim=None, _stacklevel=3):
+        return _softmax(self, input, dim, True)
+
+    def softmin(self: Reader, input, dim=None, _stacklevel=3):
+        return over_channels(self, input, (input, dim), dim)
+
+    def cosine_similarity(self: Reader, x1, x2, dim=1, eps=1e-8):
+        x = x1 if isinstance(x1, Value) else x2
+        if not self.of_channels(dim, self.value(x)):
+            raise self.refusal("compares places of the image: over channels it is known")
+        return self.pointwise((x1, x2, dim, eps), {})
+
+    def matmul(self: Reader, input, other):
+        return matmul(self, input, other)
+
+    __matmul__ = bmm = mm = matmul
+
+    def __rmatmul__(self: Reader, input, other):
+        return matmul(self, other, input)
+
+    def baddbmm(self: Reader, input, batch1, batch2, *, beta=1, alpha=1):
+        raise self.refusal("adds a product of matrices: write it as two functions, torch.bmm and a sum")
+
+    def einsum(self: Reader, equation, *operands):
+        return einsum(self, equation, operands[0] if isinstance(operands[0], tuple) else operands)
+
+    def scaled_dot_product_attention(self: Reader, query, key, value, *args, **kwargs):
+        maps = [self.value(x) for x in (query, key, value)]
+        if any(places_of(x.axes[-2:]) for x in maps) or args or any(x is not None for name, x in kwargs.items() if name != "scale"):
+            raise self.refusal(ATTENTION)
+        return self.formula((*maps,), {name: x for name, x in kwargs.items() if name == "scale"})
+
+    def multi_head_attention_forward(self: Reader, *args, **kwargs):
+        raise self.refusal(ATTENTION)
+
+    def topk(self: Reader, input, k, dim=-1, largest=True, sorted=True):
+        return _ranked(self, input, (input, k, dim, largest, sorted), dim)
+
+    def sort(self: Reader, input, dim=-1, descending=False, *, stable=False):
+        return _ranked(self, input, (input, dim, descending), dim)
+
+    def argmax(self: Reader, input, dim=None, keepdim=False):
+        return over_channels(self, input, (input, dim, keepdim), dim)
+
+    argmin = argmax
+
+    def cdist(self: Reader, x1, x2, *args, **kwargs):
+        raise self.refusal("measures distances by a formula that depends on how many places there are at once: write it as squares and torch.einsum over channels")
+
+
+ATTENTION = "is attention between places of the image, each of which looks at all others: parts of an image do not have them; leave it out, or attend to channels"
+
+
+def _is_tensor(x: Any) -> bool:
+    return not isinstance(x, (int, tuple)) and x is not None
+
+
+def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / norm.clamp_min(eps)
+
+
+def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
+    made = reduced(reader, reader.applied(torch.neg, [x], "turned"), dim, (), partial(Max, first=largest.first), None, "a minimum")
+    return reader.applied(torch.neg, [made], "back")
+
+
+def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, Any, float, bool]:
+    """Return input, dims, correction, and whether dims are kept, of a call that may have ``unbiased`` in the place of the dims."""
+    x, dim, unbiased, keepdim = given
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    return reader.value(x), dim, (1 if unbiased in (None, True) else 0) if correction is None else correction, keepdim
+
+
+def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
+    x, dim, correction, keepdim = _correction(reader, given, correction)
+    if reader.of_channels(dim, x):
+        return reader.applied(partial(torch.std if rooted else torch.var, dim=reader.dims_of(dim, x), correction=correction, keepdim=keepdim), [x], "channels", reader.made(x, part))
+    made = variance(reader, x, dim, correction, "a deviation" if rooted else "a variance")
+    return formed(reader, reader.applied(root, [made], "root") if rooted else made, part)
+
+
+def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> tuple[Value, Value]:
+    x, dim, _, keepdim = _correction(reader, given, correction)
+    deviation = _deviation(reader, given, correction, rooted)
+    if reader.of_channels(dim, x):
+        return deviation, reader.applied(partial(torch.mean, dim=reader.dims_of(dim, x), keepdim=keepdim), [x], "mean", reader.made(x, 1))
+    return deviation, reduced(reader, x, dim, (), Mean, torch.mean, "a mean")
+
+
+def _softmax(reader: Reader, x: Any, dim: Any, log: bool) -> Value:
+    x = reader.value(x)
+    if dim is None:
+        raise reader.refusal("is not told its dim")
+    return reader.formula((x,), dict(dim=dim)) if reader.of_channels(dim, x) else softmax(reader, x, dim, log)
+
+
+def _ranked(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, Value]:
+    if not reader.of_channels(dim, reader.value(x)):
+        raise reader.refusal("ranks places of the image, of which it is not told which of several equal ones count: over channels it is known; or take a mean, a maximum, or a softmax over places")
+    return tuple(reader.formula(args, {}, part) for part in (0, 1))

@@ -22,7 +22,7 @@ from distseg import rng
 from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.models.network import Dropped
-from distseg.models.trace import calling
+from distseg.models.trace import calling, unnarrowed
 from distseg.spatial.dropout import channel_mask, element_mask, image_mask
 from distseg.loss import parse
 from distseg.train.optim import make_optimizer
@@ -169,7 +169,7 @@ class _Whole(TorchFunctionMode):
     def __init__(self, model: nn.Module, config: Config, epoch: int, dropouts: Dropouts):
         super().__init__()
         self.seed, self.epoch, self.frozen, self.dropouts = config.train.seed, epoch, config.spatial.frozen_norm, dropouts
-        self.model = model
+        self.model, self.wide = model, any(p.dtype == torch.float64 for p in model.parameters())
         self.running: dict[int, tuple[Tensor, Tensor, float]] = {}
         self.seen: dict[int, list[Tensor]] = {}
 
@@ -181,8 +181,9 @@ class _Whole(TorchFunctionMode):
             yield
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        function, args, kwargs = unnarrowed(function, args, kwargs or {}) if self.wide else (function, args, kwargs or {})
         rule = _OF_WHOLE.get(function)
-        return (function if rule is None else partial(rule, self))(*args, **kwargs or {})
+        return (function if rule is None else partial(rule, self))(*args, **kwargs)
 
     # dropout
 

@@ -413,12 +413,19 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor]):
             return getattr(layer, tree.name)
         case Fixed():
             beside = next(iter(maps), None)
-            return tree.tensor.to(next(layer.parameters(), tree.tensor).device if beside is None else beside.device)
+            return _beside(tree.tensor, next(layer.parameters(), None) if beside is None else beside)
         case tuple():
             return tuple(_filled(layer, x, maps) for x in tree)
         case dict():
             return {key: _filled(layer, x, maps) for key, x in tree.items()}
     return tree
+
+
+def _beside(x: Tensor, other: Tensor | None) -> Tensor:
+    """Return a constant where ``other`` is, and of its type if the user's code asked for that of the network (which float64 stands for)."""
+    if other is None:
+        return x
+    return x.to(other.device, other.dtype if x.dtype == torch.float64 and other.is_floating_point() else None)
 
 
 def hollow(model: nn.Module) -> nn.Module:

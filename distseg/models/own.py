@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distseg.blame import blame, blaming
 from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
 from distseg.models.layers import hollow, outline, skip_store
+from distseg.models.meta import OnMeta
 
 
 def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Module]:
@@ -151,7 +152,7 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
     if bands is None:
         return
     try:
-        with skip_store({}):
+        with skip_store({}), OnMeta():
             y = outline(model)(torch.empty(1, bands, *(256,) * dims_of(model), device="meta"))
     except Exception as e:
         other = fitting(model)

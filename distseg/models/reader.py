@@ -8,6 +8,7 @@ refusals that name the call. Rules that keep numbers and give them another form:
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Mapping, Sequence
@@ -383,16 +384,22 @@ class Reader:
                 if call.name in _RANDOM:
                     raise self.refusal(f"takes what {call} makes, which {'has no value yet: use zeros' if 'empty' in call.name else DRAWS}")
                 if (found := constant_of(self.traces[0].calls, tree)) is not None:
+                    others = [constant_of(t.calls, tree) for t in self.traces[1:]]
+                    if not all(other is not None and torch.equal(found, other) for other in others):
+                        raise self.refusal(f"takes what {call} makes, which has other values with other sizes of images: {POSITIONS}")
                     return Fixed(found)
                 if not call.graded and self.learns(tree):
                     raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
                 if call.name in _CASTS:
                     raise self.refusal(f"takes what {call} makes, a cast: keep that parameter or buffer in floating point, and leave types to train.precision")
-                if tree.part or not found_in((call.args, call.kwargs), Kept, Made):
+                if not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(f"takes what {call} makes, which is neither computed of the image nor of parameters, and depends on the image's size: {POSITIONS}")
-                step = Step(_out_of_place(call.function), again(call.args), again(call.kwargs))
-                places[tree] = len(maps) + len(steps)
+                calls = [t.calls[tree.call] for t in self.traces]
+                step = Step(_out_of_place(call.function), again(self._merged([c.args for c in calls])), again(self._merged([c.kwargs for c in calls])))
                 steps.append(step)
+                if len(call.shapes) > 1:
+                    steps.append(Step(operator.getitem, (Map(len(maps) + len(steps) - 1), tree.part), {}))
+                places[tree] = len(maps) + len(steps) - 1
                 return Map(places[tree])
             case tuple():
                 return tuple(map(again, tree))
@@ -495,13 +502,14 @@ _EACH_PLACE = "takes a tensor of {} with a value of its own for each place of th
 _OF_BATCH = "joins the images of a batch {}, which are computed apart from each other: leave that out, or use a batch norm"
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
+_OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to"}
 _EMPTY = {"new_empty", "empty_like"}
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 
 
 def follows_size(calls: Sequence[Called]) -> bool:
-    """Whether a tensor of one number, or of none, has places of the image, or a number for each image."""
-    return calls[0].name in FILLS and len({call.shapes for call in calls}) > 1
+    """Return True if a tensor of one number, or a parameter that is expanded, has places of the image, or a number for each image."""
+    return calls[0].name in _OVER_PLACES and len({call.shapes for call in calls}) > 1
 
 
 def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from distseg.models.arranging import cut_to, expanded, indexed, over_channels, parts, reshaped, turned
 from distseg.models.axes import Axes, axes_of, channels_of, places_of
 from distseg.models.layers import Cat, Formula, Map, Read, Step
-from distseg.models.reader import Reader, follows_size, has_sizes
+from distseg.models.reader import POSITIONS, Reader, follows_size, has_sizes
 from distseg.models.trace import Kept, Made
 from distseg.models.values import Value
 
@@ -55,7 +56,9 @@ class Channels:
     reshape = squeeze = unsqueeze = unflatten = view_as = reshape_as = view
 
     def expand(self: Reader, input, *sizes):
-        return expanded(self, self.value(input))
+        if isinstance(input, Value):
+            return expanded(self, input)
+        return _expanded_over(self, input) if follows_size(self.current) else None
 
     expand_as = broadcast_to = expand
 
@@ -114,8 +117,8 @@ class Channels:
     def take_along_dim(self: Reader, input, indices, dim=None):
         return over_channels(self, input, (input, indices, dim), dim, _PART)
 
-    def flip(self: Reader, input, *dims):
-        given = dims[0] if dims and isinstance(dims[0], tuple) else dims
+    def flip(self: Reader, input, *sizes, dims=()):
+        given = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes or dims
         return over_channels(self, input, (input, given), given, "turns the image round: channels may be")
 
     def roll(self: Reader, input, shifts, dims=None):
@@ -248,6 +251,35 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     like, axes = found
     fill = partial(_filled, channels=channels_of(axes), value=value, places=bool(places_of(axes)))
     return reader.emit(lambda _: Formula((Step(fill, (Map(0),), {}),), (Read(),)), [like], axes=axes)
+
+
+def _expanded_over(reader: Reader, x: Any) -> Value:
+    """Return a map, or a vector, that a parameter is expanded to."""
+    found = _places_of_result(reader)
+    if found is None:
+        raise reader.refusal(f"expands a parameter to {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image")
+    like, axes = found
+    shape = reader.shape_of(x)
+    if any(n != 1 and not axis.of_channels for n, axis in zip(reversed(shape), reversed(axes))):
+        raise reader.refusal(f"takes a tensor of {shape} with a value of its own for each place of the image, or for each image: {POSITIONS}")
+    own: dict[str, Kept] = {}
+    steps: list[Step] = []
+    written = reader._written(x, [like], own, steps, {})
+    steps.append(Step(_Over(axes), (Map(0), written), {}))
+    return reader.emit(lambda found: Formula(tuple(steps), (Read(),), found, None, axes), [like], own, axes=axes)
+
+
+class _Over:
+    """A tensor at all places of a map, and for each of its images, with these axes."""
+
+    __name__ = "expand"
+
+    def __init__(self, axes: Axes):
+        self.axes = axes
+
+    def __call__(self, like: Tensor, x: Tensor) -> Tensor:
+        lengths = [axis.cell * (len(like) if axis.batch else 1) * math.prod(like.shape[2 + d] for d in axis.places) for axis in self.axes]
+        return x.to(like.dtype).expand(lengths) if x.is_floating_point() else x.expand(lengths)
 
 
 def _places_of_result(reader: Reader) -> tuple[Value, Axes] | None:

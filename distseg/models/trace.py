@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 import distseg
 from distseg.blame import blame
 from distseg.models.layers import skip_store
+from distseg.models.meta import all_on_meta, found_in
 
 
 class CanNotCapture(ValueError):
@@ -150,6 +152,7 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Called] = []
         self._model = model
         self._known: dict[int, _Known] = {}
+        self._views: dict[int, tuple[Tensor, Any]] = {}  # of tensors that are parts of others by an index: the other, and the index
         self.inside: list[str] = []
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -161,7 +164,7 @@ class _Recorder(TorchFunctionMode):
         return f"{self.inside and self.inside[-1] or 'the model'} ({_line()})"
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        function, args, kwargs = unnarrowed(function, args, kwargs or {})
         name = (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
@@ -172,6 +175,9 @@ class _Recorder(TorchFunctionMode):
             raise CanNotCapture(f"{self._where} takes the data of a tensor, past its gradient: use detach()")
         if _plain(name) in _HOOKS:
             raise CanNotCapture(f"{_plain(name)} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+        if _plain(name) == "__setitem__" and isinstance(self._value_or_none(args[0]), (Made, type(None))):
+            self._assign(args[0], args[1], args[2])
+            return result
         if not made and not changed:
             return result  # a size, a type
         if name.endswith("__get__") or not given and not made:
@@ -187,14 +193,47 @@ class _Recorder(TorchFunctionMode):
             self._note(x, Made(number, part), changed | (set(given) if in_place else set()))
         if in_place and made and args and isinstance(args[0], Tensor) and id(args[0]) in self._known and not isinstance(self._known[id(args[0])].value, Kept):
             self._know(args[0], Made(number))
+        if index := _index_of(_plain(name), args, kwargs):
+            self._views[id(result)] = args[0], index[0]
         if changed:
-            self._look_for_changes(called, changed, {id(x) for x in made})
+            sources = self._change_sources(args[0], Made(number)) if in_place and isinstance(args[0], Tensor) else set()
+            self._look_for_changes(called, changed, {id(x) for x in made} | sources)
         return result
+
+    def _value_or_none(self, x: Tensor) -> Made | Kept | None:
+        known = self._known.get(id(x))
+        return None if known is None else known.value
+
+    def _assign(self, x: Tensor, index: Any, value: Any) -> None:
+        """Record ``x[index] = value`` as a call that makes a tensor of its own, which ``x`` is from here on."""
+        called = self._record_change(self._written(x, "__setitem__"), self._written(index, "__setitem__"), self._written(value, "__setitem__"), x)
+        self._know(x, Made(len(self.calls) - 1))
+        self._look_for_changes(called, {id(x)}, {id(x)} | self._change_sources(x, Made(len(self.calls) - 1)))
+
+    def _change_sources(self, x: Tensor, value: Made) -> set[int]:
+        """Record that what ``x`` is a part of has changed with it; returns the identities of such tensors."""
+        found: set[int] = set()
+        while id(x) in self._views:
+            source, index = self._views[id(x)]
+            before = self._value_or_none(source)
+            if not isinstance(before, Made):
+                break
+            self._record_change(before, self._written(index, "__setitem__"), value, source)
+            x, value = source, Made(len(self.calls) - 1)
+            self._know(x, value)
+            found.add(id(x))
+        return found
+
+    def _record_change(self, before: Made, index: Any, value: Any, x: Tensor) -> Called:
+        called = Called("changed", changed, (before, index, value), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", _line(), torch.is_grad_enabled(), (x.dtype,))
+        self.calls.append(called)
+        return called
 
     def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
         """Of norms a tensor like what they are given: PyTorch works that out by hundreds of small steps."""
         if _plain(name) in _NORMS:
             return torch.empty_like(args[0] if args else kwargs["input"])
+        args, kwargs = all_on_meta(args, kwargs)
         return function(*args, **kwargs)
 
     def _note(self, x: Tensor, value: Made, rebound: set[int]) -> None:
@@ -230,6 +269,8 @@ class _Recorder(TorchFunctionMode):
                 f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, so it would not follow the network to other devices and types: "
                 f"write self.register_buffer({name!r}, ...)"
             )
+        if known is None and not x.is_meta and not x.requires_grad and x.grad_fn is None:
+            return self._constant(x)
         if known is None:
             raise CanNotCapture(
                 f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept in a list?)"
@@ -237,6 +278,12 @@ class _Recorder(TorchFunctionMode):
         if known.value is None:
             raise CanNotCapture(f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation")
         return known.value
+
+    def _constant(self, x: Tensor) -> Made:
+        """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
+        self.calls.append(Called("tensor", partial(_itself, x.detach().clone()), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", _line(), True, (x.dtype,)))
+        self._know(x, Made(len(self.calls) - 1))
+        return Made(len(self.calls) - 1)
 
     def _written(self, tree: Any, name: str) -> Any:
         """With the values of tensors in their place."""
@@ -279,13 +326,45 @@ def _of_a_norm(called: Called, name: str) -> bool:
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
 
-def found_in(tree: Any, *kinds: type) -> list:
-    """What a function is called with, or returns, of these kinds."""
-    if isinstance(tree, (tuple, list)):
-        return [x for part in tree for x in found_in(part, *kinds)]
-    if isinstance(tree, dict):
-        return [x for part in tree.values() for x in found_in(part, *kinds)]
-    return [tree] if isinstance(tree, kinds) else []
+def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+    """Return a call, of a program in float64, that makes float64 where it would make float32.
+
+    Precision is a setting of the run: ``x.float()`` does nothing in float32, and in float64, in which results are compared, nothing either.
+    """
+    name = getattr(function, "__name__", "")
+    if name == "float" and function is Tensor.float:
+        return Tensor.to, (args[0], torch.float64), {}
+    if name in ("to", "type"):
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+    if kwargs.get("dtype") is torch.float32:
+        kwargs = {**kwargs, "dtype": torch.float64}
+    return function, args, kwargs
+
+
+def changed(x: Tensor, index: Any, value: Any) -> Tensor:
+    """Return ``x`` after ``x[index] = value``."""
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
+    """Return the index by which a call gives a view of its first argument, alone in a tuple; None of other calls."""
+    if kwargs or not args or not isinstance(args[0], Tensor) or len(args) < 2:
+        return None
+    x, *more = args
+    along = lambda dim, what: (*(slice(None) for _ in range(dim % x.dim())), what)
+    if name == "__getitem__":
+        return (more[0],)
+    if name == "select" and len(more) == 2:
+        return (along(more[0], more[1]),)
+    if name == "narrow" and len(more) == 3:
+        return (along(more[0], slice(more[1], more[1] + more[2])),)
+    return None
 
 
 def _line() -> str:

@@ -53,8 +53,8 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
         raise ValueError("pipeline.placement is devices: torchgpipe orders what it does by itself; plan line or v")
     reach = used_reach(reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial)
     exchange = make_exchange(config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False)
-    partition = partition_of(config, model, image, reach if tiles_in_time(config) else read_around(reach, exchange))
-    owned = owned_tiles(image, config.mesh.tiles, owned_per_rank(config), (0,) * len(image), read_around(reach, exchange))
+    partition = partition_of(config, model, image, read_around(config, reach, exchange))
+    owned = owned_tiles(image, config.mesh.tiles, owned_per_rank(config), (0,) * len(image), read_around(config, reach, exchange))
     places = [Place(tuple(image), tile, window, tuple(range(config.data.images)), ()) for tile, window in owned]
     loss = Loss(config.loss, channels_of(model)[1])
     for rank in range(config.mesh.stages):

@@ -382,6 +382,19 @@ def test_heat_in_tiles_is_grad_cam_of_the_eager_module(name, pooled, settings):
         assert np.abs(found - wanted.detach().numpy()).max() <= TOLERANCE * wanted.max() and wanted.max() > 0
 
 
+def test_heat_of_maps_that_share_the_image_evenly():
+    """Where a network resizes by a fraction, its cells are no whole number of pixels."""
+    torch.manual_seed(0)
+    conv = lambda n: torch.nn.Conv2d(n, 4, 3, padding=1)
+    model = torch.nn.Sequential(conv(3), torch.nn.Upsample(scale_factor=0.7, mode="bilinear"), conv(4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 3)).double().eval()
+    x = torch.randn(1, 3, 45, 61, dtype=torch.float64)
+    found = whole_heat(heat_of(model, predictor_of(model)), scene_of(x))
+    cells = model[:3](x)
+    slopes = model[5].weight[model(x).argmax()].view(1, -1, 1, 1) / cells[0, 0].numel()
+    wanted = torch.nn.functional.interpolate((cells * slopes).sum(1, keepdim=True).relu() * cells[0, 0].numel(), size=(45, 61), mode="bilinear")[0, 0].detach()
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-10, atol=1e-12)
+
+
 def test_heat_of_patches_is_where_the_answer_comes_from():
     """A network that sums bright pixels says where they are."""
     body = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1, bias=False), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())

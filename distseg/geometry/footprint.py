@@ -1,7 +1,8 @@
 """Which cells of its input a layer looks at, along one dim: the arithmetic of convolutions, poolings and up-samplings.
 
 Four kinds cover what a U-Net uses. ``a, b`` stand for the cells a <= c < b of a feature map; what is looked at may lie
-beyond the map, in the padding.
+beyond the map, in the padding. These four look alike in maps of any size; those whose cells hang on the sizes of both
+maps, such as resizing to the size of a skip, are in :mod:`distseg.geometry.resize`.
 
 * gather: output j looks at inputs j s - p, j s - p + d, ..., as convolutions, poolings and padding do;
 * scatter: input i spreads to outputs i s - p, i s - p + d, ..., as transposed convolutions and nearest up-sampling do;
@@ -12,12 +13,41 @@ beyond the map, in the padding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 Span = tuple[int, int]
 
 
+class Footprint:
+    """What all footprints answer; ``sized``: the cells hang on the sizes of both maps; ``beyond``: they may lie in the padding."""
+
+    sized = False
+    beyond = False
+    mirrored = False
+
+    def at(self, n: int, m: int) -> "Footprint":
+        """Return the footprint between an input of n cells and a result of m."""
+        return self
+
+    def size(self, n: int) -> int:
+        """Return the cells of the result for ``n`` of the input, or of the map whose size the result follows."""
+        raise NotImplementedError
+
+    def cut(self, c: int) -> int:
+        """Return where the owner of outputs changes if that of inputs changes at ``c``."""
+        raise NotImplementedError
+
+    def needs(self, a: int, b: int) -> Span:
+        """Return the inputs that outputs a..b-1 look at."""
+        raise NotImplementedError
+
+    def pixels(self, before: Fraction) -> Fraction:
+        """Return the pixels that an output stands for where an input, or a cell of the map that is followed, stands for ``before``."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Gather:
+class Gather(Footprint):
     """kernel k, stride s, dilation d, ``before`` and ``after`` cells of padding; ``ceil``: an overhanging last window counts."""
 
     kernel: int = 1
@@ -28,6 +58,7 @@ class Gather:
     ceil: bool = False
     mirrored: bool = False
     """Padding is made of cells of the map (reflection): what lies beyond its border needs those inside."""
+    beyond = True
 
     @property
     def span(self) -> int:
@@ -49,6 +80,9 @@ class Gather:
         """The inputs that outputs a..b-1 look at."""
         return a * self.stride - self.before, (b - 1) * self.stride - self.before + self.span
 
+    def pixels(self, before: Fraction) -> Fraction:
+        return before * self.stride
+
 
 @dataclass(frozen=True)
 class Fill(Gather):
@@ -61,7 +95,7 @@ class Fill(Gather):
 
 
 @dataclass(frozen=True)
-class Scatter:
+class Scatter(Footprint):
     """kernel k, stride s, dilation d; ``before`` cells are cut off the result's beginning, the rest off its end, but for ``extra``."""
 
     kernel: int
@@ -69,7 +103,6 @@ class Scatter:
     dilation: int = 1
     before: int = 0
     extra: int = 0
-    mirrored = False
 
     @property
     def span(self) -> int:
@@ -86,14 +119,16 @@ class Scatter:
         reach = max(self.span, self.stride)
         return -((reach - 1 - a - self.before) // self.stride), (b - 1 + self.before) // self.stride + 1
 
+    def pixels(self, before: Fraction) -> Fraction:
+        return before / self.stride
+
 
 @dataclass(frozen=True)
-class Interpolate:
+class Interpolate(Footprint):
     """``factor`` outputs an input; ``further`` cells on either side beyond the two that linear interpolation takes."""
 
     factor: int
     further: int = 0
-    mirrored = False
 
     @property
     def stride(self) -> int:
@@ -110,6 +145,9 @@ class Interpolate:
         last = -((self.factor - 1 - 2 * (b - 1)) // (2 * self.factor))  # rounded up: a result right on a cell looks at no other
         return first - self.further, last + 1 + self.further
 
+    def pixels(self, before: Fraction) -> Fraction:
+        return before / self.factor
+
 
 @dataclass(frozen=True)
 class Align(Interpolate):
@@ -120,9 +158,6 @@ class Align(Interpolate):
 
     def needs(self, a: int, b: int) -> Span:
         return a // self.factor - 1, (b - 1) // self.factor + 2
-
-
-Footprint = Gather | Scatter | Interpolate
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:

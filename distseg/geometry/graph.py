@@ -23,11 +23,13 @@ class Node:
     Attributes:
         inputs: the maps that it reads.
         footprints: along each dim, which cells of the first of them it looks at; none: it looks at single cells, as it does of all others.
+        like: the map whose size the result's follows, by the footprints' rule, where that is not the first of those it reads. No cell of it is read.
     """
 
     name: str
     inputs: tuple[int, ...]
     footprints: tuple[Footprint, ...] = ()
+    like: int | None = None
 
     @property
     def first(self) -> int:
@@ -46,6 +48,21 @@ class Node:
     def along(self, dim: int) -> Footprint | None:
         return self.footprints[dim] if self.footprints else None
 
+    @property
+    def follows(self) -> int:
+        """The map whose size the result's follows."""
+        return self.like if self.like is not None else self.first if self.footprints else self.inputs[-1]
+
+    def size(self, dim: int, sizes: Sequence[int]) -> int:
+        """Return the cells of the result along a dim, given those of all maps before it."""
+        footprint, n = self.along(dim), sizes[self.follows]
+        return n if footprint is None else footprint.size(n)
+
+    @property
+    def sized(self) -> bool:
+        """True if its cells hang on the sizes of maps, so that they are alike in no two images."""
+        return any(footprint.sized for footprint in self.footprints)
+
 
 class Graph(Sequence[Node]):
     """All nodes of a network, in order.
@@ -60,9 +77,10 @@ class Graph(Sequence[Node]):
     def __init__(self, nodes: Iterable[Node], of_image: bool = False):
         self.nodes, self.of_image = tuple(nodes), of_image
         for number, node in enumerate(self.nodes):
-            if not all(0 <= source <= number for source in node.inputs):
+            if not all(0 <= source <= number for source in (*node.inputs, node.follows)):
                 raise ValueError(f"layer {node.name} reads what is made behind it")
-        unread = [node.name for number, node in enumerate(self.nodes[:-1]) if number + 1 not in self.readers]
+        followed = {node.like for node in self.nodes}
+        unread = [node.name for number, node in enumerate(self.nodes[:-1]) if number + 1 not in self.readers and number + 1 not in followed]
         if unread:
             raise ValueError(f"nothing reads what layer {unread[0]} makes: remove it from the model")
 
@@ -76,6 +94,22 @@ class Graph(Sequence[Node]):
     def result(self) -> int:
         """The last map."""
         return len(self.nodes)
+
+    @property
+    def sized(self) -> bool:
+        """True if the cells that some layer looks at hang on the sizes of maps."""
+        return any(node.sized for node in self.nodes)
+
+    def sizes(self, image: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the size of each map of an image."""
+        return list(zip(*(self.sizes_along(dim, n) for dim, n in enumerate(image))))
+
+    def sizes_along(self, dim: int, n: int) -> list[int]:
+        """Return the cells of each map along a dim of an image of ``n`` pixels."""
+        found = [n]
+        for node in self.nodes:
+            found.append(node.size(dim, found))
+        return found
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Callable, Container, Iterable, Sequence
 
 from distseg.extents import Extents
-from distseg.geometry.footprint import Footprint, Gather, Span
+from distseg.geometry.footprint import Span
 from distseg.geometry.graph import Graph, Node
 from distseg.geometry.needs import Along, Need, box_of, hull, needs_along, taken_of
 from distseg.geometry.tile import Box, Reach
@@ -51,11 +51,13 @@ class Part(Region):
         taken: what the result is computed from, inside the map; of further maps that are ``made``'s cells.
         raw: the same with what lies beyond the map, in the padding.
         made: the result, in cells of its feature map.
+        result: the size of that.
     """
 
     taken: Box
     raw: Box
     made: Box
+    result: tuple[int, ...]
 
 
 class Layout:
@@ -119,7 +121,7 @@ class Layout:
         def box(field: str) -> Box:
             return box_of([getattr(need, field)[c] for need, c in zip(needs, cell)])
 
-        return Part(self.sizes[source], self.owned(source, cell), box("held"), box("taken"), box("raw"), box("made"))
+        return Part(self.sizes[source], self.owned(source, cell), box("held"), box("taken"), box("raw"), box("made"), self.sizes[number + 1])
 
     def owned(self, source: int, cell: Sequence[int]) -> Box:
         """What a tile owns of a map."""
@@ -161,28 +163,35 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
     Who owns the middle of what a cell looks at owns the cell. Where that ends beside the borders, as behind a padding on one side only, who
     owns the cell's pixels does.
     """
-    maps = _cut(graph, dim, n, borders, lambda number, cuts: map(graph[number].along(dim).cut, cuts[1:-1]))
+    sizes = graph.sizes_along(dim, n)
+    at = lambda number: graph[number].along(dim).at(sizes[graph[number].first], sizes[number + 1])
+    maps = _cut(graph, dim, sizes, borders, lambda number, cuts: map(at(number).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:
-        scales = scales_of(graph, dim)
-        maps = _cut(graph, dim, n, borders, lambda number, cuts: (math.ceil(b / scales[number + 1]) for b in borders[1:-1]))
+        if graph.sized:
+            maps = _cut(graph, dim, sizes, borders, lambda number, cuts: (-(-b * sizes[number + 1] // n) for b in borders[1:-1]))
+        else:
+            scales = scales_of(graph, dim)
+            maps = _cut(graph, dim, sizes, borders, lambda number, cuts: (math.ceil(b / scales[number + 1]) for b in borders[1:-1]))
     return maps
 
 
-def _cut(graph: Graph, dim: int, n: int, borders: tuple[int, ...], inner: Callable[[int, tuple[int, ...]], Iterable[int]]) -> list[_Map]:
-    """Maps cut where ``inner`` says, from the number of a node that has a footprint and the cuts before it."""
-    maps = [(n, borders)]
+def _cut(graph: Graph, dim: int, sizes: Sequence[int], borders: tuple[int, ...], inner: Callable[[int, tuple[int, ...]], Iterable[int]]) -> list[_Map]:
+    """Return maps cut where ``inner`` says, from the number of a node that has a footprint and the cuts of its first input."""
+    maps = [(sizes[0], borders)]
     for number, node in enumerate(graph):
-        n, cuts = maps[node.inputs[-1]]  # to whose size others are cut
-        short = min(maps[source][0] for source in node.inputs)
+        n = sizes[node.inputs[-1]]  # to whose size others are cut
+        short = min(sizes[source] for source in node.inputs)
         if short < n:
             raise ValueError(f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, but only what comes from further down may be the longer one, and is cut")
-        footprint = node.along(dim)
-        maps.append((n, cuts) if footprint is None else _mapped(node, footprint, n, len(cuts) - 1, inner(number, cuts)))
+        footprint, (_, cuts), (followed, like) = node.along(dim), maps[node.first], maps[node.follows]
+        if footprint is None or node.like is not None and sizes[number + 1] == followed:
+            maps.append((followed, like))  # who owns a cell of one owns that of the other
+        else:
+            maps.append(_mapped(node, sizes[node.first], sizes[number + 1], len(cuts) - 1, inner(number, cuts)))
     return maps
 
 
-def _mapped(node: Node, footprint: Footprint, n: int, tiles: int, inner: Iterable[int]) -> _Map:
-    m = footprint.size(n)
+def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Map:
     if m < tiles:
         raise ValueError(
             f"layer {node.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
@@ -192,7 +201,7 @@ def _mapped(node: Node, footprint: Footprint, n: int, tiles: int, inner: Iterabl
 
 def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
     """Whether some tile's result looks at cells that the tile does not own."""
-    spans = [taken_of(node, dim, own, before[0])[0] for own in pairwise(after[1])]
+    spans = [taken_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 
 
@@ -236,7 +245,7 @@ def _exchange_points(graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_
                 eaten = 0 if bare else eaten  # counted anew
                 behind, bare = True, False
             eaten, fused = eaten + 1, small
-        if every == "level" and any(f.stride != 1 for f in node.footprints):
+        if every == "level" and any(f.pixels(Fraction(1)) != 1 for f in node.footprints):
             eaten = 0
         ways.append(_Since(eaten, fused, behind, bare))
     return points
@@ -267,8 +276,11 @@ def reach_of(graph: Graph, dims: int) -> Reach:
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
     scales = scales_of(graph, dim)
-    stride = math.lcm(*(scale.numerator for scale in scales), *(getattr(node.along(dim), "multiple", 1) for node in graph))
-    sizes = lambda n: [size for size, _ in _maps(graph, dim, n, (0, n))]
+    aligned = [scale for scale in scales if scale.denominator == 1 or not graph.sized]  # no border of 10/7 pixels lies between cells
+    stride = math.lcm(*(scale.numerator for scale in aligned), *(getattr(node.along(dim), "multiple", 1) for node in graph))
+    if graph.sized:
+        return _sized_reach(graph, dim, stride), stride
+    sizes = lambda n: graph.sizes_along(dim, n)
     a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
     _, held = needs_along(graph, range(len(graph)), dim, sizes(2 * a), [(int(a / scales[-1]), int((a + stride) / scales[-1]))])
     first, last = held[0][0]
@@ -279,18 +291,28 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
     return halo, stride
 
 
+def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
+    """Return the largest halo of some tiles of some images. Where cells hang on the sizes of maps no two images have the same."""
+    found = 0
+    for n in (_LONG * stride, _LONG * stride + 1, _LONG * stride + stride // 2 + 1, 2 * _LONG * stride - 1):
+        sizes = graph.sizes_along(dim, n)
+        if sizes[-1] != n and not graph.of_image:
+            raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {sizes[-1]}, but a segmentation network keeps the size")
+        tiles = [(a, a + stride) for a in (0, n // (2 * stride) * stride, (n - 1) // stride * stride - stride)]
+        wanted = [(a * sizes[-1] // n, -(-b * sizes[-1] // n)) for a, b in tiles]
+        _, held = needs_along(graph, range(len(graph)), dim, sizes, wanted)
+        found = max(found, *(max(a - first, last - b) for (a, b), (first, last) in zip(tiles, held[0])))
+    return found
+
+
 _FAR = 1 << 20  # cells of the stride
+_LONG = 64  # the same, of the images that halos are looked at in where they hang on the size
 
 
 def scales_of(graph: Graph, dim: int) -> list[Fraction]:
     """The pixels that a cell stands for, of each map."""
     found = [Fraction(1)]
     for node in graph:
-        found.append(_scaled(found[node.inputs[-1]], node.along(dim)))
+        footprint, before = node.along(dim), found[node.follows]
+        found.append(before if footprint is None else footprint.pixels(before))
     return found
-
-
-def _scaled(scale: Fraction, footprint: Footprint | None) -> Fraction:
-    if footprint is None:
-        return scale
-    return scale * footprint.stride if isinstance(footprint, Gather) else scale / footprint.stride

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Container, Mapping, Sequence
 
-from distseg.geometry.footprint import Gather, Span, inside
+from distseg.geometry.footprint import Span, inside
 from distseg.geometry.graph import Node
 from distseg.geometry.tile import Box
 
@@ -67,7 +67,7 @@ def needs_along(
             made = taken = raw = there
         else:
             made = held[number + 1]
-            taken, raw = map(list, zip(*(taken_of(node, dim, span, sizes[node.first]) for span in made)))
+            taken, raw = map(list, zip(*(taken_of(node, dim, span, sizes[node.first], sizes[number + 1]) for span in made)))
         found.append(Need(there, taken, raw, made))
         has[number + 1] = made
     return found, held
@@ -82,21 +82,28 @@ def _held(graph: Sequence[Node], numbers: Sequence[int], dim: int, sizes: Sequen
         held[source] = list(map(hull, before, spans)) if before else spans
 
     for number in reversed(numbers):
+        if number + 1 not in held:  # of which others look at the size alone
+            m, n = sizes[number + 1], sizes[numbers[-1] + 1]
+            hold(number + 1, owned[number + 1] if owned else [(a * m // n, -(-b * m // n)) for a, b in wanted])
         node, made = graph[number], held[number + 1]
         for source in node.inputs[1:]:
             hold(source, [inside(span, sizes[source]) for span in made])
-        taken = [taken_of(node, dim, span, sizes[node.first])[0] for span in made]
+        taken = [taken_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in made]
         hold(node.first, owned[node.first] if number in points else taken)
     return held
 
 
-def taken_of(node: Node, dim: int, made: Span, n: int) -> tuple[Span, Span]:
-    """(taken, raw) along a dim: the cells of the first input that a result is made from, in the map and with what lies beyond it."""
+def taken_of(node: Node, dim: int, made: Span, n: int, m: int) -> tuple[Span, Span]:
+    """Return (taken, raw) along a dim: the cells of the first input that a result is made from, in the map and with what lies beyond it.
+
+    Args:
+        n, m: cells of the input and of the whole result.
+    """
     footprint = node.along(dim)
     if footprint is None:
         return inside(made, n), inside(made, n)
-    raw = footprint.needs(*made)
-    return inside(raw, n, footprint.mirrored), raw if isinstance(footprint, Gather) else inside(raw, n)
+    raw = footprint.at(n, m).needs(*made)
+    return inside(raw, n, footprint.mirrored), raw if footprint.beyond else inside(raw, n)
 
 
 def hull(one: Span, other: Span) -> Span:

@@ -94,11 +94,11 @@ class Chain:
     @cached_property
     def parts(self) -> list[Part]:
         """Of each layer."""
-        return [self._part(place, self.sizes[self.graph[number].first]) for place, number in enumerate(self.segment.nodes)]
+        return [self._part(place, self.sizes[self.graph[number].first], self.sizes[number + 1]) for place, number in enumerate(self.segment.nodes)]
 
-    def _part(self, place: int, size: tuple[int, ...]) -> Part:
+    def _part(self, place: int, size: tuple[int, ...], result: tuple[int, ...]) -> Part:
         taken, raw, made = (box_of([spans[place] for spans in each]) for each in zip(*((a.taken, a.raw, a.made) for a in self.along)))
-        return Part(size, taken, taken, taken, raw, made)
+        return Part(size, taken, taken, taken, raw, made, result)
 
 
 def chain(layout: Layout, segment: Segment, result: Box) -> Chain:

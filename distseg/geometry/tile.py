@@ -77,6 +77,12 @@ class Reach:
     halo: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def window(self, tile: Box, image) -> Box:
+        """Return the pixels to compute so that the tile comes out exact: the halo around it, on the stride grid, inside the image."""
+        start = tuple(max(0, (a - h) // s * s) for a, h, s in zip(tile.start, self.halo, self.stride))
+        stop = tuple(min(n, -(-(b + h) // s) * s) for b, h, s, n in zip(tile.stop, self.halo, self.stride, image))
+        return Box(start, stop)
+
 
 def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
     """``length`` pixels as ``parts`` consecutive ranges, as even as borders on multiples of ``stride`` allow."""
@@ -149,10 +155,8 @@ def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
 
 
 def window(tile: Box, image, reach: Reach) -> Box:
-    """The pixels to compute so that the tile comes out exact: the halo around it, on the stride grid, inside the image."""
-    start = tuple(max(0, (a - h) // s * s) for a, h, s in zip(tile.start, reach.halo, reach.stride))
-    stop = tuple(min(n, -(-(b + h) // s) * s) for b, h, s, n in zip(tile.stop, reach.halo, reach.stride, image))
-    return Box(start, stop)
+    """Return the pixels to read for a tile of an image."""
+    return reach.window(tile, image)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from distseg.comm.collective import Alone
 from distseg.data.picture import rgb
 from distseg.data.store import shrunken
 from distseg.geometry.layout import Layout, scales_of
+from distseg.geometry.resize import Follow
 from distseg.geometry.tile import Box, strips
 from distseg.infer.patches import PatchPredictor
 from distseg.infer.predictor import Predictor
@@ -31,6 +32,7 @@ from distseg.models.capture import as_network
 from distseg.models.layers import CutTo, Mean, Spread
 from distseg.models.network import IMAGE, Network, channels_of_maps
 from distseg.models.patches import PatchNetwork
+from distseg.models.resize import ResizeTo
 from distseg.pipeline.build import place_model
 from distseg.scene import Scene
 from distseg.spatial.context import Context
@@ -86,9 +88,9 @@ class _OfPooled:
         self.pools = [name for name in pools if reads[name][0] == self.source]
         self.after: list[str] = []  # what makes the answer of what is pooled
         for name in reads:
-            if name not in self.pools and set(reads[name]) & {*self.pools, *self.after}:
+            if name not in self.pools and set(self.network.cells_read(name)) & {*self.pools, *self.after}:
                 self.after.append(name)
-        vectors = {source for name in self.after for source in reads[name]} - set(self.after) | set(self.pools)
+        vectors = {source for name in self.after for source in self.network.cells_read(name)} - set(self.after) | set(self.pools)
         channels = dict(zip((IMAGE, *reads), channels_of_maps(self.network)))
         if any(channels[name] for name in vectors):
             raise ValueError(_NO_POOLING)
@@ -101,7 +103,7 @@ class _OfPooled:
         def answer(*pooled: Tensor) -> Tensor:
             there = found | dict(zip(self.pools, pooled))
             for name in self.after:
-                there[name] = self.network.get_submodule(name)(*(there[source] for source in self.network.reads[name]))
+                there[name] = self.network.get_submodule(name)(*(there[source] for source in self.network.cells_read(name)))
             return there[(*self.pools, *self.after)[-1]]
 
         size = tuple(scene.size)
@@ -119,10 +121,13 @@ class _OfPooled:
 
     def _drawing(self, slopes: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
         """The network whose answer to an image of this size is its heat, of a map of so many cells."""
-        scales = [int(scales_of(self.graph, dim)[self.number]) for dim in range(len(size))]
-        missing = [max(0, -(-n // scale) - cell) for n, cell, scale in zip(size, cells, scales)]
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
         weigh.weight.data = slopes.view(1, -1, 1, 1)
+        if self.graph.sized:  # whose cells share the image evenly
+            to_image = ResizeTo([Follow()] * len(size), "bilinear", False)
+            return self._up_to(self.source, {"heat.weigh": weigh, "heat.positive": nn.ReLU(), "heat.resized": to_image}, {"heat.resized": ("heat.positive", IMAGE)})
+        scales = [int(scales_of(self.graph, dim)[self.number]) for dim in range(len(size))]
+        missing = [max(0, -(-n // scale) - cell) for n, cell, scale in zip(size, cells, scales)]
         more = {"weigh": weigh, "positive": nn.ReLU(), "beside": nn.ReplicationPad2d((0, missing[1], 0, missing[0]))}
         more |= {"resized": nn.Upsample(scale_factor=tuple(map(float, scales)), mode="bilinear", align_corners=False), "cut": CutTo()}
         return self._up_to(self.source, {f"heat.{name}": layer for name, layer in more.items() if name != "beside" or any(missing)}, {"heat.cut": ("heat.resized", IMAGE)})

@@ -24,7 +24,7 @@ from distseg.models.trace import CanNotCapture, Trace, trace
 
 _UNITS = (64, 256)  # pixels; the second for networks that want images to be multiples of more
 _COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units
-_ODD = ((0, 1, 0), (1, 0, 1), (1, 1, 0))  # and what is added to them, in units of the multiple
+_ODD = ((0, 1, 3), (1, 2, 0), (3, 5, 1))  # and what is added to them, in units of the multiple
 _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number of its dims
 
 
@@ -109,7 +109,9 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
 
     @cache
     def check(size: tuple[int, ...], images: int) -> None:
-        Reader(shapes, [*sizes, size], [*traces, trace(empty, channels, size, images)], made)
+        seen_too = Reader(shapes, [*found.sizes, size], [*found.traces, trace(empty, channels, size, images)], made)
+        if (other := found.differs(seen_too)) is not None:
+            raise CanNotCapture(f"the size of what {other} makes follows other sizes than it does with other images")
 
     network.check = check
     _check_same(model, network, channels, (max(_SIDE[dims - 1], multiple),) * dims)

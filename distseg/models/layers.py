@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 from distseg.altered import genuine, hooked
 from distseg.geometry.receptive import POINTWISE
 from distseg.models.axes import Axes, closed, opened, places_of
+from distseg.models.resize import Follows
 
 _local = threading.local()
 
@@ -243,17 +244,6 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
         return super().forward(x.reshape(len(x), self.num_features, -1)).view_as(x)
 
 
-class Restride(nn.Module):
-    """A vector, where maps have whole ``by`` times as many places, or (``fewer``) as few: what it is called with."""
-
-    def __init__(self, by: Sequence[int], fewer: bool):
-        super().__init__()
-        self.by, self.fewer = tuple(by), fewer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def as_vector(x: Tensor, dims: int) -> Tensor:
     """(N, ...) -> (N, ?, 1, ...), of an image with so many dims."""
     return x.reshape(len(x), -1, *(1,) * dims)
@@ -446,6 +436,8 @@ def outline(model: nn.Module) -> nn.Module:
             layer.joined = partial(_joined, layer.joined)
         elif type(layer) is nn.Upsample:
             layer.forward = partial(_resized, layer)
+        elif isinstance(layer, Follows):
+            layer.made = _sized
         elif genuine(layer, POINTWISE):
             layer.forward = lambda input: input
     return copied
@@ -475,11 +467,15 @@ def _joined(join: Callable, *maps: Tensor) -> Tensor:
     return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
+def _sized(x: Tensor, size: Sequence[int]) -> Tensor:
+    return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device="meta")
+
+
 def _resized(layer: nn.Upsample, x: Tensor) -> Tensor:
     wanted, dims = layer.size if layer.size is not None else layer.scale_factor, x.dim() - 2
     each = wanted if isinstance(wanted, tuple) else (wanted,) * dims
     size = each if layer.size is not None else (math.floor(n * by) for n, by in zip(x.shape[2:], each))
-    return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device="meta")
+    return _sized(x, size)
 
 
 def padded(model: nn.Module, multiple: int) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from distseg.altered import hooked
 from distseg.models.bands import answer_of, bands_of, dims_of
 from distseg.models.layers import Pop, Stash, is_vector, outline, register, skip_store
+from distseg.models.resize import Follows
 
 IMAGE = "image"
 T = TypeVar("T")
@@ -79,6 +80,10 @@ class Network(nn.Module):
             raise ValueError(f"layer {name} has the name of a group of others: give it another name")
         holder.add_module(last, layer)
 
+    def cells_read(self, name: str) -> tuple[str, ...]:
+        """Return what a layer reads, without the map of which it looks at the size alone."""
+        return self.reads[name][:-1] if isinstance(self.get_submodule(name), Follows) else self.reads[name]
+
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
         """Parameters and buffers that no layer has: an optimizer may let them decay."""
         if tensors:
@@ -107,6 +112,16 @@ class Call:
     name: str
     layer: nn.Module
     inputs: tuple[int, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The maps of which it looks at cells: not the one that only tells a size."""
+        return self.inputs if self.like is None else self.inputs[:-1]
+
+    @property
+    def like(self) -> int | None:
+        """The map whose size alone it looks at, the last of those that it is called with."""
+        return self.inputs[-1] if isinstance(self.layer, Follows) else None
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -191,7 +206,7 @@ def _check_in_place(calls: Sequence[Call]) -> None:
         if isinstance(call.layer, (nn.Identity, Stash, nn.modules.dropout._DropoutNd)):
             same[number + 1] = same[call.inputs[0]]
         else:
-            for source in call.inputs:
+            for source in call.reads:
                 readers[same[source]] = readers.get(same[source], 0) + 1
     for number, call in enumerate(calls):
         if getattr(call.layer, "inplace", False) and readers.get(same[call.inputs[0]], 0) > 1:

@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distseg.geometry.resize import Follow
 from distseg.models.axes import Axes, axes_of, channels_of, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
-from distseg.models.layers import Derived, DropImage, Fixed, Formula, Map, Own, Read, Restride, Step, VectorDropout, register
+from distseg.models.following import followed
+from distseg.models.layers import Derived, DropImage, Fixed, Formula, Map, Own, Read, Step, VectorDropout, register
 from distseg.models.network import IMAGE, Dropped, Network
+from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
 from distseg.models.values import Sizes, Value
@@ -40,7 +43,8 @@ class Reader:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[tuple[int, ...]], traces: Sequence[Trace], rule: Callable[["Reader", tuple, dict], Any]):
-        self.shapes, self.dims, self.traces, self._rule = shapes, len(sizes[0]), traces, rule
+        self.shapes, self.dims, self.sizes, self.traces, self._rule = shapes, len(sizes[0]), tuple(sizes), traces, rule
+        self.told: dict[str, Any] = {}  # of layers by name, how their sizes follow others
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
@@ -94,6 +98,11 @@ class Reader:
         self.layers = {name: layer for name, layer in self.layers.items() if name in needed}
         self.names = {own: user for own, user in self.names.items() if own.rpartition(".")[0] in needed}
         self.dropouts = {number: dropped for number, dropped in self.dropouts.items() if dropped.layer in needed}
+
+    def differs(self, other: "Reader") -> str | None:
+        """Return a layer that another reader of this network, with more traces, makes otherwise; None if there is none."""
+        mine, theirs = ({name: (reads, reader.told.get(name)) for name, (_, reads) in reader.layers.items()} for reader in (self, other))
+        return next((name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)), None)
 
     # the call that is read
 
@@ -243,6 +252,18 @@ class Reader:
         self._add(name, lambda tensor: make({own: tensor(user) for own, user in used.items()}), reads)
         self.names.update({f"{name}.{own}": user for own, user in used.items()})
         return Value(name, shapes, axes)
+
+    def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
+        """A map, and how sizes follow its own; ``x``: what is to get them."""
+        if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
+            raise self.refusal(f"makes {'x'.join(map(str, sizes[0]))} places of {'x'.join(map(str, x.sizes[0]))}, as many as no other map has, and no fraction of one")
+        return found
+
+    def following(self, make: Callable[[], nn.Module], x: Value, like: Value, rules: Sequence[Follow]) -> Value:
+        """A layer whose size follows that of the map ``like`` by ``rules``."""
+        made = self.emit(lambda _: make(), [x, like])
+        self.told[made.name] = tuple(rules)
+        return made
 
     def applied(self, function: Callable[..., Tensor], reads: Sequence[Value], what: str, axes: Axes | None = None) -> Value:
         """A function of single cells that the user's call is made of, besides others.
@@ -468,15 +489,14 @@ class Reader:
         raise self.refusal(f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} places, as many as no other map has")
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """A vector, where maps have whole times as many, or as few, places."""
+        """A vector, where maps have as many places as ``sizes`` say."""
         if sizes == x.sizes:
             return x
-        for fewer, by in ((False, _whole_times(sizes, x.sizes)), (True, _whole_times(x.sizes, sizes))):
-            if by is not None:
-                name = self._unique(f"{self._name()}_places")
-                self._add(name, lambda _, by=by, fewer=fewer: Restride(by, fewer), [x])
-                return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
-        raise self.refusal(f"joins {x!r}, taken of a map of {x.sizes[0]}, with a map of {sizes[0]}: whole times as many places, or as few, are known")
+        like, rules = self.followed(x, sizes)
+        name = self._unique(f"{self._name()}_places")
+        self._add(name, lambda _: VectorAt(rules), [x, like])
+        self.told[name] = tuple(rules)
+        return replace(x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes)))
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
         """Vectors among maps, or among others of a smaller one's size, where those they are joined with are."""
@@ -539,9 +559,13 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 
 
 def _whole_times(large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """By which all sizes are larger than others, along each dim; None where that is no whole number, or not the same one."""
-    factors = {tuple(n // m if n % m == 0 else 0 for n, m in zip(*pair)) for pair in zip(large, small)}
-    return factors.pop() if len(factors) == 1 and all(next(iter(factors))) else None
+    """By which all sizes are larger than others, along each dim, rests left out; None where that is no whole number, or not the same one."""
+    factors = [_divisor(*each) for each in zip(zip(*large), zip(*small))]
+    return tuple(factors) if all(factors) else None
+
+
+def _divisor(large: Sequence[int], small: Sequence[int]) -> int | None:
+    return next((k for k in range(1, large[0] // max(1, small[0]) + 1) if all(n // k == m for n, m in zip(large, small))), None)
 
 
 def _itself(x: Tensor) -> Tensor:

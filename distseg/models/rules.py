@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from distseg.models.arranging import filled_up, spread, whole
+from distseg.models.arranging import filled_up, whole
 from distseg.models.layers import Fill, Max, Mean, Sum, VectorNorm
 from distseg.models.reader import Reader, has_sizes
 from distseg.models.reducing import of_image
 from distseg.models.rules_channels import Channels
+from distseg.models.rules_places import Places
 from distseg.models.rules_statistics import Statistics
 from distseg.models.trace import Kept, Made
 from distseg.models.values import Value
@@ -217,27 +218,6 @@ class Rules:
 
     lp_pool1d = lp_pool3d = lp_pool2d
 
-    def interpolate(self: Reader, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None, antialias=False):
-        x = self.value(input)
-        if x.vector:
-            if x.grid is None:
-                raise self.refusal(f"resizes {x!r}, where a map or a grid is expected")
-            return spread(self, x) if set(x.grid) == {1} else spread(self, x, mode=mode, align_corners=align_corners)
-        x = self.map(x)
-        if mode == "area":
-            raise self.refusal("has mode area: nearest, bilinear and bicubic are known")
-        factors = {tuple(m / n for m, n in zip(c.shapes[0][2:], had)) for c, had in zip(self.current, x.sizes)}
-        if len(factors) > 1 or antialias:
-            raise self.refusal("resizes by a factor that depends on the image's size, or with antialias: by a whole factor it is known")
-        (factors,) = factors
-        if all(f == 1 for f in factors):
-            return x
-        if any(f != int(f) for f in factors):
-            raise self.refusal(f"resizes by {factors[0]:g}: by a whole factor it is known")
-        return self.layer(nn.Upsample, x, scale_factor=tuple(float(f) for f in factors), mode=mode, align_corners=align_corners)
-
-    upsample = interpolate
-
     def pixel_shuffle(self: Reader, input, upscale_factor):
         return self.layer(nn.PixelShuffle, self.map(input), upscale_factor)
 
@@ -296,4 +276,4 @@ def _rooted(means: torch.Tensor, count: int, p: float) -> torch.Tensor:
     return (torch.sign(means) * torch.relu(torch.abs(means))).mul(count).pow(1.0 / p)
 
 
-_RULES = {name: rule for group in (Rules, Channels, Statistics) for name, rule in vars(group).items() if not name.startswith("__") or name in ("__getitem__", "__matmul__", "__rmatmul__")}
+_RULES = {name: rule for group in (Rules, Channels, Places, Statistics) for name, rule in vars(group).items() if not name.startswith("__") or name in ("__getitem__", "__matmul__", "__rmatmul__")}

@@ -230,10 +230,14 @@ class _Recorder(TorchFunctionMode):
         return called
 
     def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
-        """Of norms a tensor like what they are given: PyTorch works that out by hundreds of small steps."""
+        """What it makes, by a shorter way where PyTorch works out the shape by hundreds of small steps: norms, and resizing but for the nearest places."""
         if _plain(name) in _NORMS:
             return torch.empty_like(args[0] if args else kwargs["input"])
         args, kwargs = all_on_meta(args, kwargs)
+        if _plain(name) == "interpolate":
+            given = dict(zip(("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"), args)) | kwargs
+            if given.get("mode") in _SMOOTH:
+                return function(**given | dict(mode="nearest", align_corners=None, antialias=False))
         return function(*args, **kwargs)
 
     def _note(self, x: Tensor, value: Made, rebound: set[int]) -> None:
@@ -318,6 +322,7 @@ def _plain(name: str) -> str:
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
+_SMOOTH = ("linear", "bilinear", "bicubic", "trilinear")
 _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 

@@ -95,7 +95,7 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         parameters = sum(p.numel() for p in call.layer.parameters())
         result, convolves = numbers.of(output), any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
         found.append(LayerCost(name, device.seconds(forward), device.seconds(backward), parameters, 0, output.nbytes, keeps, result, convolves))
-    inputs = tuple(call.inputs for call in calls_of(model))
+    inputs = tuple(call.reads for call in calls_of(model))
     return Costs(tuple(_counted_once(found, numbers.sizes)), tuple(numbers.sizes), inputs, f"modelled for {device.name}")
 
 

@@ -54,7 +54,7 @@ class _Alias(torch.autograd.Function):
 def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
     """Each layer in order, fed with what those before it gave: who takes one runs its forward."""
     calls = calls_of(model)
-    frees, readers = last_readings([call.inputs for call in calls], range(len(calls))), Counter(source for call in calls for source in call.inputs)
+    frees, readers = last_readings([call.inputs for call in calls], range(len(calls))), Counter(source for call in calls for source in call.reads)
     maps = {0: x}
     for number, call in enumerate(calls):
         found = Alone(call.layer, [maps[source] for source in call.inputs], call.inputs.index(0) if 0 in call.inputs else None, readers[number + 1])

@@ -98,7 +98,7 @@ class Partition:
                         f"layers {layer} and {position} share a weight, but lie in the stages {first} and {stage}, each of which would train its own: "
                         "set pipeline.balance so that one stage has both, or give each a weight of its own"
                     )
-        edges = edges_between(ranges, [call.inputs for call in calls], _names(calls), _trained(calls))
+        edges = edges_between(ranges, [call.reads for call in calls], _names(calls), _trained(calls))
         return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
 
     @property
@@ -133,6 +133,6 @@ def _trained(calls: Sequence[Call]) -> set[int]:
     """The maps that are made with a weight that is trained."""
     found: set[int] = set()
     for number, call in enumerate(calls):
-        if found.intersection(call.inputs) or any(p.requires_grad for p in call.layer.parameters()):
+        if found.intersection(call.reads) or any(p.requires_grad for p in call.layer.parameters()):
             found.add(number + 1)
     return found

@@ -7,6 +7,8 @@ any exchange (``all``) tiles are windows at first, and each layer computes no mo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import reduce
 from typing import Callable, Sequence
 
 import torch
@@ -18,13 +20,23 @@ from distseg.comm.mail import Mail
 from distseg.extents import Extents
 from distseg.geometry.graph import Graph
 from distseg.geometry.layout import Layout, Part
-from distseg.geometry.tile import Box, check_grid, split
+from distseg.geometry.tile import Box, Reach, check_grid, split
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
 from distseg.spatial.local import cropped, fill_of, framed, fuses, run
 from distseg.spatial.norm import DistributedNorm
 
 Cell = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TrueReach(Reach):
+    """The reach of a network whose layers see as far as the sizes of maps say: ``halo`` is what tiles of some images need, and windows are worked out for each image."""
+
+    exchange: Exchange
+
+    def window(self, tile: Box, image: Sequence[int]) -> Box:
+        return self.exchange.window(tile, image)
 
 
 class Exchange:
@@ -66,6 +78,13 @@ class Exchange:
             borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
             self._layouts[image] = Layout(self.graph, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
         return self._layouts[image]
+
+    def window(self, tile: Box, image: Sequence[int]) -> Box:
+        """Return the pixels that a tile needs of an image before it exchanges anything, and those that it stores for its borders."""
+        layout = self.layout(image)
+        cell, first = layout.cell_of(tile), [number for number in self.graph.readers[0] if self.graph[number].first == 0]
+        taken = [layout.part(number, cell).taken for number in first if number in layout.points]
+        return reduce(Box.hull, taken, layout.made(0, cell))
 
     def layers(self, maps: list[dict[int, Tensor]], context: Context, first: int) -> Callable[[int, nn.Module], list[Tensor]]:
         """What computes a layer, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.

@@ -22,11 +22,14 @@ from distseg.geometry.footprint import Align, Footprint, Gather, Interpolate, Sc
 from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE
+from distseg.geometry.resize import Follow, Resize
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, Mean, Pop, Restride, Spread, Stash, Sum, is_vector
+from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, Mean, Pop, Spread, Stash, Sum, is_vector
 from distseg.models.network import Call
+from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.norm import NORMS, DistributedNorm
+from distseg.spatial.resize import Placed, resized
 
 
 def _conv3d(x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int) -> Tensor:
@@ -64,6 +67,8 @@ def node_of(call: Call, dims: int) -> Node:
     name, layer = call.name, call.layer
     if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula):
         return Node(name, call.inputs)
+    if isinstance(layer, Follows):
+        return Node(name, call.reads, layer.footprints(), call.like)
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
         raise ValueError(f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map")
@@ -118,6 +123,8 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
     """
     if isinstance(layer, Derived):
         layer = layer.filled()
+    if isinstance(layer, Placed):
+        layer = layer.inner
     if isinstance(layer, Spread):
         return layer.part(others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)])
     if others:
@@ -142,12 +149,15 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
 
 def fill_of(layer: nn.Module) -> float | None:
     """What a layer's padding consists of; None where it has none of its own to fill in (mirror images are made from the map)."""
+    layer = layer.inner if isinstance(layer, Placed) else layer
     if isinstance(layer, _CONVS):
         return 0.0 if fuses(layer) else None
     if isinstance(layer, _MAX):
         return -math.inf
     if isinstance(layer, nn.modules.padding._ConstantPadNd):
         return layer.value
+    if isinstance(layer, FitTo):
+        return layer.value if layer.mode == "constant" else None
     return 0.0 if isinstance(layer, (*_AVG, Fill)) else None
 
 
@@ -261,35 +271,67 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
 # up-sampling and padding
 
 
-def _factors(up: nn.Module, dims: int) -> tuple[int, ...]:
+def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
+    """The whole numbers of cells that each cell becomes; None where it scales by others, or to a size."""
     if up.scale_factor is None:
-        raise _Unsupported("it scales to a fixed size; give a scale_factor")
+        return None
     factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
-    if any(f != int(f) or f < 1 for f in factors):
-        raise _Unsupported(f"its scale_factor is {up.scale_factor}; whole numbers are supported")
-    return tuple(int(f) for f in factors)
+    whole = all(f == int(f) >= 1 for f in factors) and not (up.align_corners and up.mode == "bicubic")
+    return tuple(int(f) for f in factors) if whole else None
 
 
 def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
     factors = _factors(up, dims)
+    if factors is None:
+        return _resize_footprints(up, dims)
     if up.mode in ("nearest", "nearest-exact"):
         return tuple(Scatter(f, f) for f in factors)
     if up.align_corners:
-        if up.mode == "bicubic":
-            raise _Unsupported("bicubic with align_corners=True is not known here; use bilinear, or set it to False")
         return tuple(Align(f) for f in factors)
-    if up.mode not in _FURTHER:
-        raise _Unsupported(f"mode {up.mode} is not known here; use nearest, bilinear or bicubic")
     return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
+
+
+def _resize_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    """To a fixed size, or by a factor that is no whole number."""
+    wanted = _tuple(up.size, dims) if up.size is not None else None
+    factors = None if wanted else up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
+    rules = [Follow(0, n) for n in wanted] if wanted else [Follow(factor=float(f)) for f in factors]
+    places = [None if wanted or up.recompute_scale_factor else float(f) for f in factors or wanted]
+    return tuple(Resize(kernel_of(up.mode), bool(up.align_corners), rule, factor) for rule, factor in zip(rules, places))
 
 
 def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     factors = _factors(up, len(part.size))
+    if factors is None:
+        return _resized(up, _resize_footprints(up, len(part.size)), x, have, part)
     if not up.align_corners or part.taken == Box.whole(part.size):
         return _grown(up, factors, x, have, part)
     x = cropped(x, have, part.taken)
     for dim, (n, f, first, a, b) in enumerate(zip(part.size, factors, part.taken.start, part.made.start, part.made.stop), 2):
         x = _aligned(x, dim, n, n * f, first, range(a, b))
+    return x
+
+
+def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: Part) -> Tensor:
+    return _resized(lambda x: layer.made(x, part.result), layer.footprints(), x, have, part, layer.factors == RATIO)
+
+
+def _resized(whole: Callable[[Tensor], Tensor], footprints: Sequence[Resize], x: Tensor, have: Box, part: Part, ratio: bool = False) -> Tensor:
+    """Resize a part; of a map that is there as a whole, and wanted so, by PyTorch's kernel."""
+    x = cropped(x, have, part.taken)
+    if part.taken.size == part.size and part.made.size == part.result:
+        return whole(x)
+    return resized(x, footprints, part, ratio)
+
+
+def _fit_to(layer: FitTo, x: Tensor, have: Box, part: Part) -> Tensor:
+    if layer.mode == "constant":
+        return _padded(*_fitted(x, have, part.raw), layer.value)
+    x, have = _mirrored(x, have, part, layer.mode)
+    return cropped(x, have, part.raw)
+
+
+def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: Part) -> Tensor:
     return x
 
 
@@ -322,10 +364,6 @@ def _fill_footprints(layer: Fill, dims: int) -> tuple[Footprint, ...]:
 
 def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
     return _padded(*_fitted(x, have, part.raw))
-
-
-def _restride_footprints(layer: Restride, dims: int) -> tuple[Footprint, ...]:
-    return tuple(Gather(f, f) if layer.fewer else Scatter(f, f) for f in layer.by)
 
 
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[Footprint, ...]:
@@ -383,8 +421,10 @@ _FOOTPRINTS = (
     ((*_MAX, *_AVG), _pool_footprints),
     (nn.Upsample, _up_footprints),
     (nn.PixelShuffle, _shuffle_footprints),
-    (Restride, _restride_footprints),
     (Fill, _fill_footprints),
     ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
 )
-_RUN = ((_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad), (Fill, _fill))
+_RUN = (
+    (_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad),
+    (Fill, _fill), (ResizeTo, _resize_to), (FitTo, _fit_to), (VectorAt, _vector_at),
+)  # fmt: skip

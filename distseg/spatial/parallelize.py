@@ -12,6 +12,7 @@ import re
 import warnings
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -24,6 +25,7 @@ from distseg.launch import check_launcher
 from distseg.models.bands import bands_of, dims_of
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, of_image, refusals
+from distseg.models.resize import Follows
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
@@ -31,6 +33,7 @@ from distseg.spatial.graph import graph_of
 from distseg.spatial.local import check_plain
 from distseg.spatial.mean import DistributedMean
 from distseg.spatial.norm import NORMS, STATISTICAL, DistributedNorm, commit
+from distseg.spatial.resize import Placed
 from distseg.spatial.skip import DenseCat, DensePop
 from distseg.spatial.statistics import twin_of
 
@@ -238,6 +241,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         twin = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
         _put(model, name, twin(layer, context, stride, name))
     inputs = None if vector and graph is None else _inputs(model)  # nobody knows where its vector begins
+    _place(model, graph, context)
     for part in _flat_parts(model):
         _fold(part)
         _act_in_place(part)
@@ -277,7 +281,22 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
     except ValueError:
         return None
     hides = lambda layer: not isinstance(layer, DistributedNorm) and any(isinstance(m, DistributedNorm) for m in layer.modules())
-    return None if any(hides(call.layer) for call in calls) else [call.inputs for call in calls]
+    return None if any(hides(call.layer) for call in calls) else [call.reads for call in calls]
+
+
+def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
+    """Tell layers whose size follows another map's what size that is, as that map may be elsewhere."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, Follows):
+            if graph is None:
+                raise ValueError(f"layer {name} ({type(layer).__name__}) has the size of another map, but not all layers of this network are known, so its size can't be worked out")
+            _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
+
+
+def _size_of(graph: Graph, name: str, image: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of what a layer makes of an image."""
+    number = next(number for number, node in enumerate(graph) if node.name == name)
+    return graph.sizes(image)[number + 1]
 
 
 def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -308,7 +327,7 @@ def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
         calls = calls_of(part)
     except ValueError:
         calls = [Call(name, layer, (number,)) for number, (name, layer) in enumerate(flat_layers(part))]
-    return calls, Counter(source for call in calls for source in call.inputs * (1 + isinstance(call.layer, Stash)))
+    return calls, Counter(source for call in calls for source in call.reads * (1 + isinstance(call.layer, Stash)))
 
 
 def _fold(part: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from distseg.check import check_settings
 from distseg.comm.collective import add
 from distseg.comm.staging import upload
-from distseg.config import Config
+from distseg.config import Config, SpatialConfig
 from distseg.data.sampler import Rows
 from distseg.extents import Extents
 from distseg.geometry.tile import Reach
@@ -34,7 +34,7 @@ from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
 from distseg.spatial.conv import weights_apart
-from distseg.spatial.exchange import Exchange
+from distseg.spatial.exchange import Exchange, TrueReach
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.graph import graph_of, reach_for
 from distseg.spatial.norm import live_layers
@@ -133,7 +133,7 @@ class Engine(Descent):
     @property
     def reading(self) -> Reach:
         """What is read around a tile: nothing, where borders of pixels are exchanged."""
-        return self.reach if tiles_in_time(self.config) else read_around(self.reach, self.exchange)
+        return read_around(self.config, self.reach, self.exchange)
 
     def to_device(self, piece: Piece) -> Piece:
         """The piece where the model begins, labels where it ends, in its dtype and memory format."""
@@ -216,14 +216,23 @@ def check_parts(config: Config, model: nn.Module) -> None:
     """
     if not is_cut(config):
         return
-    if config.spatial.halo is not None:
-        if any(isinstance(layer, Fill) for layer in model.modules()):
-            raise ValueError(f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out")
-        return
+    if config.spatial.halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
+        raise ValueError(f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out")
     try:
-        graph_of(model)
+        graph = graph_of(model)
     except ValueError as e:
+        if config.spatial.halo is not None:
+            return
         raise ValueError(f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples), or set spatial.halo, which may be an approximation") from None
+    if (setting := _stands_alone(config.spatial)) and (sized := next((node.name for node in graph if node.sized), None)):
+        raise ValueError(f"{setting}, so that windows go through the network as images of their own, but layer {sized} places its cells by the size of the whole image: leave {setting.split()[0]} out")
+
+
+def _stands_alone(spatial: SpatialConfig) -> str | None:
+    """Return the setting by which a window goes through the network as if it were an image; None if none does."""
+    if spatial.halo is not None:
+        return f"spatial.halo is {spatial.halo}"
+    return "spatial.norm_scope is window" if spatial.norm_scope == "window" else None
 
 
 def owned_per_rank(config: Config) -> Extents:
@@ -310,9 +319,13 @@ def order_in_time(config: Config, linear: bool, live: bool) -> str:
     return "1f1b" if linear and not live else "gpipe"
 
 
-def read_around(reach: Reach, exchange: Exchange | None) -> Reach:
+def read_around(config: Config, reach: Reach, exchange: Exchange | None) -> Reach:
     """What is read of an image for a tile of it."""
-    return Reach((0,) * len(reach.halo), reach.stride) if exchange and exchange.exchanges else reach
+    if exchange and exchange.exchanges and not tiles_in_time(config):
+        return Reach((0,) * len(reach.halo), reach.stride)
+    if exchange and exchange.graph.sized:
+        return TrueReach(reach.halo, reach.stride, exchange)
+    return reach
 
 
 def approximations(config: Config, reach: Reach, exact: Reach) -> list[str]:

@@ -304,3 +304,16 @@ class Unshuffled(nn.Module):
 
     def forward(self, x):
         return self.up(self.head(F.relu(self.first(self.down(x)))))
+
+
+class Described(nn.Module):
+    """A vector of an image, by standardised convolutions and a blur."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.second, self.last = StandardConv(in_channels, 6, 3, padding=1), StandardConv(6, 6, 3, padding=1), nn.Linear(6, out_channels)
+        self.register_buffer("filter", binomial(6))
+
+    def forward(self, x):
+        y = F.conv2d(F.relu(self.first(x)), self.filter, stride=2, padding=1, groups=6)
+        return self.last(F.relu(self.second(y)).mean((2, 3)))

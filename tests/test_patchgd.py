@@ -129,11 +129,11 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("backbone", ["patched", "fixed", "attending"])
+@pytest.mark.parametrize("backbone", ["made_classifiers:patched", "made_classifiers:fixed", "made_classifiers:attending", "made_weights:Described"])
 def test_backbones_of_other_kinds(comm, place, backbone):
-    """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's."""
+    """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's; weights that are computed or buffers."""
     plan, store = config(place, tiles=f"1x{comm.size}", patch=Extents("24x32")), Store(place / "s.h5")
-    plan = replace(plan, model=ModelConfig(f"made_classifiers:{backbone}"))
+    plan = replace(plan, model=ModelConfig(backbone))
     compare(ours(plan, comm, store), papers(plan, store))
 
 

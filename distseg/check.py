@@ -115,7 +115,7 @@ def _with_patchgd(setting: str) -> "Rule":
 RULES = (
     # contradictions
     *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.in_time", "spatial.halo",
-                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory")),
+                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "model.outputs")),
     Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
     *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
       for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once", "grid", "statistics")),
@@ -293,6 +293,9 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         found.append(f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}")
     if config.patchgd.statistics == "pass" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
         found.append("patchgd.statistics pass is without effect: the model has no batch norm")
+    if config.model.outputs:
+        weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
+        found.append(f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction take {next(iter(config.model.outputs))}")
     if config.pipeline.placement == "v" and mesh.stages == 1:
         found.append("pipeline.placement v is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:

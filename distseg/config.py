@@ -91,6 +91,10 @@ class ModelConfig:
     up: Optional[Literal["nearest", "bilinear", "transposed"]] = None
     groups: Optional[int] = None
     """Groups of group norm; for ``norm: group`` only."""
+    inputs: Optional[List[int]] = None
+    """Of your own function whose network is called with several tensors: the bands of each, such as ``[3, 1]``."""
+    outputs: Optional[Dict[str, float]] = None
+    """Of your own function whose network returns several tensors: those that are trained on, by name or number, with the weights of their losses, such as ``{out: 1, aux: 0.4}``. The first is what evaluation and prediction take; maps smaller than the image are resized to it, bilinearly."""
     seed: int = 0
     """Of the initial weights."""
 
@@ -99,7 +103,20 @@ class ModelConfig:
             raise ValueError(f"model.args are those of your own function, package.module:function, but model.name is {self.name}: use the fields of model, such as model.depth")
         if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
             raise ValueError(f"model.pad is {self.pad}, but it is the multiple of pixels, from 2 to 256, that a network of your own wants; distseg's take images of any size")
+        for field in ("inputs", "outputs"):
+            if getattr(self, field) is not None and (":" not in self.name or not getattr(self, field)):
+                raise ValueError(f"model.{field} is {getattr(self, field)}, but it tells the {field} of a network of your own, package.module:function, and model.name is {self.name}: leave it out")
+        if wrong := {name: weight for name, weight in (self.outputs or {}).items() if not 0 < weight < math.inf}:
+            name, weight = next(iter(wrong.items()))
+            raise ValueError(f"model.outputs has {weight:g} for {name}, but the weight of a loss is a number above 0: leave that output out, or give it one")
+        if self.inputs is not None and min(self.inputs) < 1:
+            raise ValueError(f"model.inputs is {self.inputs}, but each input has at least one band")
         _between(self, -_LARGEST, _LARGEST, "seed", "depth", "num_convs", "base_channels", "in_channels", "out_channels", "groups")
+
+
+def output_weights(model: ModelConfig) -> tuple[float, ...]:
+    """Return the weights of the losses of a network's outputs."""
+    return tuple((model.outputs or {"": 1.0}).values())
 
 
 @dataclass(frozen=True)

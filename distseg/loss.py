@@ -16,6 +16,7 @@ Definitions, with labels y, valid pixels those with y != ignore_index:
 from __future__ import annotations
 
 import math
+from typing import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -166,30 +167,37 @@ class Loss:
         sums: numbers K a row of the table.
         linear: dL/dS of what depends on the logits is known from the labels alone, before any forward pass.
 
+    Args:
+        classes: C, of each output.
+        outputs: weights of several outputs of a network, whose losses are added up; their logits lie side by side in the channels.
+
     Raises:
         ValueError: a name, value or setting that can not be, or a setting that none of the terms takes.
     """
 
-    def __init__(self, config: LossConfig, classes: int):
+    def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
         _check(config)
+        self.outputs = tuple(outputs)
         self.config = config
         self.terms = [(weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)]
-        self.sums = sum(term.sums for _, term in self.terms)
+        self.sums = len(self.outputs) * sum(term.sums for _, term in self.terms)
         self.linear = is_linear(config.name)
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(B, C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
+        """(B, outputs * C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.stack(
-            [torch.cat([term.of(logits[b : b + 1], labels[b : b + 1]) for _, term in self.terms]) for b in range(len(logits))]
-        )
+        each = logits.chunk(len(self.outputs), 1)
+        return torch.stack([torch.cat([term.of(z[b : b + 1], labels[b : b + 1]) for z in each for _, term in self.terms]) for b in range(len(logits))])
 
     def counts(self, labels: Tensor) -> Tensor:
         """The part of :meth:`rows` that labels determine, zeros elsewhere; float64."""
-        return torch.stack([torch.cat([term.counts(y) for _, term in self.terms]) for y in labels])
+        return torch.stack([torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs)) for y in labels])
 
     def value(self, table: Tensor) -> Tensor:
         """L(S) of the table (images, K) of a whole step."""
+        return sum(weight * self._of_output(part) for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1)))
+
+    def _of_output(self, table: Tensor) -> Tensor:
         parts = table.split([term.sums for _, term in self.terms], 1)
         return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distseg.check import check_settings
-from distseg.config import Config
+from distseg.config import Config, output_weights
 from distseg.geometry.tile import Place, owned_tiles
 from distseg.launch import memory_in_use
 from distseg.loss import Loss
@@ -56,7 +56,7 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
     partition = partition_of(config, model, image, read_around(config, reach, exchange))
     owned = owned_tiles(image, config.mesh.tiles, owned_per_rank(config), (0,) * len(image), read_around(config, reach, exchange))
     places = [Place(tuple(image), tile, window, tuple(range(config.data.images)), ()) for tile, window in owned]
-    loss = Loss(config.loss, channels_of(model)[1])
+    loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
     for rank in range(config.mesh.stages):
         if tiles_in_time(config):
             yield _in_time(config, model, exchange, partition, places, loss, rank)

@@ -124,7 +124,9 @@ def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int, 
         with whole.of(batch):
             outputs = model(torch.stack([image.pixels for image in batch]))
         logits.update(zip((image.number for image in batch), outputs))
-    return serial_loss(config.loss, [logits[i.number] for i in images], [i.labels for i in images]), whole
+    labels, weights = [i.labels for i in images], (config.model.outputs or {"": 1.0}).values()
+    outputs = zip(*(logits[i.number].chunk(len(weights)) for i in images))  # of each, the logits of all images
+    return sum(weight * serial_loss(config.loss, list(each), labels) for weight, each in zip(weights, outputs)), whole
 
 
 def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

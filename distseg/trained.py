@@ -20,6 +20,7 @@ from distseg.checkpoint.own_runs import distrusted
 from distseg.config import Config, ModelConfig, PatchgdConfig, TrainConfig
 from distseg.models.bands import tell
 from distseg.models.capture import as_network
+from distseg.models.joined import joined
 from distseg.models.layers import padded
 from distseg.models.patch_zoo import patch_network
 from distseg.models.zoo import build_model, plain_model
@@ -217,7 +218,9 @@ def _open(model: ModelConfig) -> ModelConfig:
 
 
 def _as_trained(model: nn.Module, manifest: dict) -> nn.Module:
-    multiple = manifest["config"]["model"].get("pad")
+    trained = manifest["config"]["model"]
+    multiple, outputs = trained.get("pad"), trained.get("outputs")
+    joined(model, trained.get("inputs"), outputs and tuple(outputs))
     return model if multiple is None else padded(model, multiple)
 
 

@@ -48,7 +48,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         for setting, value, more in [
             ("mesh.stages", 2, {}), ("pipeline.placement", "v", {"mesh.stages": 1}), ("pipeline.schedule", "gpipe", {}), ("pipeline.balance", [2], {}), ("pipeline.recompute", "always", {}),
             ("spatial.tiles_per_rank", Extents("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}),
-            ("spatial.norm_scope", "window", {}), ("run.memory", "4GB", {}),
+            ("spatial.norm_scope", "window", {}), ("run.memory", "4GB", {}), ("model.outputs", {"out": 1.0, "aux": 0.4}, {"model.name": "nets:deep"}),
         ]
     },
     ("spatial.in_time", "train.method"): ({"spatial.in_time": "spill", **PATCHES}, {"train.method": "exact", "patchgd.patch": Extents((128, 128)), "spatial.tiles_per_rank": Extents("2x2")}),

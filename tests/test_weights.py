@@ -111,7 +111,7 @@ def test_a_run_is_loaded_and_exported(tmp_path):
     model, data = ModelConfig("made_weights:Resampled"), DataConfig(store=str(tmp_path / "store.h5"))
     train(Config(model=model, data=data, train=TrainConfig(epochs=1, output=str(tmp_path / "run")), mesh=MeshConfig(reducer="mpi")), MPI.COMM_SELF)
     fresh = made_weights.Resampled(2, 3)
-    loaded = distseg.load(tmp_path / "run", made_weights.Resampled(2, 3))
+    loaded = distseg.load(tmp_path / "run", made_weights.Resampled(2, 3)).network
     assert torch.equal(loaded.filter, fresh.filter) and not torch.equal(loaded.first.weight, fresh.first.weight)
     export(str(tmp_path / "run"), model, str(tmp_path / "out"), ["safetensors", "torch"])  # which holds the program against the module
     assert load_file(tmp_path / "out/model.safetensors").keys() == loaded.state_dict().keys()

@@ -29,7 +29,7 @@ from distseg.infer.patches import PatchPredictor
 from distseg.infer.predictor import Predictor
 from distseg.models.bands import tell_like
 from distseg.models.capture import as_network
-from distseg.models.layers import CutTo, Mean, Spread
+from distseg.models.layers import CutTo, MainOutput, Mean, Spread
 from distseg.models.network import IMAGE, Network, channels_of_maps
 from distseg.models.patches import PatchNetwork
 from distseg.models.resize import ResizeTo
@@ -81,6 +81,9 @@ class _OfPooled:
     def __init__(self, model: nn.Module, predictor: Predictor):
         self.network, self.predictor = as_network(model).eval(), predictor
         reads = self.network.reads if isinstance(self.network, Network) else {}
+        if reads and isinstance(self.network.get_submodule(last := [*reads][-1]), MainOutput):  # poolings of other outputs say nothing of the first one
+            self.network = self._up_to(reads[reads[last][0]][0])
+            reads = self.network.reads
         pools = [name for name in reads if isinstance(self.network.get_submodule(name), Mean)]
         if not pools:
             raise ValueError(_NO_POOLING)

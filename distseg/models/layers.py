@@ -278,6 +278,20 @@ class DropImage(nn.Module):
         return f"p={self.p:g}"
 
 
+class MainOutput(nn.Module):
+    """In evaluation the first of several outputs that lie side by side in the channels, (N, outputs * C, *size) -> (N, C, *size); in training all."""
+
+    def __init__(self, outputs: int):
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x[:, : x.shape[1] // self.outputs]
+
+    def extra_repr(self) -> str:
+        return str(self.outputs)
+
+
 class Step(NamedTuple):
     """A function and its arguments, in which ``Map(i)`` stands for the i-th tensor at hand and ``Own(name)`` for one of a layer's own."""
 
@@ -498,7 +512,7 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
             return _taken(y, x.shape[2:])
         return y[(..., *(slice(0, n) for n in x.shape[2:]))]
 
-    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": __name__})
+    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__})
     return model
 
 

@@ -10,13 +10,14 @@ import inspect
 import os
 import sys
 from importlib import import_module
-from typing import Callable
+from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from distseg.blame import blame, blaming
 from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
+from distseg.models.joined import WrongEnds, joined
 from distseg.models.layers import hollow, outline, skip_store
 from distseg.models.meta import OnMeta
 
@@ -56,8 +57,13 @@ def _choices(module) -> str:
     return f"choose {', '.join(own[:8])}{' or another' if len(own) > 8 else ''}" if own else "define it there"
 
 
-def built(name: str, builder: Callable[..., nn.Module], arguments: dict, own: dict = {}) -> nn.Module:
+def built(
+    name: str, builder: Callable[..., nn.Module], arguments: dict, own: dict = {}, inputs: Sequence[int] | None = None, outputs: Sequence[str] | None = None
+) -> nn.Module:  # fmt: skip
     """The network that a user's function makes of the config's model fields, and of arguments of its ``own``.
+
+    Args:
+        inputs, outputs: as :func:`distseg.models.joined.joined` has them.
 
     Raises:
         ValueError: it does not take the arguments, fails, or makes no network.
@@ -68,7 +74,8 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict, own: di
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
-    tell(model, wanted.get("in_channels"), guesses=_bands_given(builder, arguments))
+    joined(model, inputs, outputs)
+    tell(model, wanted.get("in_channels") or sum(inputs or ()), guesses=_bands_given(builder, arguments))
     _make_lazy(name, model)
     _check_leaves(name, model)
     try:
@@ -77,6 +84,8 @@ def built(name: str, builder: Callable[..., nn.Module], arguments: dict, own: di
         raise ValueError(
             f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: {' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: write it in plain PyTorch"
         ) from e
+    if outputs is not None:
+        _check_outputs(name, model)
     _check_channels(name, model, wanted)
     return model
 
@@ -143,6 +152,20 @@ def _check_leaves(name: str, model: nn.Module) -> None:
                 f"model {name!r} can not be distributed: the {made} of its layer {place} ({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
                 f"does: use torch.nn.utils.parametrizations.weight_norm"
             )
+
+
+@torch.no_grad()
+def _check_outputs(name: str, model: nn.Module) -> None:
+    """Refuse outputs that a network does not return in training, or that differ in their classes, as far as its shapes can be worked out."""
+    for training in (True, False):
+        shadow = outline(model).train(training)
+        try:
+            with skip_store({}):
+                shadow(torch.empty(2, bands_of(model), *(256,) * dims_of(model), device="meta"))
+        except WrongEnds as e:
+            raise ValueError(f"model {name!r}: {e}") from None
+        except Exception:
+            return  # such as a size that it does not like; what is wrong with it shows later
 
 
 @torch.no_grad()

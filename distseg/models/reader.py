@@ -21,7 +21,8 @@ from distseg.geometry.resize import Follow
 from distseg.models.axes import Axes, axes_of, channels_of, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
 from distseg.models.following import followed
-from distseg.models.layers import Derived, DropImage, Fixed, Formula, Map, Own, Read, Step, VectorDropout, register
+from distseg.models.joined import outputs_of
+from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
@@ -80,6 +81,8 @@ class Reader:
         """With the model's own parameters and buffers."""
         tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
         layers = {name: make(tensors.__getitem__) for name, (make, _) in self.layers.items()}
+        if (outputs := outputs_of(model)) > 1:
+            layers[self._unique("main_output")] = MainOutput(outputs)
         network = Network(layers, {name: reads for name, (_, reads) in self.layers.items()})
         used = set(self.names.values())
         unused = {name: tensor for name, tensor in tensors.items() if name not in used and tensor.is_floating_point()}

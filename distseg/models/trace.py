@@ -107,7 +107,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
         raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
     if not isinstance(result, Tensor):
         kind = f"a dict of {', '.join(map(repr, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
-        raise CanNotCapture(f"it returns {kind}, but a network returns one tensor: write a module around it whose forward returns that")
+        raise CanNotCapture(f"it returns {kind}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights, or write a module around it whose forward returns one")
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")

@@ -83,7 +83,10 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
     if ":" in config.name:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = built(config.name, own_builder(config.name), arguments, config.args or {})
+            if config.inputs is not None and arguments.get("in_channels") not in (None, sum(config.inputs)):
+                raise ValueError(f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, but images have {arguments['in_channels']}: deal out all of them")
+            outputs = None if config.outputs is None else tuple(config.outputs)
+            model = built(config.name, own_builder(config.name), arguments, config.args or {}, config.inputs, outputs)
             return model if config.pad is None else padded(model, config.pad)
     builder = _builder(config.name)
     try:

@@ -24,7 +24,7 @@ from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE
 from distseg.geometry.resize import Follow, Resize
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, Mean, Pop, Spread, Stash, Sum, is_vector
+from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum, is_vector
 from distseg.models.network import Call
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -55,7 +55,7 @@ _MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 _PADS = {nn.modules.padding._ConstantPadNd: "constant", nn.modules.padding._ReflectionPadNd: "reflect", nn.modules.padding._ReplicationPadNd: "replicate"}
 _FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
-_ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, DistributedNorm, KeyedDropout)
+_ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, MainOutput, DistributedNorm, KeyedDropout)
 
 
 def node_of(call: Call, dims: int) -> Node:

@@ -12,7 +12,7 @@ from torch import nn
 from distseg.check import check_settings
 from distseg.comm.collective import add
 from distseg.comm.staging import upload
-from distseg.config import Config, SpatialConfig
+from distseg.config import Config, SpatialConfig, output_weights
 from distseg.data.sampler import Rows
 from distseg.extents import Extents
 from distseg.geometry.tile import Reach
@@ -81,7 +81,7 @@ class Engine(Descent):
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
             self.reach = used_reach(self.exact, config.spatial)
             self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
-            self.loss = Loss(config.loss, channels_of(model)[1])
+            self.loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
             activations = activations_of(model, self.exchange, precision, channels_last) if tiles_in_time(config) else None
             self.context = _context(config, mesh, splits(schedule_of(config)))
             self.partition = partition_of(config, model, image, self.reading, device.type)

@@ -118,7 +118,7 @@ RULES = (
                                  "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "model.outputs")),
     Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
     *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
-      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once", "grid", "statistics")),
+      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once", "grid", "statistics", "y_filling")),
     Rule("patchgd.grid", "patchgd.head", lambda f: f.config.patchgd.head in ("cnn", "cnn-max", "transformer", "attention"),
          "patchgd.head {c.patchgd.head} takes any grid: set that to conv3 or conv4, or leave patchgd.grid out"),
     Rule("spatial.halo", "spatial.exchange_every", lambda f: f.config.spatial.exchanges,

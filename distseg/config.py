@@ -377,6 +377,8 @@ class PatchgdConfig:
     """Patches along each dim, of heads that are made for one grid (conv3, conv4, your own); by default those of the training images."""
     statistics: Literal["update", "pass"] = "update"
     """Running statistics of batch norms move once an update, by the biased variance of its inner iterations together; or, as in the authors' program, with each forward pass, also those that fill Z, by the unbiased one."""
+    y_filling: bool = False
+    """Of a U-Net: the loss of an inner iteration is that of all pixels of the images; patches that are not drawn give their last answer, without gradients. By default it is that of the pixels of the patches that are drawn."""
     at_once: int = 16
     """Patches that the backbone is given at once in evaluation and prediction."""
 

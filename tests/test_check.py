@@ -55,7 +55,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
     ("spatial.frozen_norm", "train.method"): ({"spatial.frozen_norm": True, **PATCHES}, {"train.method": "exact", "patchgd.patch": Extents((128, 128)), "model.norm": "batch"}),
     **{
         (f"patchgd.{field}", "train.method"): ({f"patchgd.{field}": value}, {"train.method": "patchgd"})
-        for field, value in [("patch", Extents("64x64")), ("step", Extents("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4), ("statistics", "pass")]
+        for field, value in [("patch", Extents("64x64")), ("step", Extents("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4), ("statistics", "pass"), ("y_filling", True)]
     },
     ("patchgd.grid", "train.method"): ({"patchgd.grid": Extents("4x4")}, {"train.method": "patchgd", "patchgd.head": "conv4"}),
     ("patchgd.grid", "patchgd.head"): ({"patchgd.grid": Extents("4x4"), **PATCHES}, {"patchgd.head": "conv4"}),

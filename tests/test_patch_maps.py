@@ -24,6 +24,7 @@ from distseg.models.layers import skip_store
 from distseg.models.network import user_names
 from distseg.models.patch_zoo import network_of
 from distseg.scene import store_scene
+from distseg.serial import serial_loss
 from distseg.train.loop import train
 from distseg.train.patch_maps import MapEngine
 from distseg.train.patchgd import PatchLoader
@@ -98,12 +99,26 @@ def serial(plan: Config, store: Store):
         with skip_store({}) as skips:
             return network.encoder(torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in pairs])), skips
 
+    own = network.own(size)
     at = lambda pairs: ([i for i, _ in pairs], [p for _, p in pairs])
+
+    def answers(y, pairs, logits):
+        """y with the answers to some patches, of each the pixels that belong to it."""
+        y = y.clone()
+        for (i, p), of_patch in zip(pairs, logits):
+            y[(i, slice(None), *own[p].slices)] = of_patch[(slice(None), *own[p].relative_to(boxes[p]).slices)]
+        return y
+
     z = torch.zeros(len(samples), len(boxes), network.features * math.prod(network.cells), dtype=torch.float64)
     with torch.no_grad():
         for j in range(rounds):
             for pairs in [draw("fill", i, j) for i in range(len(samples))]:
                 z[at(pairs)] = encode(pairs)[0].flatten(1)
+        y, told = torch.zeros(len(samples), len(store.classes), *size, dtype=torch.float64), network.told(z, size)
+        for pairs in [draw("fill", i, j) for j in range(rounds) for i in range(len(samples))]:
+            made, skips = encode(pairs)
+            with skip_store(skips):
+                y = answers(y, pairs, network.decoder(made + told[at(pairs)]))
     losses = []
     for j in range(inner):
         pairs = [pair for i in range(len(samples)) for pair in draw("patches", i, j)]
@@ -113,7 +128,8 @@ def serial(plan: Config, store: Store):
         told = network.told(z, size)
         with skip_store(skips):
             logits = network.decoder(made + told[at(pairs)])
-        loss = F.cross_entropy(logits, torch.stack([labels[(i, *boxes[p].slices)] for i, p in pairs]), ignore_index=255)
+        y = answers(y.detach(), pairs, logits)
+        loss = serial_loss(plan.loss, list(y), list(labels)) if settings.y_filling else F.cross_entropy(logits, torch.stack([labels[(i, *boxes[p].slices)] for i, p in pairs]), ignore_index=255)
         (loss / every).backward()
         z = z.detach()
         losses.append(loss.item())
@@ -124,7 +140,7 @@ def serial(plan: Config, store: Store):
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Extents("11x16"), sampled=4)])
+@pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Extents("11x16"), sampled=4), dict(y_filling=True, step=Extents("11x16"), accumulate=1), dict(y_filling=True, inner=None, loss="dice")])
 def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks, and sample groups beside them."""
     samples = 2 if comm.size == 4 else 1
@@ -262,6 +278,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
         (["--model.name", "distseg.models.classifier:residual"], "the network makes a vector of each image, but .* has labels of pixels"),
         (["--patchgd.features", "32"], "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out"),
         (["--patchgd.head", "transformer"], "patchgd.head is transformer, but the head of a U-Net is two convolutions"),
+        (["--patchgd.statistics", "pass"], "patchgd.statistics is pass, but a U-Net of patches has no batch norm: leave patchgd.statistics out"),
         (["--patchgd.patch", "64x64"], "has 37x53 pixels, but patchgd.patch is 64x64"),
     ],
 )

@@ -247,6 +247,7 @@ def test_verify_is_of_exact_steps(refused):
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
         (["--patchgd.sampled", "2.5"], "patchgd.sampled is a share up to 1, or a whole number of patches, got 2.5"),
         (["--patchgd.head", "transformer", "--patchgd.head_channels", "12"], "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8"),
+        (["--patchgd.y_filling", "true"], "patchgd.y_filling is true, but the network makes a vector of a patch"),
         (["--model.name", "unet"], "the network makes a map of each image, but .* has a label for each image"),
         (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),
     ],

@@ -47,6 +47,8 @@ def patch_network(config: Config, made: Callable[[int], nn.Module], outputs: int
         _check_unread(settings)
         backbone = made(outputs)
         materialise(backbone, config.model.seed)
+    elif settings.y_filling:
+        raise ValueError("patchgd.y_filling is true, but the network makes a vector of a patch, and y is a map of labels: leave patchgd.y_filling out")
     elif config.model.out_channels not in (None, settings.features):
         raise ValueError(f"model.out_channels is {config.model.out_channels}, but the backbone makes patchgd.features, {settings.features}, of a patch: leave model.out_channels out")
     with torch.random.fork_rng(devices=[]):

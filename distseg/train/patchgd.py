@@ -171,9 +171,13 @@ class PatchEngine(Descent):
                 with self._masks("fill", j):
                     rows = self._shared(self._features(x, self._keys(images, pairs)), pairs)
                 features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
-                first = [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
+                first = self._first(images, pairs, j)
                 put(features, [pairs[n] for n in first], rows[first])
         return features
+
+    def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
+        """Return which of the pairs of round ``j`` of a filling are of images whose patches were not all through before."""
+        return [n for n, (i, _) in enumerate(pairs) if j < self._rounds(images.sizes[i])]
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """The gradient of inner iteration ``j``, added to the parameters' ``grad``: this rank's part; and the loss. New features take their place in ``features``."""
@@ -261,13 +265,15 @@ class PatchEngine(Descent):
         found = self.loss.rows(logits[..., None], labels[:, None])
         return self._settled(images, list(range(len(block))), found, counts=self.mesh.tiles.rank == 0)
 
-    def _settled(self, images: Patches, those: list[int], found: Tensor, counts: bool = True) -> float:
-        """The loss, of rows (n, sums) of the step's table which belong to ``those`` images, gone back through to what they were made of; ``counts``: they do, and are no other rank's too."""
+    def _settled(self, images: Patches, those: list[int], found: Tensor, counts: bool = True, besides: Tensor | None = None) -> float:
+        """The loss, of rows (n, sums) of the step's table which belong to ``those`` images, gone back through to what they were made of; ``counts``: they do, and are no other rank's too; ``besides`` (images, sums): of the same images, without gradients."""
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
         at = torch.tensor([rows.of(0, i) for i in those])
         table = torch.zeros(rows.total, self.loss.sums, dtype=torch.float64)
         if counts:
             table.index_add_(0, at, found.detach().double().cpu())
+        if besides is not None:
+            table.index_add_(0, torch.tensor([rows.of(0, i) for i in range(len(besides))]), besides)
         value, slope = self.loss.slope(add(table, self.mesh.replicas))
         found.backward(slope[at].to(found))
         return value

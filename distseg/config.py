@@ -479,7 +479,7 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         value, default = getattr(values, field_), getattr(type(values)(), field_)
         if len(value) == dims:
             continue
-        if value != default:
+        if value != default and (value.volume > 1 or default.volume > 1):
             raise ValueError(
                 f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
                 f"give it {dims} numbers, such as {Extents(size)}"

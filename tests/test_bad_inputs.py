@@ -249,7 +249,7 @@ TABLE = {
     # verify
     "a mesh that the ranks do not fill": (verify(mesh__tiles="1x2"), r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...\)"),
     "a grid too fine": (verify(spatial__tiles_per_rank="9x2"), "grid of 9x2 tiles is too fine for an image of 29x43 .* stride 4x4, so the largest grid that fits is 8x11"),
-    "a grid of other dims": (verify(spatial__tiles_per_rank="1x1x2", mesh__tiles="1x1x1"), r"image of 2 spatial dims \(29x43\) does not fit a grid of 3"),
+    "a grid of other dims": (verify(spatial__tiles_per_rank="1x1x2", mesh__tiles="1x1x1"), r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): give it 2 numbers, such as 1x1"),
     "pipelines": (verify(mesh__stages="2"), "2.*stages|needs 2 ranks"),
     "no samples": (verify(mesh__samples="0"), "mesh.samples is at least 1, got 0"),
     "an unknown model": (verify(model__name="resnet"), "unknown model 'resnet': choose unet, .*package.module:function"),

@@ -177,11 +177,13 @@ def _verify(arguments: list[str]) -> int:
     parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131.")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
+    parser.add_argument("--steps", type=int, default=2, help="Optimizer steps; what one leaves behind shows in the next.")
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
 
     @_joint
     def settle() -> tuple[Config, dict]:
         parsed = _parse(parser, arguments)
+        _check_count("--steps", parsed.steps)
         if not 0 <= parsed.tolerance < math.inf:
             raise ValueError(f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}")
         _check_file(parsed.dump, "--dump")
@@ -192,7 +194,7 @@ def _verify(arguments: list[str]) -> int:
         from distseg.launch import set_up
 
         device = set_up(comm, config.run.device, config.run.threads).device
-        report = verify.verify(config, comm, flags["image"], flags["dump"], device)
+        report = verify.verify(config, comm, flags["image"], flags["dump"], device, flags["steps"])
         if report is not None:
             report.update(tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"]))
             print(json.dumps(report) if flags["json"] else verify.summary(report, flags["tolerance"]), flush=True)

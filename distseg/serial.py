@@ -22,10 +22,11 @@ from distseg import rng
 from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.models.network import Dropped
+from distseg.models.passes import checkpoints_ignored
 from distseg.models.trace import calling, unnarrowed
 from distseg.spatial.dropout import channel_mask, element_mask, image_mask
 from distseg.loss import parse
-from distseg.train.optim import make_optimizer
+from distseg.train.optim import make_optimizer, set_learning_rate
 
 
 Dropouts = Mapping[int, Dropped] | None
@@ -63,23 +64,70 @@ def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: in
         dropouts: of the calls of dropout functions in a forward pass, by number, the layer that each is (:class:`distseg.models.network.Network`); by default
             the module that calls it.
     """
-    model = copy.deepcopy(model).train()
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    loss, whole = _forward(model, images, config, epoch, dropouts)
-    if loss.requires_grad:
-        loss.backward()
-    whole.commit()
-    unused = tuple(name for name, p in parameters.items() if p.requires_grad and p.grad is None)
-    gradients = _gradients(parameters)
-    return Outcome(loss.item(), gradients, _stepped(parameters, config), {n: b for n, b in buffers.items() if b.is_floating_point()}, unused)
+    return SerialProgram(model, config, dropouts).step(images, epoch)
 
 
-def updated_weights(model: nn.Module, gradients: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """The weights after the optimizer's step on these gradients, whoever computed them."""
-    parameters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-    for name, gradient in gradients.items():
-        parameters[name].grad = gradient.clone()
-    return _stepped(parameters, config)
+class SerialProgram:
+    """Optimizer steps with a copy of a model, one after another.
+
+    Attributes:
+        model: the copy, as the steps up to now have left it.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, dropouts: Dropouts = None):
+        self.config, self.dropouts = config, dropouts
+        self.model = copy.deepcopy(model).train()
+        self._parameters, self._buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        self._update = WeightUpdate(self._parameters, config)
+
+    def step(self, images: list[Image], epoch: int = 0) -> Outcome:
+        """Return what an optimizer step over ``images`` yields; its weights and buffers are the model's own, and change with the next step."""
+        self.model.zero_grad(set_to_none=True)
+        loss, whole = _forward(self.model, images, self.config, epoch, self.dropouts)
+        if loss.requires_grad:
+            loss.backward()
+        whole.commit()
+        unused = tuple(name for name, p in self._parameters.items() if p.requires_grad and p.grad is None)
+        gradients = _gradients(self._parameters)
+        weights = self._update(epoch)
+        self._buffers = dict(self.model.named_buffers())  # a forward pass may have assigned others
+        return Outcome(loss.item(), gradients, weights, {n: b for n, b in self._buffers.items() if b.is_floating_point()}, unused)
+
+    def take_over(self, outcome: Outcome) -> None:
+        """Go on from the weights and buffers of another program, so that a later step is not compared by what rounding made of this one."""
+        take_over(self._parameters, outcome.weights)
+        take_over(self._buffers, outcome.buffers)
+
+
+@torch.no_grad()
+def take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Give tensors the numbers of others of the same names."""
+    for name, tensor in found.items():
+        tensors[name].copy_(tensor)
+
+
+class WeightUpdate:
+    """The optimizer's steps on the gradients of some parameters, whoever computed them."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], config: Config):
+        self.parameters, self._clip, self._rate = parameters, config.optim.clip, config.optim.lr
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._optimizer = make_optimizer(config.optim, self._trained, fused=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Config) -> "WeightUpdate":
+        """Return the steps of copies of a model's parameters."""
+        return cls({name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}, config)
+
+    def __call__(self, epoch: int, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the parameters behind a step on these gradients, or on those that they have."""
+        set_learning_rate(self._optimizer, self._rate, epoch)
+        for name, gradient in (gradients or {}).items():
+            self.parameters[name].grad = gradient.clone()
+        if self._clip:
+            torch.nn.utils.clip_grad_norm_(self._trained.values(), self._clip)
+        self._optimizer.step()
+        return {name: p.detach() for name, p in self.parameters.items()}
 
 
 def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config, wanted: dict[str, Tensor], epoch: int = 0, dropouts: Dropouts = None) -> dict[str, float]:
@@ -136,15 +184,6 @@ def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in parameters.items() if p.requires_grad}
 
 
-def _stepped(parameters: dict[str, nn.Parameter], config: Config) -> dict[str, Tensor]:
-    """The parameters after an optimizer step on their gradients."""
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    if config.optim.clip:
-        torch.nn.utils.clip_grad_norm_(trained.values(), config.optim.clip)
-    make_optimizer(config.optim, trained, fused=False).step()
-    return {name: p.detach() for name, p in parameters.items()}
-
-
 def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:
     """The images that go through the network together: those of a micro-batch, or one by one where their sizes differ and there is no batch norm."""
     batches: dict = {}
@@ -179,7 +218,7 @@ class _Whole(TorchFunctionMode):
     def of(self, batch: list[Image]):
         """Of a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
-        with calling(self.model, self.inside), self:
+        with calling(self.model, self.inside), checkpoints_ignored(), self:
             yield
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

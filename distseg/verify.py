@@ -41,22 +41,34 @@ from distseg.models.network import check_calls, check_size, of_image
 from distseg.models.weights import materialise
 from distseg.models.capture import as_network
 from distseg.models.zoo import plain_model
-from distseg.serial import Dropouts, Image, Outcome, rounding_of_gradients, rounding_of_step, serial_step, updated_weights
+from distseg.serial import Dropouts, Image, Outcome, SerialProgram, WeightUpdate, rounding_of_gradients, rounding_of_step, take_over
 from distseg.train.engine import Engine, approximations, owned_per_rank
 from distseg.loss import of_numbers, parse
 from distseg.train.optim import freeze
 
 
 class RandomImages:
-    """Images of noise with random labels, of pixels, a twentieth of them ignored, or ``of_image``, of each a single one; the same on every rank."""
+    """Images of noise with random labels, of pixels, a twentieth of them ignored, or ``of_image``, of each a single one; the same on every rank.
+
+    Attributes:
+        epoch: the one that its step is of; ``first``: the number in the epoch of the step's first image.
+    """
+
+    epoch = first = 0
 
     def __init__(self, size: Extents, channels: int, classes: int, config: Config, of_image: bool = False):
         self.size, self.channels, self.classes, self.of_image = tuple(size), channels, max(2, classes), of_image
         self.seed, self.ignore, self.numbers = config.train.seed, config.loss.ignore_index, of_numbers(config.loss.name)
 
-    def whole(self, number: int) -> tuple[Tensor, Tensor]:
-        """(C, *size) float64 of mean 0 and variance 1, and (*size) labels, or (1, ...)."""
-        count = int(np.prod(self.size))
+    def step(self, number: int, batch: int) -> "RandomImages":
+        """Return the images of another step; each has ``batch`` of them."""
+        other = copy.copy(self)
+        other.first = number * batch
+        return other
+
+    def whole(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return an image of the step: (C, *size) float64 of mean 0 and variance 1, and (*size) labels, or (1, ...)."""
+        count, number = int(np.prod(self.size)), self.first + row
         noise = rng.uniform(rng.key(self.seed, number, "pixels"), self.channels * count)
         pixels = torch.from_numpy((noise - 0.5) * 12**0.5).view(self.channels, *self.size)
         labels = torch.from_numpy((rng.uniform(rng.key(self.seed, number, "labels"), count) * self.classes).astype(np.int64))
@@ -66,8 +78,8 @@ class RandomImages:
         labels[torch.from_numpy(rng.uniform(rng.key(self.seed, number, "ignored"), count) < 0.05)] = self.ignore
         return pixels, labels.view(self.size)
 
-    def mine(self, numbers: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
-        wholes = [self.whole(n) for n in numbers]
+    def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
+        wholes, numbers = [self.whole(n) for n in rows], [self.first + n for n in rows]
         found = []
         for tile, window in owned_tiles(self.size, grid, per_rank, coordinates, reach):
             place = Place(self.size, tile, window, tuple(range(len(numbers))), tuple(numbers))
@@ -81,30 +93,37 @@ class RandomImages:
 
 
 class StoreImages:
-    """The first step's images of a store, as training would read them."""
+    """The images of a step of a store, by default the first, as training would read them; attributes as of :class:`RandomImages`."""
 
-    def __init__(self, store: Store, config: Config, batch: int):
-        self.store = store
-        self.samples = epoch_samples(store, "train", config.data, config.train.seed, 0, batch)[0]
-        self.size = self.samples[0].size
+    def __init__(self, store: Store, config: Config, batch: int, step: int = 0):
+        self.store, self.config = store, config
+        steps = len(epoch_samples(store, "train", config.data, config.train.seed, 0, batch))
+        self.epoch, step = divmod(step, steps)
+        self.samples = epoch_samples(store, "train", config.data, config.train.seed, self.epoch, batch)[step]
+        self.size, self.first = self.samples[0].size, self.samples[0].number
 
-    def whole(self, number: int) -> tuple[Tensor, Tensor]:
-        dims = len(self.samples[number].size)
+    def step(self, number: int, batch: int) -> "StoreImages":
+        """Return the images of another step; each has ``batch`` of them."""
+        return StoreImages(self.store, self.config, batch, number)
+
+    def whole(self, row: int) -> tuple[Tensor, Tensor]:
+        dims = len(self.samples[row].size)
         one = Extents((1,) * dims)
-        (piece,) = pieces(self.store, [self.samples[number]], one, one, (0,) * dims, Reach((0,) * dims, (1,) * dims))
+        (piece,) = pieces(self.store, [self.samples[row]], one, one, (0,) * dims, Reach((0,) * dims, (1,) * dims))
         return piece.pixels[0].double(), piece.labels[0].long()
 
-    def mine(self, numbers: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
-        return pieces(self.store, [self.samples[n] for n in numbers], grid, per_rank, coordinates, reach)
+    def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
+        return pieces(self.store, [self.samples[n] for n in rows], grid, per_rank, coordinates, reach)
 
 
-def verify(config: Config, world, image: Extents | None = None, dump: str | None = None, device=torch.device("cpu")) -> dict:
-    """Run the step both ways, serially on the CPU; the report on rank 0, None elsewhere. Collective.
+def verify(config: Config, world, image: Extents | None = None, dump: str | None = None, device=torch.device("cpu"), steps: int = 1) -> dict:
+    """Run optimizer steps both ways, serially on the CPU; the report on rank 0, None elsewhere. Collective.
 
     Args:
         image: size of random images; by default those of ``data.store``.
-        dump: a safetensors file for the initial weights, the input, the labels and the distributed gradients.
-        device: of this rank's part of the distributed step.
+        dump: a safetensors file for the initial weights, the input, the labels and the distributed gradients, of the first step.
+        device: of this rank's part of the distributed steps.
+        steps: how many, each with the images that training would have; what a step leaves behind shows in the next.
     """
     with together(world):
         config, plain, images = prepare(config, image)
@@ -113,6 +132,8 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
         check_size(model, images.size)
         check_calls(model, images.size, config.data.images)
+        if dump:
+            check_dump(plain)
         told, names, dropouts = notes(config, model), getattr(model, "names", {}), getattr(model, "dropouts", None)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with together(world):
@@ -120,19 +141,33 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
             materialise(initial, config.model.seed)
             initial.double()
     engine = Engine(config, mesh, model, images.size, device, precision="fp64")
-    with together(world):
+    comparison, report = Comparison(config, engine, initial, dropouts) if initial is not None else None, None
+    for number in range(steps):
+        now = images.step(number, _batch(config)) if number else images
+        outcome = _step(engine, model, now, names)
+        with together(world):
+            if comparison is not None:
+                found = comparison.step(now, outcome, None if number else dump)
+                report = with_step(report, found) if report else found | {"notes": told}
+    return report
+
+
+def _batch(config: Config) -> int:
+    """Return the images of a step."""
+    return config.mesh.samples * config.train.accumulate * config.data.images
+
+
+def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
+    """Return what a step on the mesh yields, on the first rank of each pipeline. Collective."""
+    config, mesh = engine.config, engine.mesh
+    with together(mesh.world):
         own = own_pieces(config, mesh, images, engine.reading)
+    engine.context.epoch = images.epoch
     loss = engine.backward(own)
     gradients = {name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}
     engine.update(config.optim.lr)
     buffers = {name: _copy(b) for name, b in model.named_buffers() if b.is_floating_point()}
-    own = Outcome(loss, gradients, {n: _copy(p) for n, p in model.named_parameters()}, buffers)
-    outcome = _of_all_stages(mesh, own, names)
-    report = None
-    with together(world):
-        if world.rank == 0:
-            report = _compare_with_serial(config, engine, initial, dropouts, images, outcome, dump) | {"notes": told}
-    return report
+    return _of_all_stages(mesh, Outcome(loss, gradients, {n: _copy(p) for n, p in model.named_parameters()}, buffers), names)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -199,51 +234,94 @@ def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
     return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images).of_micro_batch(micro_batch)
 
 
-def _compare_with_serial(config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts, images, outcome: Outcome, dump: str | None) -> dict:
-    wholes = [
-        Image(*images.whole(n), number=n, group=d, micro_batch=m)
-        for d in range(config.mesh.samples)
-        for m in range(config.train.accumulate)
-        for n in _numbers(config, d, m)
-    ]
-    if dump:
-        write_dump(dump, initial, wholes, outcome.gradients)
-    serial = serial_step(initial, wholes, config, dropouts=dropouts)
-    zero = zero_gradients(config, initial, dropouts, wholes, serial, outcome)
-    wanted = {"gradients": serial.gradients, "weights": serial.weights, "buffers": serial.buffers}
-    terms = {"gradients": {name: z["rounding"] / _EPSILON for name, z in zero.items()}}
-    errors = {part: relative_errors(getattr(outcome, part), tensors, terms.get(part, {})) for part, tensors in wanted.items()}
-    if config.optim.name != "sgd":
-        own = relative_errors(outcome.weights, updated_weights(initial, outcome.gradients, config))
-        errors["weights"] = {name: min(error, own[name], key=_badness) for name, error in errors["weights"].items()}
-    loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
-    largest = lambda found: max((e for part in found.values() for e in part.values()), key=_badness, default=0.0)
-    most, rounding = max(loss_error, largest(errors), key=_badness), 0.0
-    if _ROUNDED < most < _ROUNDING:  # does the serial program itself know better?
-        moved = rounding_of_step(initial, wholes, config, dropouts=dropouts)
-        rounding = max(abs(moved.loss / serial.loss - 1), largest({part: relative_errors(getattr(moved, part), tensors, terms.get(part, {})) for part, tensors in wanted.items()}))
-    return {
-        "device": engine.device.type,
-        "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
-        "images": [str(Extents(w.pixels.shape[1:])) for w in wholes],
-        "halo": list(engine.reading.halo),
-        "exchange_every": config.spatial.exchange_every,
-        "in_time": tiles_in_time(config),
-        "stride": list(engine.reach.stride),
-        "reducer": engine.reducer.name,
-        "approximations": approximations(config, engine.reach, engine.exact),
-        "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},
-        **errors,
-        "rounding": rounding,
-        "zero_gradients": zero,
-        "frozen": [name for name, p in initial.named_parameters() if not p.requires_grad],
-        "unused": list(serial.unused),
-        "optimizer": config.optim.name,
-        "max_error": most,
-    }
+class Comparison:
+    """The serial program beside a mesh's steps.
+
+    Args:
+        initial: the module with its first weights, in float64.
+    """
+
+    def __init__(self, config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts):
+        self.config, self.engine, self.dropouts = config, engine, dropouts
+        self.before = initial  # as the module is before the step at hand
+        self.serial = SerialProgram(initial, config, dropouts)
+        self.update = WeightUpdate.of(initial, config) if config.optim.name != "sgd" else None
+        self.done = 0
+
+    def step(self, images, outcome: Outcome, dump: str | None) -> dict:
+        """Return the report of a step of which the mesh made ``outcome``."""
+        config = self.config
+        wholes = [
+            Image(*images.whole(n), number=images.first + n, group=d, micro_batch=m)
+            for d in range(config.mesh.samples)
+            for m in range(config.train.accumulate)
+            for n in _numbers(config, d, m)
+        ]
+        if dump:
+            write_dump(dump, self.before, wholes, outcome.gradients)
+        if self.done:
+            self.before = copy.deepcopy(self.serial.model)
+        report = self._compared(wholes, outcome, self.serial.step(wholes, images.epoch), images.epoch)
+        self.serial.take_over(outcome)
+        if self.update:
+            take_over(self.update.parameters, outcome.weights)
+        self.done += 1
+        return report
+
+    def _compared(self, wholes: list[Image], outcome: Outcome, serial: Outcome, epoch: int) -> dict:
+        config, engine, settings = self.config, self.engine, dict(epoch=epoch, dropouts=self.dropouts)
+        zero = zero_gradients(config, self.before, wholes, serial, outcome, **settings)
+        wanted = {"gradients": serial.gradients, "weights": serial.weights, "buffers": serial.buffers}
+        terms = {"gradients": {name: z["rounding"] / _EPSILON for name, z in zero.items()}}
+        errors = {part: relative_errors(getattr(outcome, part), tensors, terms.get(part, {})) for part, tensors in wanted.items()}
+        if self.update:
+            own = relative_errors(outcome.weights, self.update(epoch, outcome.gradients))
+            errors["weights"] = {name: min(error, own[name], key=_badness) for name, error in errors["weights"].items()}
+        loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
+        most, rounding = max(loss_error, _largest(errors), key=_badness), 0.0
+        if _ROUNDED < most < _ROUNDING:  # does the serial program itself know better?
+            moved = rounding_of_step(self.before, wholes, config, **settings)
+            parts = [part for part in wanted if not (self.done and part == "weights")]  # by an optimizer that knows nothing of the steps before
+            rounding = max(abs(moved.loss / serial.loss - 1), _largest({part: relative_errors(getattr(moved, part), wanted[part], terms.get(part, {})) for part in parts}))
+        return {
+            "device": engine.device.type,
+            "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
+            "images": [str(Extents(w.pixels.shape[1:])) for w in wholes],
+            "halo": list(engine.reading.halo),
+            "exchange_every": config.spatial.exchange_every,
+            "in_time": tiles_in_time(config),
+            "stride": list(engine.reach.stride),
+            "reducer": engine.reducer.name,
+            "approximations": approximations(config, engine.reach, engine.exact),
+            "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},
+            **errors,
+            "rounding": rounding,
+            "zero_gradients": zero,
+            "frozen": [name for name, p in self.before.named_parameters() if not p.requires_grad],
+            "unused": list(serial.unused),
+            "optimizer": config.optim.name,
+            "max_error": most,
+        }
 
 
-def zero_gradients(config: Config, initial: nn.Module, dropouts: Dropouts, wholes: list[Image], serial: Outcome, found: Outcome) -> dict[str, dict[str, float]]:
+def _largest(errors: Mapping[str, Mapping[str, float]]) -> float:
+    """Return the worst error of all parts."""
+    return max((e for part in errors.values() for e in part.values()), key=_badness, default=0.0)
+
+
+_OF_A_STEP = ("images", "loss", "gradients", "weights", "buffers", "rounding", "max_error")
+
+
+def with_step(report: dict, later: dict) -> dict:
+    """Return the report of the first steps with that of the next under ``later_steps``; its ``max_error`` is that of all steps."""
+    first = report.get("first_step", {name: report[name] for name in ("rounding", "max_error")})
+    steps = [*report.get("later_steps", ()), {name: later[name] for name in _OF_A_STEP}]
+    return report | {"first_step": first, "later_steps": steps, "max_error": max(report["max_error"], later["max_error"], key=_badness)}
+
+
+def zero_gradients(
+    config: Config, initial: nn.Module, wholes: list[Image], serial: Outcome, found: Outcome, epoch: int = 0, dropouts: Dropouts = None
+) -> dict[str, dict[str, float]]:
     """Gradients that are zero but for rounding, by name: the serial one's norm, and how far rounding moves it.
 
     Only for an optimizer that makes steps of them. To know how a gradient rounds takes the serial program once more, so only those are
@@ -255,7 +333,7 @@ def zero_gradients(config: Config, initial: nn.Module, dropouts: Dropouts, whole
     tiny = [n for n, norm in norms.items() if norm <= _TINY * max(norms.values()) and n not in serial.unused and (norm or found.gradients[n].any())]
     if not tiny:
         return {}
-    rounding = rounding_of_gradients(initial, wholes, config, serial.gradients, dropouts=dropouts)
+    rounding = rounding_of_gradients(initial, wholes, config, serial.gradients, epoch, dropouts)
     return {name: {"norm": norms[name], "rounding": rounding[name]} for name in tiny if norms[name] <= _SMALL * rounding[name]}
 
 
@@ -281,6 +359,23 @@ def _badness(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
+_KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+
+
+def check_dump(model: nn.Module) -> None:
+    """Refuse to dump what a file of safetensors cannot hold.
+
+    Raises:
+        ValueError: naming the parameter or buffer.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype not in _KINDS:
+            raise ValueError(f"--dump can't write {name}, whose type is {tensor.dtype}: hold it as real numbers (torch.view_as_real), or leave --dump out")
+
+
 def write_dump(path: str, model: nn.Module, images: list[Image], gradients: dict[str, Tensor]) -> None:
     """Write what an outside program needs to check the step, in layer order.
 
@@ -301,11 +396,10 @@ def write_dump(path: str, model: nn.Module, images: list[Image], gradients: dict
 
 def _write_safetensors(path: str, tensors: dict[str, Tensor]) -> None:
     """The format by hand (a JSON header, then the data), because the library's writer sorts by name and layer order is wanted."""
-    kinds = {torch.float64: "F64", torch.float32: "F32", torch.int64: "I64"}
-    arrays = {name: t.contiguous().cpu().numpy() for name, t in tensors.items()}
+    arrays = {name: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).contiguous().cpu().numpy() for name, t in tensors.items()}
     header, offset = {"__metadata__": {"order": "layers"}}, 0
     for name, array in arrays.items():
-        header[name] = {"dtype": kinds[tensors[name].dtype], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        header[name] = {"dtype": _KINDS[tensors[name].dtype], "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -342,8 +436,19 @@ def _count(names) -> str:
 
 
 def passed(report: dict, tolerance: float) -> bool:
-    """Whether every error is a number and at most the tolerance, or what rounding does to the serial program itself."""
-    return report["max_error"] <= (max(tolerance, _TIMES * report.get("rounding", 0.0)) if tolerance >= _ROUNDED else tolerance)  # false for NaN
+    """Return True if every error is a number and at most the tolerance, or what rounding does to the serial program itself."""
+    steps = [*filter(None, [report.get("first_step")]), *report.get("later_steps", ())]
+    rounding = max(step.get("rounding", 0.0) for step in (report, *steps))
+    return all(_within(step, tolerance) for step in (*steps, report | {"rounding": rounding}))
+
+
+def _within(step: dict, tolerance: float) -> bool:
+    return step["max_error"] <= (max(tolerance, _TIMES * step["rounding"]) if tolerance >= _ROUNDED else tolerance)  # false for NaN
+
+
+def _parts(step: dict) -> dict[str, dict[str, float]]:
+    """Return the errors of a step by the tensors' names, part by part."""
+    return {part: step[part] for part in ("gradients", "weights", "buffers")}
 
 
 _ROUNDED, _ROUNDING, _TIMES = 1e-12, 1e-9, 4.0
@@ -366,8 +471,16 @@ def summary(report: dict, tolerance: float) -> str:
         if report[part]:
             worst = max(report[part], key=lambda name: _badness(report[part][name]))
             lines.append(f"{part:<12}{report[part][worst]:.1e}   largest of {len(report[part])}, at {worst}")
+    lines += [_line_of_step(number, step) for number, step in enumerate(report.get("later_steps", ()), 2)]
     if report["max_error"] > tolerance and passed(report, tolerance):
         lines.append(f"note: the serial program itself moves by as much as {report['rounding']:.1e} when the last bits of its numbers do, so it says no more than that of what differs by more than the tolerance")
     verdict = "exact" if passed(report, tolerance) else "NOT EXACT"
     lines.append(f"{verdict}: largest relative error {report['max_error']:.1e}, tolerance {tolerance:.0e}")
     return "\n".join(lines)
+
+
+def _line_of_step(number: int, step: dict) -> str:
+    """Return the line of the summary about a step behind the first."""
+    errors = {"the loss": step["loss"]["error"]} | {f"{name} ({part})": error for part, found in _parts(step).items() for name, error in found.items()}
+    worst = max(errors, key=lambda name: _badness(errors[name]))
+    return f"{f'step {number}':<12}{errors[worst]:.1e}   largest of its loss, gradients, weights and buffers, at {worst}"

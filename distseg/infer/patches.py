@@ -16,7 +16,8 @@ from distseg.comm.staging import upload
 from distseg.data.prefetch import prefetch
 from distseg.geometry.tile import Box, Place, Reach
 from distseg.infer.predictor import Share
-from distseg.models.network import is_flat, refusals
+from distseg.models.hidden import check_exact, check_seen
+from distseg.models.network import is_followed
 from distseg.models.patches import PatchNetwork, check_patches
 from distseg.pipeline.build import autocast, place_model
 from distseg.scene import Scene
@@ -46,6 +47,8 @@ class Filler:
     """
 
     def __init__(self, network: PatchNetwork, context: Context, head_context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
+        check_exact(network.backbone, network.patch)
+        check_seen(network.head)
         nowhere = Reach((0,) * len(network.patch), (1,) * len(network.patch))
         self.backbone: TiledModel = parallelize(network.backbone, reach_for(network.backbone, False), context, whole=True)
         self.head = _tiled_head(network.head, nowhere, head_context)
@@ -111,8 +114,7 @@ def _tiled_head(head: nn.Module, nowhere: Reach, context: Context) -> TiledModel
     """Return the head with norms and dropouts that ranks share; None where it has none."""
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
-    followed = is_flat(head) and head not in refusals
-    return parallelize(head, nowhere, context, whole=True) if followed else on_whole_maps(head, context, nowhere)
+    return parallelize(head, nowhere, context, whole=True) if is_followed(head) else on_whole_maps(head, context, nowhere)
 
 
 def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> Place:

@@ -21,6 +21,7 @@ from distseg.infer.predictor import Predictor
 from distseg.launch import keep_freed_memory, memory_in_use, ranks_on_node, together
 from distseg.mesh import Mesh
 from distseg.models.bands import answer_of
+from distseg.models.hidden import check_module
 from distseg.models.network import refusals
 from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_zoo import network_of
@@ -71,7 +72,9 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
         check_model(manifest["config"], config.model, run)
         model = outline_model(config.model, *manifest["channels"])
         if model in refusals:
-            answer_of(model, manifest["data"].get("size"))  # it may take images of one size alone
+            size = manifest["data"].get("size")
+            answer_of(model, size)  # it may take images of one size alone
+            check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
         reach = used_reach(reach_for(model, cut=config.spatial.halo is not None), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)

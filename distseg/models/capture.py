@@ -8,7 +8,7 @@ comparing the sizes.
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Sequence
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from distseg.altered import altered, known
 from distseg.models.bands import bands_of, dims_of, is_told, tell
+from distseg.models.compare import check_same
+from distseg.models.hidden import check_left, picture
 from distseg.models.layers import hollow
-from distseg.models.network import Network, flat_layers, is_flat, refusals
+from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals
+from distseg.models.passes import generators_kept
 from distseg.models.reader import DIFFERENT, Reader
 from distseg.models.rules import made
-from distseg.models.trace import CanNotCapture, Trace, trace
+from distseg.models.trace import CanNotCapture, Hidden, Trace, alike, trace
 
 _UNITS = (64, 256)  # pixels; the second for networks that want images to be multiples of more
 _COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units
@@ -36,20 +39,27 @@ def as_network(model: nn.Module) -> nn.Module:
         return capture(model)
     except CanNotCapture as e:
         refusals[model] = str(e)
+        if isinstance(e, Hidden):
+            inexact.add(model)
         return model
 
 
 def hook_on_gradients(model: nn.Module) -> str | None:
-    """The module or parameter that has one."""
+    """Return the name of a module or parameter whose gradient a hook of the user's is called with; None if there is none."""
+    every = nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return "every module (register_module_full_backward_hook)"
     modules = (name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
-    return next(modules, None) or next((name for name, p in model.named_parameters() if p._backward_hooks), None)
+    parameters = (name for name, p in model.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    return next(modules, None) or next(parameters, None)
 
 
 def _is_known(layer: nn.Module) -> bool:
     """Whether a layer computes what its class, PyTorch's or ours, says, and that has a twin for parts of an image."""
-    return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, nn.RReLU)
+    return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, _DRAW)
 
 
+_DRAW = (nn.RReLU, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _OF_IMAGES = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.Flatten, nn.Unflatten, nn.Linear)
 
 
@@ -68,6 +78,12 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+    with generators_kept():
+        return _captured(model, in_channels)
+
+
+def _captured(model: nn.Module, in_channels: int | None) -> Network:
+    """Do what :func:`capture` says."""
     try:
         empty = hollow(model).double()
     except Exception as e:  # a module's own way to be copied may fail by any
@@ -78,12 +94,22 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
         likeliest = [bands_of(model)] if is_told(model) else _guessed(model)
     except ValueError as e:
         raise CanNotCapture(str(e)) from None
+    before = picture(empty.train())
     shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
 
     def seen(sizes: Sequence[tuple[int, ...]], before: list[Trace]) -> list[Trace]:
         return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes, len(before)))]
 
-    channels, whole = _first_trace(empty, likeliest, tuple(_UNITS[0] * n for n in _COUNTS[0][:dims]))
+    sizes = [tuple(_UNITS[0] * n for n in counts[:dims]) for counts in _COUNTS]
+    channels, whole = _first_trace(empty, likeliest, sizes[0])
+
+    def look(size: tuple[int, ...], batch: int) -> None:
+        """Refuse what the passes up to now left behind."""
+        others = [partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)]
+        last = partial(trace, channels=channels, size=size, batch=batch)
+        check_left(lambda: hollow(model).double().train(), before, picture(empty), last, others, alike)
+
+    look(sizes[0], 2)
     refused = found = None
     for unit in _UNITS:
         sizes = [tuple(unit * n for n in counts[:dims]) for counts in _COUNTS]
@@ -102,6 +128,7 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
         with suppress(CanNotCapture):
             found, multiple = Reader(shapes, sizes + odd, seen(odd, traces), made), smaller
             break
+    look(sizes[0], 2)
     network = found.network(model)
     network.multiple = multiple
     for module in (model, network):
@@ -109,12 +136,15 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
 
     @cache
     def check(size: tuple[int, ...], images: int) -> None:
-        seen_too = Reader(shapes, [*found.sizes, size], [*found.traces, trace(empty, channels, size, images)], made)
+        with generators_kept():
+            seen_now = trace(empty, channels, size, images)
+            look(size, images)
+        seen_too = Reader(shapes, [*found.sizes, size], [*found.traces, seen_now], made)
         if (other := found.differs(seen_too)) is not None:
             raise CanNotCapture(f"the size of what {other} makes follows other sizes than it does with other images")
 
     network.check = check
-    _check_same(model, network, channels, (max(_SIDE[dims - 1], multiple),) * dims)
+    check_same(model, found.network, channels, (max(_SIDE[dims - 1], multiple),) * dims)
     return network
 
 
@@ -134,30 +164,3 @@ def _first_trace(empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]
         with suppress(CanNotCapture):
             return likeliest[-1], trace(empty, likeliest[-1], size)
     return likeliest[0], trace(empty, likeliest[0], size)  # which tells why
-
-
-@torch.no_grad()
-def _check_same(model: nn.Module, network: Network, channels: int, size: tuple[int, ...]) -> None:
-    """Refuse a network that computes something else in evaluation than what was seen in training."""
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        return
-    like, generator = next(model.parameters()), torch.Generator().manual_seed(0)
-    x = torch.randn(2, channels, *size, generator=generator).to(like)  # norms of vectors that are live in evaluation too want two
-    modes = [(module, module.training) for module in model.modules()]
-    alike = [(p, p.flatten()[0].item()) for p in model.parameters() if p.numel() and (p == p.flatten()[0]).all()]  # zeros would hide what they are multiplied by
-    try:
-        for p, value in alike:
-            p += 0.1 * torch.randn(p.shape, generator=generator).to(p)
-        wanted, found = model.eval()(x.clone()), network.eval()(x.clone())
-    except Exception as e:
-        raise CanNotCapture(f"in evaluation it fails on an image of {'x'.join(map(str, size))} pixels: {' '.join(str(e).split())[:300]}") from e
-    finally:
-        for p, value in alike:
-            p.fill_(value)
-        for module, training in modes:
-            module.training = training
-        network.train(model.training)
-    same = isinstance(wanted, Tensor) and wanted.shape[:2] == found.shape[:2] and (network.of_image or wanted.shape == found.shape)
-    wanted = wanted.view_as(found) if same else wanted
-    if not same or (wanted.isfinite().all() and not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))):
-        raise CanNotCapture("in evaluation it computes something else than in training: the difference must lie in norms and dropout alone")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Callable, Iterable, Iterator, Mapping, Sequence, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,13 @@ def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why modules were not captured (:func:`distseg.models.capture.as_network`)."""
+inexact: WeakSet[nn.Module] = WeakSet()
+"""Modules that no way of computing them gives exactly: they draw random numbers, or passes leave something behind."""
+
+
+def is_followed(model: nn.Module) -> bool:
+    """Return True if the layers of a network are known."""
+    return is_flat(model) and model not in refusals
 
 
 def not_flat(model: nn.Module) -> str:

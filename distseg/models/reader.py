@@ -26,7 +26,7 @@ from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput
 from distseg.models.network import IMAGE, Dropped, Network
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
-from distseg.models.trace import CanNotCapture, Called, Kept, Made, Trace, found_in
+from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in
 from distseg.models.values import Sizes, Value
 
 
@@ -49,12 +49,14 @@ class Reader:
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
+        self._claimed: set[int] = set()  # the calls whose random numbers are those of dropouts
         self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
         self.stacks: dict[str, tuple[Value, ...]] = {}  # of layers that stack maps along a new first dim
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:
             raise CanNotCapture(DIFFERENT)
-        numbers = _of_image(traces)
+        needed = _needed(traces[0])
+        numbers = _of_image(traces, needed)
         self._modules = {".".join(path[: depth + 1]) for n in numbers for path in [calls[n].module.split(".")] for depth in range(len(path))}
         self._homes = {module: found for module in {calls[n].module for n in numbers} - {""} if (found := _main_call(module, calls, numbers)) is not None}
         self._draws = {number: n for n, number in enumerate(n for n, call in enumerate(calls) if call.name in _DROPOUTS)}
@@ -66,6 +68,7 @@ class Reader:
                 self._read()
             except Differ:
                 raise CanNotCapture(DIFFERENT) from None
+        self._check_draws(needed)
         result = self.values.get(traces[0].result)
         self.of_image = result is not None and result.vector
         if result is None or not _is_result(result, sizes):
@@ -76,6 +79,12 @@ class Reader:
         self._let_go_of_unread(result)
         if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
             self._add("result", lambda tensor: nn.Identity(), [result])
+
+    def _check_draws(self, needed: Sequence[int]) -> None:
+        """Refuse random numbers that the result depends on, and that are no dropout's."""
+        for number in needed:
+            if number not in self._claimed and any(t.calls[number].draws for t in self.traces):
+                raise CanNotCapture(f"{self.traces[0].calls[number]} {DRAWS}")
 
     def network(self, model: nn.Module) -> Network:
         """With the model's own parameters and buffers."""
@@ -439,7 +448,7 @@ class Reader:
 
     def drop(self, kind: type, x: Any, p: float, training: bool) -> Any:
         """A dropout."""
-        x = self.value(x)
+        x, p = self.value(x), self.fixed(p, "probability")
         if not training or p == 0 and not x.plain:
             return x
         order = order_of(x.axes)
@@ -447,7 +456,7 @@ class Reader:
         if not x.axes[0].batch or x.axes[0].mixed or not x.vector and order not in (first, last) or order == last != first and x.axes[-1].cell != x.channels or x.rank < 2:
             raise self.refusal(f"drops numbers of {x!r}: of a map (N, C, {', '.join('DHW'[-self.dims :])}), or one whose channels come last, that is known")
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
-        self.dropouts[self._draws[self.number]] = Dropped(made.name, not x.vector and order == last and order != first)
+        self._claim(self.number, made, not x.vector and order == last and order != first)
         return made
 
     def dropped_images(self, x: Value, factor: Made) -> Value | None:
@@ -472,8 +481,13 @@ class Reader:
         before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
         kept, evaluated = (1.0 if divided is None else 1 / keep), (keep if before == keep and divided is None else 1.0)
         made = self.emit(lambda _: DropImage(1 - keep, kept, evaluated), [x], axes=x.axes)
-        self.dropouts[self._draws[draw.call]] = Dropped(made.name, False)
+        self._claim(draw.call, made, False)
         return made
+
+    def _claim(self, number: int, made: Value, last: bool) -> None:
+        """Have the random numbers of a call be those of a layer."""
+        self._claimed.add(number)
+        self.dropouts[self._draws[number]] = Dropped(made.name, last)
 
     def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
         """A map with so many places."""
@@ -519,7 +533,6 @@ class Reader:
 
 
 DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
-DRAWS = "draws random numbers, other ones on each rank and for each part of an image: use nn.Dropout, whose masks belong to pixels"
 POSITIONS = "values of its own for each place of the image are not known here"
 _EACH_PLACE = "takes a tensor of {} with a value of its own for each place of the image, or for each image of the batch, which parts of an image do not know"
 _OF_BATCH = "joins the images of a batch {}, which are computed apart from each other: leave that out, or use a batch norm"
@@ -611,21 +624,29 @@ def of_trace(tree, number: int):
     return tree.each[number] if isinstance(tree, Sizes) else tree
 
 
-def _of_image(traces: Sequence[Trace]) -> list[int]:
-    """The calls that depend on the image, or have its places, and that the result depends on, in order."""
-    found = traces[0]
-    used = lambda call: found_in((call.args, call.kwargs), Made)
+def _needed(found: Trace) -> list[int]:
+    """Return the calls that the result depends on, in order."""
     needed, left = set(), [found.result.call]
     while left:
         number = left.pop()
         if number >= 0 and number not in needed:
             needed.add(number)
-            left += [made.call for made in used(found.calls[number])]
+            left += [made.call for made in _used(found.calls[number])]
+    return sorted(needed)
+
+
+def _of_image(traces: Sequence[Trace], needed: Sequence[int]) -> list[int]:
+    """Return those of some calls that depend on the image, or have its places."""
     of_image = {PIXELS.call}
-    for number in sorted(needed):
-        if any(made.call in of_image for made in used(found.calls[number])) or follows_size([t.calls[number] for t in traces]):
+    for number in needed:
+        each = [t.calls[number] for t in traces]
+        if any(made.call in of_image for made in _used(each[0])) or follows_size(each):
             of_image.add(number)
     return sorted(of_image - {PIXELS.call})
+
+
+def _used(call: Called) -> list[Made]:
+    return found_in((call.args, call.kwargs), Made)
 
 
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:

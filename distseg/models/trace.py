@@ -7,10 +7,9 @@ kernels behind it. So hooks, parametrizations, functions and subclasses are seen
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -18,14 +17,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
-import distseg
 from distseg.blame import blame
+from distseg.models.draws import Draws, system_draws
 from distseg.models.layers import skip_store
 from distseg.models.meta import all_on_meta, found_in
+from distseg.models.passes import checkpoints_ignored, is_users, replaced, run, user_line
+from distseg.models.state import print_of
 
 
 class CanNotCapture(ValueError):
     """What keeps a network from being captured."""
+
+
+class Hidden(CanNotCapture):
+    """What keeps a network from being computed exactly in any way, on whole images too."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Called:
         name: of the function, without the underscore of one in place.
         shapes: of the tensors that came of it; ``dtypes``: their types.
         graded: whether gradients go through it.
+        draws: it draws random numbers.
         module: the name of the module that called it; ``line``: the place in the code.
     """
 
@@ -66,6 +72,7 @@ class Called:
     line: str
     graded: bool
     dtypes: tuple[torch.dtype, ...] = ()
+    draws: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} in {self.module or 'the model'} ({self.line})"
@@ -99,20 +106,57 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     image = torch.empty(batch, channels, *size, device="meta", dtype=next((p.dtype for p in model.parameters()), torch.float32))
     recorder = _Recorder(model, image)
     try:
-        with calling(model, recorder.inside), recorder, torch.random.fork_rng(devices=[]), skip_store({}):
-            result = model(image)
+        with _watched(model, recorder):
+            result = run(model, image)
     except CanNotCapture:
         raise
     except Exception as e:
         raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
     if not isinstance(result, Tensor):
-        kind = f"a dict of {', '.join(map(repr, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
-        raise CanNotCapture(f"it returns {kind}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights, or write a module around it whose forward returns one")
+        raise CanNotCapture(returned(result))
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")
     parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return Trace(recorder.calls, value, batch, channels, parameters)
+
+
+def alike(a: Trace, b: Trace) -> bool:
+    """Return True if two passes made the same calls with the same settings."""
+    of = lambda t: [(c.name, c.shapes, c.dtypes, c.graded, print_of((c.function, c.args, c.kwargs), loose=True)) for c in t.calls]  # noqa: E731
+    return a.result == b.result and of(a) == of(b)
+
+
+def returned(result: Any) -> str:
+    """Return the message about a result that is not one tensor."""
+    kind = f"a dict of {', '.join(map(repr, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
+    return f"it returns {kind}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights, or write a module around it whose forward returns one"
+
+
+@contextmanager
+def _watched(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
+    """Let a recorder see all that a pass inside does."""
+    with ExitStack() as stack:
+        for context in (skip_store({}), checkpoints_ignored(), saved_tensors_told(recorder.refuse_saved)):
+            stack.enter_context(context)
+        for context in (calling(model, recorder.inside), system_draws(recorder.note_system), recorder, Draws(recorder.note_draw)):
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def saved_tensors_told(note: Callable[[], None]) -> Iterator[None]:
+    """Call ``note`` where code inside begins to change what the backward pass is given; that it waits on another device is no change."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def entered(self) -> None:
+        if not isinstance(self, torch.autograd.graph.save_on_cpu):
+            note()
+        enter(self)
+
+    with replaced(hooks, {"__enter__": entered}):
+        yield
 
 
 @contextmanager
@@ -153,7 +197,9 @@ class _Recorder(TorchFunctionMode):
         self._model = model
         self._known: dict[int, _Known] = {}
         self._views: dict[int, tuple[Tensor, Any]] = {}  # of tensors that are parts of others by an index: the other, and the index
+        self._sharing: dict[int, dict[int, _Known]] = {}  # those of one memory together
         self.inside: list[str] = []
+        self._drawn: list[bool] | None = None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._know(tensor, Kept(name))
@@ -161,20 +207,35 @@ class _Recorder(TorchFunctionMode):
     @property
     def _where(self) -> str:
         """For errors: who calls, and the line."""
-        return f"{self.inside and self.inside[-1] or 'the model'} ({_line()})"
+        return f"{self.inside and self.inside[-1] or 'the model'} ({user_line()})"
+
+    def note_draw(self, name: str, made: Any) -> None:
+        """Keep in mind that the call at hand draws random numbers; refuse a draw of no call, or of numbers that code can look at."""
+        seen = any(not x.is_meta for x in found_in(made, Tensor))
+        if self._drawn is None:
+            raise (Hidden if seen else CanNotCapture)(f"{name} in {self._where} {DRAWS}")
+        self._drawn.append(seen)
+
+    def note_system(self, line: str) -> None:
+        module = self.inside and self.inside[-1] or "the model"
+        raise Hidden(f"{module} ({line}) takes random numbers from the system, as a generator without a seed does: {INSTEAD}")
+
+    def refuse_saved(self) -> None:
+        raise CanNotCapture(f"saved_tensors_hooks in {self._where} may change what the backward pass computes with: leave it out")
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function, args, kwargs = unnarrowed(function, args, kwargs or {})
         name = (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
-        result = self._result(function, name, args, kwargs)
+        self._drawn = []
+        try:
+            result = self._result(function, name, args, kwargs)
+        finally:
+            drawn, self._drawn = self._drawn, None
         made = found_in(result, Tensor)
         changed = {key for key, x in given.items() if x._version != versions[key]}
-        if name.endswith("data.__get__"):
-            raise CanNotCapture(f"{self._where} takes the data of a tensor, past its gradient: use detach()")
-        if _plain(name) in _HOOKS:
-            raise CanNotCapture(f"{_plain(name)} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+        self._check(name, args, drawn)
         if _plain(name) == "__setitem__" and isinstance(self._value_or_none(args[0]), (Made, type(None))):
             self._assign(args[0], args[1], args[2])
             return result
@@ -183,8 +244,8 @@ class _Recorder(TorchFunctionMode):
         if name.endswith("__get__") or not given and not made:
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         called = Called(
-            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", _line(),
-            torch.is_grad_enabled(), tuple(x.dtype for x in made),
+            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", user_line(),
+            torch.is_grad_enabled(), tuple(x.dtype for x in made), bool(drawn),
         )
         number = len(self.calls)
         self.calls.append(called)
@@ -199,6 +260,20 @@ class _Recorder(TorchFunctionMode):
             sources = self._change_sources(args[0], Made(number)) if in_place and isinstance(args[0], Tensor) else set()
             self._look_for_changes(called, changed, {id(x) for x in made} | sources)
         return result
+
+    def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
+        """Refuse calls that do something besides what they return."""
+        if any(drawn):
+            raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
+        if name.endswith("data.__get__"):
+            raise CanNotCapture(f"{self._where} takes the data of a tensor, past its gradient: use detach()")
+        if name.endswith("data.__set__") or _plain(name) == "set" and args and isinstance(args[0], Tensor):
+            known = self._known.get(id(args[0]))
+            kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
+            raise (Hidden if known and isinstance(known.value, Kept) else CanNotCapture)(f"{self._where} gives {kept} other data in the forward pass: {KEEP_NOTHING}")
+        if _plain(name) in _HOOKS or name.endswith("grad_fn.__get__") and is_users(sys._getframe(2).f_code):
+            what = "grad_fn" if name.endswith("__get__") else _plain(name)
+            raise CanNotCapture(f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
 
     def _value_or_none(self, x: Tensor) -> Made | Kept | None:
         known = self._known.get(id(x))
@@ -225,7 +300,7 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _record_change(self, before: Made, index: Any, value: Any, x: Tensor) -> Called:
-        called = Called("changed", changed, (before, index, value), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", _line(), torch.is_grad_enabled(), (x.dtype,))
+        called = Called("changed", changed, (before, index, value), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), torch.is_grad_enabled(), (x.dtype,))
         self.calls.append(called)
         return called
 
@@ -249,21 +324,20 @@ class _Recorder(TorchFunctionMode):
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Tensors that share memory with one that was overwritten hold something else now."""
-        own = all(isinstance(self._known[key].value, Kept) for key in changed if key in self._known)
-        for key, known in ((key, self._known[key]) for key in changed if key in self._known) if own else self._known.items():
+        for key, known in [pair for key in changed if key in self._known for pair in self._sharing[_memory(self._known[key].tensor)].items()]:
             if known.tensor._version == known.version:
                 continue
             known.version = known.tensor._version
             if isinstance(known.value, Kept):
                 if not _of_a_norm(called, known.value.name):
-                    raise CanNotCapture(
+                    raise Hidden(
                         f"{called} changes {known.value.name} with each forward pass, as spectral norm does, and windows and tiles are passes of their own: leave that out, or use weight_norm"
                     )
             elif key not in made:
                 known.value = None
 
     def _know(self, x: Tensor, value: Made | Kept) -> None:
-        self._known[id(x)] = _Known(x, value)
+        self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
 
     def value_of(self, x: Tensor, what: str) -> Made | Kept:
         known = self._known.get(id(x))
@@ -285,7 +359,7 @@ class _Recorder(TorchFunctionMode):
 
     def _constant(self, x: Tensor) -> Made:
         """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
-        self.calls.append(Called("tensor", partial(_itself, x.detach().clone()), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", _line(), True, (x.dtype,)))
+        self.calls.append(Called("tensor", partial(_itself, x.detach().clone()), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), True, (x.dtype,)))
         self._know(x, Made(len(self.calls) - 1))
         return Made(len(self.calls) - 1)
 
@@ -304,6 +378,11 @@ def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
     """Return the module that keeps a tensor as a plain attribute, and the attribute's name."""
     places = ((place or "the model", name) for place, module in model.named_modules() for name, value in vars(module).items() if value is x)
     return next(places, None)
+
+
+def _memory(x: Tensor) -> int:
+    """Return what is equal for tensors that share memory, as a tensor and its views do."""
+    return x.untyped_storage()._cdata
 
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -372,15 +451,9 @@ def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
     return None
 
 
-def _line() -> str:
-    """The line of the innermost code inside the forward pass that is neither PyTorch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not trace.__wrapped__.__code__:
-        path = frame.f_code.co_filename
-        if not path.startswith(("<", *_PACKAGES)):
-            return f"{path.rpartition('/')[2]}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return "PyTorch's own code"
-
-
-_PACKAGES = tuple(str(path.parent) for file in (torch.__file__, distseg.__file__) for path in (Path(file), Path(file).resolve()))  # an environment may be a link
+INSTEAD = (
+    "use nn.Dropout, whose masks belong to pixels; to leave a layer out now and then, multiply its result by a 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / keep, "
+    "as timm's DropPath does"
+)
+DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
+KEEP_NOTHING = "what a pass leaves behind differs from rank to rank and with the number of passes; compute it in the training loop, or use a norm's running statistics"

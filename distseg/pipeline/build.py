@@ -11,6 +11,7 @@ from torch import nn
 from distseg.config import SpatialConfig
 from distseg.geometry.tile import Reach
 from distseg.memory_format import channels_last as last_format
+from distseg.models.hidden import check_real
 from distseg.models.weights import materialise
 from distseg.program.partition import Partition
 from distseg.spatial.context import Context
@@ -48,6 +49,7 @@ def own_part(
 
 def place_model(model: nn.Module, device, precision: str, channels_last: bool) -> None:
     """Move a plain model to its device, dtype (fp32 under bf16 autocast) and memory format."""
+    check_real(model)
     model.to(device, torch.float64 if precision == "fp64" else torch.float32)
     if channels_last:
         volumes = any(p.dim() == 5 for p in model.parameters())

@@ -8,10 +8,8 @@ tile is right as long as the window around it is.
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from typing import Callable, Iterable, Iterator, Sequence
 
@@ -22,9 +20,11 @@ from distseg.altered import genuine
 from distseg.geometry.graph import Graph, last_readings
 from distseg.geometry.tile import Place, Reach
 from distseg.launch import check_launcher
-from distseg.models.bands import bands_of, dims_of
+from distseg.models.bands import bands_of
+from distseg.models.hidden import check_module
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
-from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, of_image, refusals
+from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, is_followed, of_image
+from distseg.models.passes import checkpoints_ignored
 from distseg.models.resize import Follows
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -117,7 +117,8 @@ class TiledModel(nn.Module):
                 f"a rank holds {len(windows)} windows of one micro-batch, but with live norms only a flat nn.Sequential computes several "
                 "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten the model"
             )
-        return [self._one(self.model, x, index=i, store={}) for i, x in enumerate(windows)]
+        with checkpoints_ignored():
+            return [self._one(self.model, x, index=i, store={}) for i, x in enumerate(windows)]
 
     def run(
         self, maps: list[dict[int, Tensor]], places: list[Place], part: range, leaving: Iterable[int] = (), after_layer: Callable[[], None] | None = None
@@ -228,13 +229,13 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
                 "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
             )
     _check_own_layers(model)
-    _check_state(model, reach)
-    _check_draws(model)
+    if not is_followed(model):
+        check_module(model, [8 * s for s in reach.stride])
     graph = exchange.graph if exchange else _graph(model)
     vector = graph.of_image if graph else of_image(model)
     kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if graph else ((), ())
     context = context or Context()
-    context.whole = whole and not _followed(model)
+    context.whole = whole and not is_followed(model)
     strides = dict.fromkeys(_told(model), reach.stride) if context.whole else cumulative_strides(model, reach)
     for name, stride in strides.items():
         layer = model.get_submodule(name)
@@ -374,56 +375,6 @@ def _check_own_layers(model: nn.Module) -> None:
         if places.setdefault(layer, name) != name:
             raise ValueError(f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own")
         check_plain(name, layer)
-
-
-def _check_state(model: nn.Module, reach: Reach) -> None:
-    """Refuse layers that change what they keep with each forward pass, as spectral norm does: windows and tiles are passes of their own."""
-    norms = tuple(f"{name}." for name, layer in model.named_modules() if isinstance(layer, NORMS))
-    kept = {name: b.clone() for name, b in model.named_buffers() if not name.startswith(norms) and not b.is_meta}
-    if not kept:
-        return
-    probe = copy.deepcopy(model).train()
-    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), skip_store({}):  # what fails here fails in the first step, and is told there
-        probe(_image_of(model, [8 * s for s in reach.stride]))
-    for name, b in probe.named_buffers():
-        if name in kept and not torch.equal(b, kept[name]):
-            layer, _, buffer = name.rpartition(".")
-            owner = re.sub(r"\.parametrizations\..*", "", layer)
-            raise ValueError(
-                f"layer {owner} ({type(model.get_submodule(owner)).__name__}) changes its {buffer} with each forward pass, as spectral norm does, and windows and tiles are "
-                "passes of their own: the result would depend on how many there are; leave that out, or use weight_norm"
-            )
-
-
-def _check_draws(model: nn.Module) -> None:
-    """Refuse random numbers of a module's own, where its calls are not followed: each rank would draw others, and each time that a pass is repeated."""
-    if _followed(model) or any(p.is_meta for p in model.parameters()):
-        return
-    probe, dims = copy.deepcopy(model).train(), dims_of(model)
-    for layer in probe.modules():
-        if isinstance(layer, DROPOUTS):
-            layer.p = 0.0
-    for side in _PROBED:
-        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), skip_store({}):
-            before = torch.get_rng_state()
-            probe(_image_of(model, (side,) * dims).expand(2, *(-1,) * (dims + 1)))
-            if torch.equal(before, torch.get_rng_state()):
-                return
-            break
-    else:
-        return
-    raise ValueError(
-        f"this {type(model).__name__} draws random numbers of its own in training, other ones on each rank, and it can't be followed"
-        f"{': ' + refusals[model] if model in refusals else ''}; set their probabilities (such as drop_path_rate) to 0, or use nn.Dropout"
-    )
-
-
-def _followed(model: nn.Module) -> bool:
-    """Whether its layers are known."""
-    return is_flat(model) and model not in refusals
-
-
-_PROBED = (64, 96, 256)  # pixels a side; the first that a network takes
 
 
 def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
 from distseg.models.bands import channels_of
+from distseg.models.hidden import check_exact
 from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
 from distseg.models.network import channels_of_maps, flat_layers, refusals
@@ -76,6 +77,7 @@ class Engine(Descent):
             self.autocast = autocast(precision, device)
             freeze(model, config.optim)
             check_trainable(model)
+            check_exact(model, image)
             own_memory(model)
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))

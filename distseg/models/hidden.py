@@ -1,0 +1,248 @@
+"""Refuses modules whose forward pass does more than compute its result: it draws random numbers, or leaves something behind.
+
+Ranks and parts of an image are passes of their own, in another number and order than the serial program's. So what a pass leaves behind must
+not matter: a pass behind others has to compute the same, and leave the same, as one that comes first.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Callable, Sequence
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from distseg.altered import altered
+from distseg.blame import blame
+from distseg.models.bands import bands_of
+from distseg.models.draws import Draws, global_generators, is_generator, system_draws
+from distseg.models.layers import DropImage, skip_store
+from distseg.models.network import inexact, is_followed, refusals
+from distseg.models.passes import checkpoints_ignored, generators_kept, is_library, is_users, run, shown, user_line
+from distseg.models.state import WHOLE, Picture, Slot, picture_of, print_of
+from distseg.models.trace import DRAWS, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
+
+Pass = Callable[[nn.Module], Any]
+"""A forward pass; what it returns can be compared."""
+
+
+def picture(model: nn.Module, loose: bool = False) -> Picture:
+    """Return what a module keeps now, but for the running statistics of norms, and how far the global generators of random numbers are."""
+    found = picture_of(model, loose).without(_statistics(model))
+    for slot in global_generators():
+        found.slots[slot.key], found.prints[slot.key] = slot, print_of(slot.value())
+    return found
+
+
+def _statistics(model: nn.Module) -> set[tuple[str, str]]:
+    """Return the slots of the running statistics that norms of PyTorch's keep; without memory a pass leaves all but the count as it was."""
+    found = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, _NORMS):
+            whole = not any(b.is_meta for b in layer.buffers()) and altered(layer) is None
+            found |= {(name or WHOLE, own) for own in (_RUNNING if whole else _RUNNING[:1])}
+    return found
+
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_RUNNING = ("num_batches_tracked", "running_mean", "running_var")
+
+
+def check_left(made: Callable[[], nn.Module], before: Picture, after: Picture, last: Pass, others: Sequence[Pass], alike: Callable[[Any, Any], bool]) -> None:
+    """Refuse what a pass left behind, if passes that follow would depend on it or leave something else.
+
+    Args:
+        made: makes a copy of the module that has had no pass.
+        before, after: what a copy kept before a pass, and what behind it.
+        last: a pass; ``others`` come before it in one copy, and not in another.
+        alike: compares what two passes return.
+
+    Raises:
+        Hidden: naming the attribute, its module, the line that changes it, and the repair.
+    """
+    changed = before.changed(after)
+    if not changed:
+        return
+    kept = [slot for slot in changed if slot.tensor]
+    if not kept:
+        used, fresh = made(), made()
+        wanted = last(fresh)
+        there, same = picture(fresh, loose=True), True
+        for other in others:
+            with suppress(Exception):  # an image of another size, which it may not take
+                other(used)
+            same = alike(last(used), wanted) and same
+            kept += there.changed(picture(used, loose=True))
+        if same and not kept:
+            return
+    raise Hidden(_told((kept or changed)[0], made(), last))
+
+
+def _told(slot: Slot, model: nn.Module, passed: Pass) -> str:
+    """Return the message about a slot that a pass of a module changes; ``model`` is a copy of it."""
+    line = _line_that_changes(slot.of(model), model, passed)
+    where = f" ({line})" if line else ""
+    if is_generator(slot):
+        return f"the forward pass draws random numbers by {slot}{where}, other ones on each rank and for each part of an image: {INSTEAD}"
+    return f"the forward pass changes {slot}{where}: {KEEP_NOTHING}"
+
+
+def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None:
+    """Return the line of the user's code behind which the value in a slot is another one; None if it is none."""
+    found: list[str | None] = []
+    begun, last = print_of(slot.value()), None
+
+    def look(frame: FrameType, event: str, _: Any):
+        nonlocal last
+        if not is_users(frame.f_code) or is_library(frame.f_code.co_filename):
+            return None
+        if not found and print_of(slot.value()) != begun:
+            found.append(last)
+        last = shown(frame.f_code.co_filename, frame.f_lineno)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with suppress(Exception):
+            passed(model)
+    finally:
+        sys.settrace(before)
+    return found[0] if found else last if print_of(slot.value()) != begun else None
+
+
+def check_real(model: nn.Module) -> None:
+    """Refuse complex numbers, of which a cast to the type of a run would leave the real parts.
+
+    Raises:
+        ValueError: naming the parameter or buffer, and the repair.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise ValueError(f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep (..., 2) real numbers, and take torch.view_as_complex of them in forward")
+
+
+def check_seen(model: nn.Module) -> None:
+    """Refuse a network in which a trace saw what no way of computing it does exactly.
+
+    Raises:
+        ValueError: naming function, module and line.
+    """
+    check_real(model)
+    if model in inexact:
+        raise ValueError(f"this network can't be trained exactly: {refusals[model]}")
+
+
+def check_exact(model: nn.Module, size: Sequence[int]) -> None:
+    """Refuse to train a network whose passes draw random numbers or leave something behind.
+
+    Args:
+        size: of an image that it is going to be given.
+
+    Raises:
+        ValueError: naming function, module and line, and why the module's calls are not followed.
+    """
+    check_seen(model)
+    if is_followed(model):
+        return
+    try:
+        check_module(model, size)
+    except Hidden as e:
+        followed = f"; and it can't be followed: {refusals[model]}" if model in refusals else ""
+        raise ValueError(f"this network can't be trained exactly: {e}{followed}") from e
+
+
+def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)) -> None:
+    """Refuse a module whose calls are not followed, if its passes draw random numbers, leave something behind, or do not make one tensor.
+
+    Dropout layers are off: their masks are keyed. Small images are tried first.
+
+    Args:
+        size: of an image that it is going to be given.
+        modes: of training (True) and of evaluation (False).
+
+    Raises:
+        Hidden: naming what, where, and the repair.
+    """
+    if model in _checked or any(p.is_meta for p in model.parameters()):
+        return
+    dims, failed = len(size), None
+    for at in dict.fromkeys([*((side,) * dims for side in _TRIED), tuple(size)]):
+        try:
+            with generators_kept(), torch.enable_grad():
+                for training in modes:
+                    _check_mode(model, at, training)
+        except Hidden:
+            raise
+        except Exception as e:  # by whatever a module of the user's fails
+            failed = e
+        else:
+            _checked.add(model)
+            return
+    raise Hidden(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(failed)}") from failed
+
+
+_TRIED = (64, 96, 256)  # pixels a side
+_checked: WeakSet[nn.Module] = WeakSet()
+
+
+def _check_mode(model: nn.Module, size: Sequence[int], training: bool) -> None:
+    """Refuse what the passes of one mode do besides."""
+
+    def made() -> nn.Module:
+        copied = copy.deepcopy(model).train(training)
+        for layer in copied.modules():
+            if isinstance(layer, (*_DROPOUTS, DropImage)):
+                layer.p = 0.0
+        return copied
+
+    *others, last = (partial(passed, _noise(model, size, number)) for number in range(3))
+    probe = made()
+    before = picture(probe)
+    result = last(probe)
+    if not isinstance(result, Tensor):
+        raise Hidden(f"{returned(result)}{'' if training else ' (in evaluation)'}")
+    check_left(made, before, picture(probe), last, others, equal)
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def _noise(model: nn.Module, size: Sequence[int], number: int) -> Tensor:
+    """Return two images (2, C, *size)."""
+    like, channels = next(p for p in model.parameters() if p.is_floating_point()), bands_of(model)
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(2, channels, *size, generator=generator).to(like)
+
+
+def passed(image: Tensor, model: nn.Module) -> Any:
+    """Return what a module makes of an image.
+
+    Raises:
+        Hidden: the pass draws random numbers by PyTorch, or from the system.
+    """
+    inside: list[str] = []
+    drawn: list[str] = []
+
+    def note(name: str, line: str) -> None:
+        drawn.append(f"{name} in {inside and inside[-1] or WHOLE} ({line}) {DRAWS}")
+
+    with ExitStack() as stack:
+        for context in (skip_store({}), checkpoints_ignored(), calling(model, inside)):
+            stack.enter_context(context)
+        stack.enter_context(system_draws(partial(note, "a generator without a seed")))
+        stack.enter_context(Draws(lambda name, _: note(name, user_line())))
+        result = run(model, image.clone())
+    if drawn:
+        raise Hidden(drawn[0])
+    return result.detach() if isinstance(result, Tensor) else result
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return True if two results have the same numbers, of which some may be no numbers."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

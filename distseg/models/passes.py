@@ -1,0 +1,119 @@
+"""One forward pass of a user's module, as those run it who watch it: where in the user's code it is, and nothing that outlives it."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Iterator, Mapping
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import distseg
+
+
+
+def _folders(*files: str) -> tuple[str, ...]:
+    """Return the folders of some files, as they are named and as they are where a name is a link."""
+    return tuple(dict.fromkeys(f"{path.parent}{os.sep}" for file in files for path in (Path(file), Path(file).resolve())))
+
+
+_TORCH_OR_OURS, _STANDARD, _NUMPY = _folders(torch.__file__, distseg.__file__), _folders(os.__file__), _folders(np.__file__)
+
+
+def run(model: nn.Module, image: Tensor):
+    """Return what a module makes of an image; the frame of this function is where the user's code begins."""
+    return model(image)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame inside :func:`run` whose code is neither PyTorch's nor ours; None if there is none."""
+    while frame is not None and frame.f_code is not run.__code__:
+        if is_users(frame.f_code):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def user_line() -> str:
+    """Return the line of the user's code that is being run inside :func:`run`, as ``nets.py, line 12``."""
+    frame = user_frame(sys._getframe(1))
+    return "PyTorch's own code" if frame is None else shown(frame.f_code.co_filename, frame.f_lineno)
+
+
+def shown(path: str, line: int) -> str:
+    """Return a place in a file as messages have it."""
+    return f"{path.rpartition('/')[2]}, line {line}"
+
+
+def is_users(code: CodeType) -> bool:
+    """Return True if code is neither PyTorch's, nor ours, nor made while the program runs."""
+    return _is_users(code.co_filename)
+
+
+@cache
+def _is_users(path: str) -> bool:
+    return not path.startswith(("<", *_TORCH_OR_OURS))
+
+
+@cache
+def is_library(path: str) -> bool:
+    """Return True for a file of Python's own library or of NumPy."""
+    standard = path.startswith(_STANDARD) and not any(part in path for part in ("site-packages", "dist-packages"))
+    return path.startswith(("<", *_NUMPY)) or standard
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give the global random generators of PyTorch (CPU), NumPy and Python back the state that they had before."""
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+@contextmanager
+def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
+    """Let attributes of a module or class be others inside; names that it does not have are left out."""
+    before = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+    try:
+        for name in before:
+            setattr(holder, name, names[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(holder, name, value)
+
+
+class _NoCheckpoint:
+    """Stand-in for PyTorch's reentrant activation checkpoint: call the function, keep its graph."""
+
+    @staticmethod
+    def apply(function, preserve, *args):
+        return function(*args)
+
+
+def _unchecked(*args, **kwargs) -> Iterator[None]:
+    """Stand-in for PyTorch's other activation checkpoint, which is a generator around the function's call."""
+    yield
+
+
+@contextmanager
+def checkpoints_ignored() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` inside call its function and keep the graph, instead of computing it again in the backward pass.
+
+    A second computation would happen where masks of dropouts, formulas of norms and the place of an image are no longer at hand.
+    """
+    stands = {"CheckpointFunction": _NoCheckpoint, "_checkpoint_without_reentrant_generator": _unchecked}
+    with replaced(torch.utils.checkpoint, stands):
+        yield

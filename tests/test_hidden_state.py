@@ -1,0 +1,315 @@
+"""A forward pass that draws random numbers, or leaves something behind, is refused by name: captured, and as the user's module on whole images."""
+
+import itertools
+import random
+from collections import Counter, deque
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.random import default_rng
+from torch import nn
+
+import distseg
+from distseg.models.capture import as_network
+from distseg.models.hidden import check_exact
+from distseg.models.network import is_followed, refusals
+
+P = 0.001  # so rare that a pass hardly ever shows it
+CALLS, METER, LAST = 0, SimpleNamespace(passes=0), {}
+DICE = random.Random(3)
+
+
+class Kept(nn.Module):
+    """A convolution, a function that does something besides, and another convolution."""
+
+    count = 0
+    passes: list = []
+
+    def __init__(self, function, attends=False):
+        super().__init__()
+        self.first, self.block, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.function, self.attends, self.drop, self.norm = function, attends, nn.Dropout2d(0.1), nn.BatchNorm2d(4)
+        self.register_buffer("ema", torch.ones(1, 4, 1, 1))
+        self.register_buffer("steps", torch.zeros(()))
+        self.n, self.rate, self.flag, self.last_size, self.cache, self.center = 0, 0.1, True, None, {}, 0.0
+        self.history, self.recent, self.seen, self.counter, self.kinds = [], deque(maxlen=3), set(), itertools.count(), Counter()
+        self.meter, self.nested = SimpleNamespace(total=0.0), {"a": [{"passes": 0}]}
+        self.pythons, self.numpys, self.old, self.torchs = random.Random(0), default_rng(0), np.random.RandomState(0), torch.Generator()
+        self.plain, self.array = torch.zeros(3), np.zeros(3)
+
+    def forward(self, x):
+        x = self.function(self, F.relu(self.first(x)))
+        if self.attends:  # which is not followed, so that images stay whole
+            x = x * x.flatten(2).softmax(-1).view_as(x)
+        return self.last(self.norm(x))
+
+    def kept(self, x, dropped):
+        """A layer that is left out now and then."""
+        return x if dropped else x + F.relu(self.block(x))
+
+
+def assigned(m, x):
+    m.center = 0.9 * m.center + 0.1 * x.detach().mean()
+    return x - m.center
+
+
+def in_training(m, x):
+    m.n += m.training
+    return x * 2 if m.n > 40 else x
+
+
+def rate(m, x):
+    m.rate += 0.01
+    return F.dropout2d(x, m.rate, m.training)
+
+
+def rate_of_a_layer(m, x):
+    m.drop.p = min(0.5, m.drop.p + 0.01)
+    return m.drop(x)
+
+
+def globally(m, x):
+    global CALLS
+    CALLS += 1
+    return x
+
+
+def helper():
+    METER.passes += 1
+
+
+def by_helper(m, x):
+    helper()
+    return x
+
+
+def of_class(m, x):
+    type(m).count += 1
+    return x
+
+
+def first_pass(m, x):
+    if m.flag:
+        m.flag = False
+        return x * 2
+    return x
+
+
+def alternating(m, x):
+    m.flag = not m.flag
+    return x * (2 if m.flag else 1)
+
+
+def saturating(m, x):
+    m.n = min(m.n + 1, 3)
+    return x * m.n
+
+
+def swapped(m, x):
+    y = m.block(x)
+    m.block = nn.Conv2d(4, 4, 3, padding=1, device=x.device, dtype=x.dtype)
+    return y
+
+
+def frozen(m, x):
+    m.block.weight.requires_grad_(False)
+    return m.block(x)
+
+
+def registered(m, x):
+    m.register_buffer("mask", torch.ones_like(x[:1, :, :1, :1]))
+    return x
+
+
+def renamed(m, x):
+    m._buffers["ema"] = m.ema * 0.5
+    return x * 2
+
+
+def by_setattr(m, x):
+    setattr(m, "ema", m.ema * 0.5)
+    return x
+
+
+def without_gradient(m, x):
+    with torch.no_grad():
+        m.ema.mul_(0.9).add_(0.1 * x.mean((0, 2, 3), keepdim=True))
+    return x / (m.ema + 1)
+
+
+def data_of(m, x):
+    m.ema.data = 0.9 * m.ema + 1
+    return x
+
+
+def weight_data(m, x):
+    m.block.weight.data = m.block.weight.detach().clamp(-0.1, 0.1)
+    return m.block(x)
+
+
+def closure():
+    passes = 0
+
+    def counted(m, x):
+        nonlocal passes
+        passes += 1
+        return x
+
+    return counted
+
+
+def default(m, x, found=[]):
+    found.append(1)
+    return x
+
+
+def attribute(m, x):
+    attribute.passes = getattr(attribute, "passes", 0) + 1
+    return x
+
+
+def hook(m, x):
+    m.block.register_forward_hook(lambda *_: None)
+    return x
+
+
+STATE = {
+    "a buffer that is assigned": (by_setattr, "changes ema of the model"),
+    "a buffer in its dict": (renamed, "changes ema of the model"),
+    "a buffer overwritten": (without_gradient, r"changes ema with each forward pass|changes ema of the model"),
+    "a buffer counted": (lambda m, x: (m.steps.add_(1), x)[1], "changes steps with each forward pass|changes steps of the model"),
+    "a buffer's data": (data_of, "gives ema other data|changes ema of the model"),
+    "a weight's data": (weight_data, "gives block.weight other data|changes weight of block"),
+    "a buffer set": (lambda m, x: (m.ema.set_(m.ema * 2), x)[1], "gives ema other data|changes ema of the model"),
+    "a new buffer": (registered, "changes mask of the model"),
+    "a running mean": (assigned, "changes center of the model|takes a tensor of"),
+    "a counter": (in_training, "changes n of the model"),
+    "a rate": (rate, "changes rate of the model"),
+    "a rate of a layer": (rate_of_a_layer, "changes p of drop"),
+    "a list": (lambda m, x: (m.history.append(x.mean()), x)[1], "changes history of the model"),
+    "a dict": (lambda m, x: (m.kinds.update([x.shape[1]]), x)[1], "changes kinds of the model"),
+    "a set": (lambda m, x: (m.seen.add(len(m.seen)), x)[1], "changes seen of the model"),
+    "a full deque": (lambda m, x: (m.recent.append(len(m.recent) + m.n), m.nested["a"].append(0), x)[2], "changes (recent|nested) of the model"),
+    "nested": (lambda m, x: (m.nested["a"][0].update(passes=m.nested["a"][0]["passes"] + 1), x)[1], "changes nested of the model"),
+    "an object": (lambda m, x: (setattr(m.meter, "total", m.meter.total + 1), x)[1], "changes meter of the model"),
+    "an iterator": (lambda m, x: x * (1 + (next(m.counter) > 100)), "changes counter of the model"),
+    "a plain tensor": (lambda m, x: (m.plain.add_(1), x)[1], "changes plain of the model|takes a tensor of"),
+    "an array": (lambda m, x: (m.array.__iadd__(1), x)[1], "changes array of the model"),
+    "a global": (globally, r"changes CALLS of test_hidden_state.py"),
+    "an object of the file, in a helper": (by_helper, r"changes METER of test_hidden_state.py"),
+    "a dict of the file": (lambda m, x: (LAST.update(n=LAST.get("n", 0) + 1), x)[1], "changes LAST of test_hidden_state.py"),
+    "a class attribute": (of_class, "changes count of class Kept"),
+    "a list of the class": (lambda m, x: (m.passes.append(1), x)[1], "changes passes of class Kept"),
+    "a closure": (closure(), "changes (a variable around function closure.*counted|function of the model)"),
+    "a default": (default, "changes (a variable around function default|function of the model)"),
+    "an attribute of a function": (attribute, "changes (a variable around function attribute|attribute of|function of the model)"),
+    "the first pass": (first_pass, "changes flag of the model"),
+    "every other pass": (alternating, "changes flag of the model"),
+    "a few passes": (saturating, "changes n of the model"),
+    "a layer": (swapped, "draws random numbers"),
+    "what is trained": (frozen, "changes weight of block"),
+    "a hook": (hook, "changes _forward_hooks of block"),
+    "a mode": (lambda m, x: (m.history.append(m.training), x)[1], "changes history of the model"),
+}
+DRAWN = {
+    "rand": lambda: torch.rand(()) < P,
+    "item": lambda: torch.rand(1).item() < P,
+    "bool": lambda: bool(torch.bernoulli(torch.tensor(P))),
+    "uniform": lambda: torch.empty(()).uniform_() < P,
+    "randint": lambda: torch.randint(0, 1000, (1,)).item() == 0,
+    "random": lambda: torch.zeros(()).random_(0, 1000) == 0,
+    "normal": lambda: torch.normal(0.0, 1.0, (1,)) > 3,
+    "randn": lambda: torch.randn(()) > 3,
+    "exponential": lambda: torch.empty(()).exponential_() > 7,
+    "geometric": lambda: torch.empty(()).geometric_(0.5) > 10,
+    "poisson": lambda: torch.poisson(torch.ones(())) > 5,
+    "multinomial": lambda: torch.multinomial(torch.tensor([P, 1.0]), 1).item() == 0,
+    "randperm": lambda: torch.randperm(1000)[0] == 0,
+    "dropout": lambda: F.dropout(torch.ones(()), P) == 0,
+    "distribution": lambda: torch.distributions.Bernoulli(P).sample().item() == 1,
+    "python": lambda: random.random() < P,
+    "python's choice": lambda: random.choice(range(1000)) == 0,
+    "numpy": lambda: np.random.rand() < P,
+    "numpy's integers": lambda: np.random.randint(1000) == 0,
+    "a new generator": lambda: default_rng().random() < P,
+    "a new one of Python's": lambda: random.Random().random() < P,
+    "the system": lambda: random.SystemRandom().random() < P,
+    "of the file": lambda: DICE.random() < P,
+}
+OWN = {
+    "python": (lambda m: m.pythons.random() < P, "by pythons of the model"),
+    "numpy": (lambda m: m.numpys.random() < P, "by numpys of the model"),
+    "old numpy": (lambda m: m.old.rand() < P, "by old of the model"),
+    "torch": (lambda m: torch.rand((), generator=m.torchs) < P, "rand in the model"),
+}
+
+
+def left_out(draw, m, x):
+    return m.kept(x, m.training and draw())
+
+
+def left_out_by_own(draw, m, x):
+    return m.kept(x, m.training and draw(m))
+
+
+CASES = {f"state: {name}": case for name, case in STATE.items()}
+CASES |= {f"draw: {name}": (partial(left_out, draw), "draws random numbers|takes random numbers from the system") for name, draw in DRAWN.items()}
+CASES |= {f"own generator: {name}": (partial(left_out_by_own, draw), words) for name, (draw, words) in OWN.items()}
+UNUSED = {"draw: unused": (lambda m, x: (torch.rand(3), x)[1], "rand in the model .* draws random numbers")}
+
+
+@pytest.mark.parametrize("attends", [False, True], ids=["captured", "whole"])
+@pytest.mark.parametrize("name", [*CASES, *UNUSED])
+def test_what_a_pass_does_besides_is_refused(name, attends):
+    function, words = (CASES | UNUSED)[name]
+    model = Kept(function, attends)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    network = as_network(model)
+    assert not is_followed(network)
+    with pytest.raises(ValueError, match=f"can't be trained exactly: .*({words})") as refused:
+        check_exact(network, (40, 56))
+    assert "test_hidden_state.py, line" in str(refused.value), refused.value
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2])
+
+
+def size_of(m, x):
+    m.last_size = tuple(x.shape)
+    return x
+
+
+def once(m, x):
+    if m.flag:
+        m.flag = False
+    return x
+
+
+def shown(m, x):
+    m.cache["features"] = x
+    m.attention = x.detach().sigmoid()
+    return x
+
+
+def by_size(m, x):
+    if m.last_size != x.shape[2:]:
+        m.last_size, m.cache = x.shape[2:], {"cells": x.shape[2] * x.shape[3]}
+    return x
+
+
+def seeded(m, x):
+    return x * (1 + default_rng(0).random())
+
+
+HARMLESS = {"size": size_of, "flag": once, "features": shown, "size again": by_size, "seeded": seeded, "dropout that nothing uses": lambda m, x: (F.dropout(x, 0.2, m.training), x)[1]}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_no_pass_depends_on_is_no_alarm(name):
+    network = as_network(Kept(HARMLESS[name]))
+    assert is_followed(network), refusals[network]
+    if "nothing uses" not in name:  # of a module that is not followed nobody knows
+        check_exact(as_network(Kept(HARMLESS[name], attends=True)), (40, 56))

@@ -190,7 +190,7 @@ def test_stages_evaluate_what_one_rank_does(comm, shared_path, capsys):
     done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "1", "--mesh.stages", "2", "--train.accumulate", "2", "--train.precision", "fp32", *common])
     done(["predict", str(place / "run"), *common, "--output", str(place / "out")])
     if comm.rank == 0:
-        module, store = load(place / "run", made_classifiers.residual(2, 2)), Store(place / "s.h5")
+        module, store = load(place / "run", made_classifiers.residual(2, 2), normalise=False), Store(place / "s.h5")
         for row in csv.DictReader(open(place / "out" / "images.csv")):
             x = torch.from_numpy(store.read_normalised(row["image"], Box.whole((29, 43))))[None]
             assert abs(float(row["p(bright)"]) - float(module(x).softmax(1)[0, 1])) < 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from distseg.launch import resident_memory, set_up, together
 from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
 from distseg.plan.in_time import short_of_decoding
-from distseg.report.closing import closing_of_evaluation, closing_of_prediction
+from distseg.report.closing import closing_of_evaluation, closing_of_prediction, notes_on_places
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
@@ -150,8 +151,9 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     """Write class maps of image files or of a split of the store."""
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
-    settings, names = config.predict, manifest["data"]["classes"]
-    classes = Classes(names, class_colors(names))
+    settings, data = config.predict, manifest["data"]
+    names = data["classes"]
+    classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
     files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
     with together(world):
         checkpoint = find(run)
@@ -194,16 +196,17 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
         if heat:
             _draw_heat(heat, manifest["data"], scenes, world, Path(output))
         return 0
-    maps = []
+    maps, placed = [], {}
     for opened in scenes.values():
         scene = opened()
         paths = files(scene)
         maps.append(paths[0])
-        anew = predict(predictor, scene, paths, classes, settings.probabilities, network)
+        placed[scene.name] = scene.place is not None
+        anew = predict(predictor, scene, paths, replace(classes, place=scene.place), settings.probabilities, network)
         if predictor.writes:
             print(f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} pixels{'' if anew else ', is there already'}")
     if world.rank == 0:
-        print(*closing_of_prediction(output, maps, None if images else config.data.store), sep="\n")
+        print(*notes_on_places(placed, settings.formats), *closing_of_prediction(output, maps, None if images else config.data.store), sep="\n")
     return 0
 
 
@@ -241,7 +244,7 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
         part = _box(box, classes.shape)
         found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
-    plot_overlay(rgb(store.read(name, part), store.nodata(name), store.valid(name, part)), truth, found, store.classes, None, output, store.ignore, title=name)
+    plot_overlay(rgb(store.read(name, part), store.nodata(name), store.valid(name, part)), truth, found, store.classes, store.colours, output, store.ignore, title=name)
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:

@@ -396,14 +396,17 @@ class PatchgdConfig:
             raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")
 
 
+_FORMATS = {"h5": "hdf5", "tif": "tiff"}  # names of predict.formats after files' endings
+
+
 @dataclass(frozen=True)
 class PredictConfig:
     tile: Extents = Extents((1024, 1024))
     """Tile of evaluation and prediction; memory follows from it. With run.memory tiles are as large as fit instead."""
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
-    formats: List[Literal["hdf5", "tiff", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
-    """Of class maps: NAME.h5, tiled NAME.tif (without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
+    formats: List[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
+    """Of class maps: NAME.h5 (hdf5), tiled NAME.tif (tiff; keeps where on earth the image lies; without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
     heat: bool = False
     """Of networks for whole images: also draw where the answer comes from, NAME.heat.png (docs/whole_images.md)."""
     scratch: Optional[str] = None
@@ -413,6 +416,7 @@ class PredictConfig:
         _extents(self, "tile")
         if not self.formats:
             raise ValueError("predict.formats is empty, so nothing would be written: choose hdf5, tiff or png")
+        object.__setattr__(self, "formats", [_FORMATS.get(form, form) for form in self.formats])
         _each_once(self, "formats")
         _path(self, "scratch")
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from distseg.config import Config
 from distseg.data.alpha import BAND
+from distseg.data.georeference import Place
 from distseg.data.image_writer import first_bad, position
 from distseg.data.nodata import fitting, missing
 from distseg.data.readers import open_image
@@ -38,11 +39,12 @@ class Scene:
     decoding: int = 0
     notes: tuple[str, ...] = ()  # on its file (:func:`distseg.data.told.notes_on`)
     without_data: Callable[[Box], np.ndarray | None] = everywhere
+    place: Place | None = None  # where on earth it lies
 
 
 def store_scene(store: Store, name: str) -> Scene:
     """An image of a store."""
-    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path), without_data=lambda box: store.without_data(name, box))
+    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path), without_data=lambda box: store.without_data(name, box), place=store.place(name) if store.shrink == 1 else None)
 
 
 def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1, scratch: str | None = None) -> Scene:
@@ -98,7 +100,7 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
     told = ("" if number is None else f", no data is {number}") + (", transparency is no data" if reader.alpha is not None else "")
     source = "; ".join(map(_file_identity, (path, *reader.sources))) + told
     known = number is not None or reader.masked
-    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, source, reader.decoding, reader.notes, without_data if known else everywhere)
+    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, source, reader.decoding, reader.notes, without_data if known else everywhere, reader.place if shrink == 1 else None)
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:

@@ -104,6 +104,13 @@ def test_byte_order_marks_line_ends_references_and_empty_sections_are_fine(tmp_p
     assert config_of(text, tmp_path).model.depth == 2
 
 
+def test_formats_of_class_maps_may_be_named_after_endings(tmp_path):
+    assert config_of("predict:\n  formats: [tif, h5]", tmp_path).predict.formats == ["tiff", "hdf5"]
+    for formats, words in (("[tif, tiff]", "predict.formats has tiff more than once"), ("[jpg]", "takes one of 'hdf5', 'h5', 'tiff', 'tif', 'png', got 'jpg'")):
+        with pytest.raises(ValueError, match=words):
+            config_of(f"predict:\n  formats: {formats}", tmp_path)
+
+
 def test_flags_stand_over_files_and_later_files_over_earlier_ones(tmp_path):
     (tmp_path / "more.yaml").write_text("model: {depth: 3, num_convs: 3}\n")
     found = config_of("model: {depth: 2, num_convs: 2, base_channels: 2}\n", tmp_path, f"--config={tmp_path}/more.yaml", "--model.num_convs", "4")

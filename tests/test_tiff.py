@@ -1,6 +1,5 @@
 """TIFF in every form that programs write: the numbers that were written, by windows as whole, or refused with a reason."""
 
-import warnings
 from itertools import count, cycle, product
 
 import numpy as np
@@ -12,6 +11,7 @@ from distseg.data.prepare import prepare_folder
 from distseg.data.readers import open_image, open_mask
 from distseg.geometry.tile import Box
 
+pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
 SIZE = (37, 53)
 WINDOWS = [Box((0, 0), SIZE), Box((9, 14), (20, 39)), Box((36, 15), (37, 17))]
 TYPES = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")
@@ -73,7 +73,6 @@ def test_all_forms_that_tifffile_writes(tmp_path):
 def test_all_forms_that_gdal_writes(tmp_path):
     """The same by GDAL, whose own reading is the oracle for compressions that change numbers."""
     rasterio = pytest.importorskip("rasterio")
-    warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
     layouts, failed, number = cycle(LAYOUTS), [], count()
     plain = [name for name in TYPES if name != "f2"]
     forms = [(order, compression, dtype, predictor) for order in ("LITTLE", "BIG") for compression in ("LZW", "DEFLATE", "ZSTD") for dtype in plain for predictor in PREDICTORS[dtype[0]]]
@@ -116,7 +115,6 @@ def test_forms_that_pillow_writes(tmp_path, compression):
 
 def by_gdal(path, pixels: np.ndarray, **options) -> None:
     rasterio = pytest.importorskip("rasterio")
-    warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
     about = {"driver": "GTiff", "height": pixels.shape[1], "width": pixels.shape[2], "count": len(pixels), "dtype": pixels.dtype.name}
     with rasterio.open(path, "w", **about, **options) as file:
         file.write(pixels)

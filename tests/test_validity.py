@@ -1,7 +1,6 @@
 """Pixels without data, however a file says so: transparency, masks inside and beside it, a transparent colour, a number. They are ignored in
 training, count in no mean, and are told. A file is read as its image in a store is."""
 
-import warnings
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from distseg.data.store import Store
 from distseg.geometry.tile import Box
 from distseg.scene import file_scene, store_scene
 
+pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
 SIZE = (64, 96)
 WHOLE = Box.whole(SIZE)
 VALID = np.ones(SIZE, bool)
@@ -39,7 +39,6 @@ def beside(path, mask=VALID):
 
 def by_gdal(path, pixels=np.moveaxis(RGB, -1, 0), mask=None, internal=True, colours=None, **options):
     rasterio = pytest.importorskip("rasterio")
-    warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
     with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=internal), rasterio.open(path, "w", driver="GTiff", height=SIZE[0], width=SIZE[1], count=len(pixels), dtype=pixels.dtype.name, **options) as file:
         file.write(pixels)
         if colours:

@@ -1,4 +1,5 @@
-"""Class maps that are whole: HDF5, tiled TIFF and PNG, each with the identity of what it was made from.
+"""Class maps that are whole: HDF5, tiled TIFF and PNG, each with the identity of what it was made from, the classes' colours, the number
+that stands for no data, and, as far as its format can, where on earth it lies.
 
 By its identity a result is told to be there already; a file without one is somebody else's and is not overwritten.
 """
@@ -9,12 +10,15 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from distseg.data import hdf5
+from distseg.data.georeference import Place
 from distseg.data.layout import check_name
+from distseg.data.nodata import NODATA_TAG
 from distseg.data.readers import pillow
 from distseg.disk import whole
 from distseg.geometry.tile import Box, strips
@@ -22,14 +26,25 @@ from distseg.geometry.tile import Box, strips
 _EDGE = 256  # of chunks and TIFF tiles
 _LARGEST_PNG = 1 << 28  # pixels, which Pillow takes at once
 _KEY = "distseg_identity"
+_NO_DATA = (154, 154, 154)  # a grey
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Names and ``colours``, (K, 3) uint8."""
+    """What the numbers of a class map mean: names and ``colours``, (K, 3) uint8; ``nodata`` stands for pixels without data. And its ``place``."""
 
     names: list[str]
     colours: np.ndarray
+    nodata: int = 255
+    place: Place | None = None
+
+    @property
+    def palette(self) -> np.ndarray:
+        """The colour of each number, (256, 3) uint8; black where none has it."""
+        found = np.zeros((256, 3), np.uint8)
+        found[self.nodata] = _NO_DATA
+        found[: len(self.colours)] = self.colours
+        return found
 
 
 def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int], probabilities: bool) -> list[Path]:
@@ -44,7 +59,6 @@ def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int
     if "tiff" in formats:
         if len(size) != 2:
             raise ValueError(f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of predict.formats")
-        _tifffile()
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
         raise ValueError(f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, for a PNG: add hdf5 to predict.formats")
@@ -86,6 +100,12 @@ def _write_hdf5(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, 
         f, found = growing.file, arrays["classes"]
         chunks = tuple(min(_EDGE, n) for n in found.shape)
         f.attrs["class_names"] = classes.names
+        f.attrs["class_colours"] = classes.colours
+        f.attrs["nodata"] = np.uint8(classes.nodata)  # of classes; of probabilities nan
+        if classes.place is not None:
+            f.attrs["geotiff_tags"] = json.dumps(classes.place.to_json())
+            if (transform := classes.place.transform) is not None:
+                f.attrs["transform"] = transform  # x = a column + b row + c, y = d column + e row + f
         f.attrs[_KEY] = identity
         f.create_dataset("classes", found.shape, "u1", chunks=chunks, compression="gzip", compression_opts=1, fletcher32=True)
         if "probabilities" in arrays:
@@ -117,7 +137,9 @@ def _write_tiff(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, 
             advance(found[rows].size)
 
     about = json.dumps({"class_names": classes.names, _KEY: identity})
-    _tifffile().imwrite(path, tiles(), shape=found.shape, dtype=np.uint8, tile=(_EDGE, _EDGE), compression="deflate", bigtiff=found.size > 2**31, description=about)
+    tags = [(NODATA_TAG, 2, 0, str(classes.nodata), True), *(classes.place.extra_tags if classes.place else ())]
+    form = dict(shape=found.shape, dtype=np.uint8, tile=(_EDGE, _EDGE), compression="deflate", bigtiff=found.size > 2**31)
+    _tifffile().imwrite(path, tiles(), **form, photometric="palette", colormap=classes.palette.T.astype(np.uint16) * 257, description=about, metadata=None, extratags=tags)
 
 
 def _read_tiff(path: Path) -> str | None:
@@ -125,11 +147,10 @@ def _read_tiff(path: Path) -> str | None:
         return json.loads(file.pages[0].description).get(_KEY)
 
 
-def _tifffile():
-    try:
-        import tifffile
-    except ImportError:
-        raise ValueError("class maps as TIFF need the package tifffile: pip install tifffile, or take tiff out of predict.formats") from None
+def _tifffile() -> ModuleType:
+    """Import what writes TIFF, a quarter of a second's work, once it is needed."""
+    import tifffile
+
     return tifffile
 
 
@@ -140,9 +161,10 @@ def _write_png(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, i
 
     found = np.ascontiguousarray(arrays["classes"])
     picture, about = Image.frombuffer("P", found.shape[::-1], found, "raw", "P", 0, 1), PngInfo()
-    picture.putpalette(classes.colours.ravel().tolist())
+    picture.putpalette(classes.palette.ravel().tolist())
     about.add_text(_KEY, identity)
-    picture.save(path, format="png", pnginfo=about)
+    about.add_text("nodata", str(classes.nodata))
+    picture.save(path, format="png", pnginfo=about, transparency=classes.nodata)
     advance(found.size)
 
 

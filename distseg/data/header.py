@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from distseg.data import hdf5, layout
+from distseg.data.georeference import Place
 from distseg.data.nodata import from_json, to_json
 
 _MOST_DIMS = 8
@@ -33,9 +34,10 @@ class Entry:
     digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts
     label: int | float | None = None  # of the whole image: its class, or in a store of one class the number that this names
     valid: bool = False  # it has a validity mask
+    place: Place | None = None  # where on earth its file says that it lies
 
     def to_json(self) -> dict:
-        return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata)}
+        return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata), "place": self.place and self.place.to_json()}
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> "Entry":
@@ -50,7 +52,7 @@ class Entry:
         )
         if version == 1:
             return cls(*known)
-        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"), entry.get("valid", False))
+        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"), entry.get("valid", False), Place.from_json(entry.get("place")))
 
     def check(self, classes: int, version: int) -> None:
         """Raises ValueError for what can not be."""
@@ -87,6 +89,7 @@ class Header:
     std: np.ndarray
     provenance: dict
     images: dict[str, Entry]
+    colours: np.ndarray | None  # (classes, 3) uint8, where label maps had a palette
     digest: str  # tells stores of different content apart; of version 1, of different headers
     sums_at: int = 0  # byte of the file where the chunks' checksums begin
 
@@ -105,6 +108,9 @@ class Header:
             _must(numbers.shape == (bands,) and np.isfinite(numbers).all(), f"{numbers} for {bands} bands")
         _must((self.std > 0).all(), f"the deviations {self.std}")
         _must(isinstance(self.provenance, dict), "the provenance")
+        if self.colours is not None:
+            fine = self.colours.shape == (classes, 3) and self.colours.dtype == np.uint8
+            _must(fine, f"the colours {self.colours.tolist()}")
         for image in self.images.values():
             image.check(classes, self.version)
 
@@ -125,8 +131,9 @@ def write(
     provenance: dict,
     images: list[Entry],
     sums: np.ndarray,
+    colours: np.ndarray | None = None,
 ) -> None:
-    """The last to be written: with it the store is complete. ``sums`` (all chunks) uint64."""
+    """The last to be written: with it the store is complete. ``sums`` (all chunks) uint64, ``colours`` (classes, 3) uint8."""
     file["sums"] = sums
     attributes = file.attrs
     for name, texts in dict(classes=classes, bands=bands).items():
@@ -134,6 +141,8 @@ def write(
     attributes.create("layout", np.bytes_(layout.LAYOUT))
     attributes["version"] = layout.MASKED if any(image.valid for image in images) else layout.VERSION
     attributes.update(ignore=ignore, block=layout.BLOCK, mean=mean, std=std, complete=True)
+    if colours is not None:
+        attributes["colours"] = np.asarray(colours, np.uint8)
     texts = {"index": json.dumps([image.to_json() for image in images]), "provenance": json.dumps(provenance)}
     for name, text in texts.items():
         file.create_dataset(name, data=np.bytes_(text))
@@ -185,6 +194,7 @@ def _read(path: str, file: h5py.File) -> Header:
         **numbers,
         provenance=provenance,
         images={i.name: i for i in images},
+        colours=np.asarray(known["colours"]) if "colours" in known else None,
         digest=digest,
         sums_at=sums_at,
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from distseg.data import layout
 from distseg.data.chunks import ChunkWriter
+from distseg.data.georeference import Place
 from distseg.data.header import Entry
 from distseg.data.nodata import missing as missing_of
 from distseg.data.statistics import ClassCounts, Moments
@@ -26,6 +27,7 @@ class ImageWriter:
         nodata: the number that stands for no data in its pixels; None for none.
         label: of the whole image.
         masked: it has a validity mask.
+        place: where on earth it lies.
         moments: takes the pixels of a training image, None for others.
         check: raises what the disk has said.
     """
@@ -46,6 +48,7 @@ class ImageWriter:
         check: Callable[[], None],
         label: int | float | None = None,
         masked: bool = False,
+        place: Place | None = None,
     ):
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
@@ -60,7 +63,7 @@ class ImageWriter:
         for what, there in (("labels", labels), ("valid", masked)):
             if there:
                 self._chunks[what] = ChunkWriter(group.create_dataset(what, size, "u1", **packed))
-        self.masked = masked
+        self.masked, self.place = masked, place
         self._sums: dict[str, np.ndarray] = {}
         self._digests: dict[str, str] = {}
 
@@ -102,7 +105,7 @@ class ImageWriter:
         known = self.name, self.split, self.size, self.dtype, labels, totals
         starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
         places = {what: int(start) for what, start in zip(self._sums, starts)}
-        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label, self.masked)
+        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label, self.masked, self.place)
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _finish(self) -> None:

@@ -2,10 +2,12 @@
 
 ::
 
-    attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std, digest
+    attributes            format, version, complete, layout (in words), bands, classes, ignore, block, mean, std, digest, and
+                          colours (classes, 3) uint8 where label maps had a palette
     index                 JSON: a list of images, each with name, split, size, dtype, labels, label (of the whole image: its
                           class, or in a store of one class the number that this names; or null), counts (pixels of each class),
-                          nodata (the number that stands for no data, or null), missing (pixels without data), sums
+                          nodata (the number that stands for no data, or null), missing (pixels without data), valid
+                          (whether it has a validity mask), place (TIFF's tags of where on earth it lies, or null), sums
                           (where in ``sums`` those of its pixels and labels begin), digests
     provenance            JSON: where the data come from
     images/NAME/pixels    (C, *size), any integer or float type, in chunks for reading windows, not compressed:

@@ -11,6 +11,8 @@ import re
 import struct
 from pathlib import Path
 
+import numpy as np
+
 ORIENTATION = 274  # tag of EXIF and of TIFF
 _JPEGS = (6, 7, 99, 33007, 34892)
 _LOSSY_TIFF = {**dict.fromkeys(_JPEGS, "JPEG"), **dict.fromkeys((33003, 33004, 33005), "JPEG 2000")}
@@ -79,6 +81,14 @@ def tiff_alpha(page) -> int | None:
     named = {int(band): role == "Alpha" for band, role in _INTERPRETED.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))}
     named = {first + k: extra in _ALPHA for k, extra in enumerate(page.extrasamples)} | named
     return next((band for band, alpha in sorted(named.items()) if alpha and band < page.samplesperpixel), None)
+
+
+def tiff_palette(page) -> np.ndarray | None:
+    """Return the colours (entries, 3) uint8 of the palette of tifffile's ``page``."""
+    found = page.colormap
+    if found is None or found.ndim != 2 or len(found) != 3:
+        return None
+    return (found >> 8 if found.max() > 255 else found).T.astype(np.uint8)  # some write bytes where 16 bits belong
 
 
 def unread_nodata(page) -> tuple[str, ...]:

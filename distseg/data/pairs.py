@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Sequence
 
@@ -32,6 +32,7 @@ class Pair:
     masked: bool = False  # a validity mask, or transparency, says where there is data
     notes: tuple[str, ...] = ()  # on the image
     mask_notes: tuple[str, ...] = ()
+    palette: np.ndarray | None = field(default=None, compare=False)  # of the mask, (entries, 3) uint8
 
 
 def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None, alpha: str | None = None) -> list[Pair]:
@@ -92,7 +93,7 @@ def opened(split: str, image: Path, mask: Path | None, dims: int | None, alpha: 
         labels = open_mask(mask, len(reader.size))
         if labels.size != reader.size:
             raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(labels.size)}: they must lie on each other")
-    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.masked, reader.notes, labels.notes if labels else ())
+    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.masked, reader.notes, labels.notes if labels else (), labels and labels.palette)
 
 
 def check_alike(pairs: list[Pair]) -> None:

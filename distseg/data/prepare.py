@@ -12,6 +12,7 @@ from distseg.data.alpha import MASK
 from distseg.data.folders import SPLITS, some, unread
 from distseg.data.layout import chunk_edge
 from distseg.data.nodata import fitting, to_json
+from distseg.data.palettes import class_colours
 from distseg.data.pairs import Pair, find_pairs, notes_on_pairs
 from distseg.data.readers import SUFFIXES, Reader, open_image, open_mask
 from distseg.data.store import Store
@@ -78,7 +79,8 @@ def prepare_folder(
         "alpha": alpha,
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
-    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected)
+    colours, notes = class_colours([(pair.mask, pair.palette) for pair in pairs], len(classes), values or {})
+    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected, colours=colours)
     room(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
     _check_masks(pairs, classes, ignore, values or {}, absent)
     unused = set(values or {})
@@ -87,7 +89,7 @@ def prepare_folder(
             for pair in pairs:
                 unused -= copy_image(pair, writer, shown, values or {}, dims, nodata, alpha=alpha)
     store = Store(output)
-    print("\n".join([summary(store), *notes_on_pairs(pairs), *_notes_on_input(unread(*folders), unused)]))
+    print("\n".join([summary(store), *notes_on_pairs(pairs), *notes, *_notes_on_input(unread(*folders), unused)]))
     return store
 
 
@@ -148,7 +150,7 @@ def copy_image(
     """
     image = open_image(pair.image, dims, alpha=alpha or MASK)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
-    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=pair.nodata if nodata is None else nodata, label=label, masked=image.masked)
+    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=pair.nodata if nodata is None else nodata, label=label, masked=image.masked, place=image.place)
     held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
         labels, found = (None, set()) if mask is None else _labels(mask, box, values, writer.ignore)

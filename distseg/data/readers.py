@@ -11,6 +11,7 @@ import math
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Callable, Iterator
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from distseg.data import marks, pam
 from distseg.data.alpha import BAND, MASK, Opacity
+from distseg.data.georeference import Place, with_world_file
 from distseg.data.mapped import copied, let_go, room_for
 from distseg.data.nodata import declared
 from distseg.data.plausible import MOST_PACKED, check_bytes, check_memory
@@ -49,10 +51,13 @@ class Reader:
     lossy: str | None = None  # the compression that changed the numbers
     notes: tuple[str, ...] = ()  # what of the file is not read, or taken for something, in words that follow its name
     decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
+    place: Place | None = None  # where on earth it lies
+    palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
     alpha: int | None = None  # the number of the decoded band that is transparency, and none of ``bands``
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._lock = Lock()  # a file is read ahead in another thread
         self.opacity = Opacity()  # of what was read
         self.sources: list[Path] = []  # other files that tell where there is data
         self._masks: list[Callable[[Box], np.ndarray]] = []
@@ -75,7 +80,7 @@ class Reader:
 
     def read(self, box: Box) -> np.ndarray:
         """(bands, *box.size), a copy. ValueError where the file turns out to be damaged."""
-        with readable(self.path):
+        with self._lock, readable(self.path):
             return self._split(self._read(box))[0]
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
@@ -84,7 +89,7 @@ class Reader:
         Raises:
             ValueError: the file turns out to be damaged.
         """
-        with readable(self.path):
+        with self._lock, readable(self.path):
             pixels, valid = self._split(self._read(box))
             for mask in self._masks:
                 valid = mask(box) if valid is None else valid & mask(box)
@@ -135,6 +140,9 @@ def _opened(path: Path, dims: int | None, scratch: str | None = None, alpha: str
             reader.add_mask(_tiff().open_mask_file(beside, reader.size, scratch), "has a validity mask beside it (.msk): where that is 0 there is no data", beside)
     if reader.nodata is None:
         _take_nodata_beside(reader)
+    reader.place = with_world_file(reader.place, path)
+    if reader.place is None and pam.has_place(path):
+        reader.notes += ("lies at a place that only the file beside it says (.aux.xml), which class maps do not get: write it into the file, such as with 'gdal_translate'",)
     return reader
 
 
@@ -268,6 +276,8 @@ class PillowReader(Reader):
                 self.alpha = len(sample) - 1
                 self.notes += ("has a transparent colour: where that is there is no data",) if keyed else (note_of_alpha(self.alpha),)
             self.bands, self.dtype = len(sample) - (self.alpha is not None), plain(sample.dtype)
+            if mode == "P":
+                self.palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
             self.colours = marks.colours(mode if self.alpha is None else _WITHOUT_ALPHA.get(mode, mode))
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             self.decoding = math.prod(self.size) * _decoding(image)

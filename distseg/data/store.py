@@ -18,6 +18,7 @@ import numpy as np
 
 from distseg.data import hdf5, header, layout
 from distseg.data.chunks import AGAIN, ChunkReader, Damage, Sums
+from distseg.data.georeference import Place
 from distseg.data.nodata import missing
 from distseg.data.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
 from distseg.extents import Extents
@@ -57,6 +58,7 @@ class Store:
                 raise ValueError(f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on")
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
         self.provenance, self._images, self._sums_at = found.provenance, found.images, found.sums_at
+        self.colours = found.colours  # (classes, 3) uint8, where label maps had a palette, else None
         self._check_size()
         self._check_shrink()
         self.splits: dict[str, list[str]] = {}  # the names of the images of each, in the order they were written
@@ -101,6 +103,10 @@ class Store:
     def nodata(self, name: str) -> int | float | None:
         """The number that stands for no data in the image's pixels."""
         return self._entry(name).nodata
+
+    def place(self, name: str) -> Place | None:
+        """Return where on earth the image's file says that it lies."""
+        return self._entry(name).place
 
     def masked(self, name: str) -> bool:
         """Return True if the image has a validity mask."""

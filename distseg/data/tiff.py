@@ -11,6 +11,7 @@ from tifffile import TiffFile
 
 from distseg.data import marks
 from distseg.data.alpha import MASK
+from distseg.data.georeference import place_in
 from distseg.data.nodata import NODATA_TAG, declared
 from distseg.data.readers import Reader, note_of_alpha
 from distseg.data.tiff_chain import page_kinds
@@ -91,6 +92,7 @@ class TiffReader(Reader):
         self.coded, self.colours = page.photometric == _PALETTE, marks.tiff_colours(page, self.bands)
         self.orientation = marks.turned(page.tags.valueof(marks.ORIENTATION))
         self.lossy = "LERC with an error" if self._pixels.lossy_lerc else marks.lossy_tiff(page.compression)
+        self.place, self.palette = place_in(page), marks.tiff_palette(page) if self.coded else None
         told = page.tags.valueof(NODATA_TAG)
         self.nodata = None if told is None else declared(path, str(told), self.dtype)
         self.notes += marks.unread_nodata(page)

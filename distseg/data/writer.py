@@ -13,6 +13,7 @@ from typing import ContextManager, Sequence
 import numpy as np
 
 from distseg.data import hdf5, header, layout
+from distseg.data.georeference import Place
 from distseg.data.image_writer import ImageWriter
 from distseg.data.nodata import fitting
 from distseg.data.statistics import Moments
@@ -35,6 +36,7 @@ class StoreWriter:
         ignore: label of pixels that count nowhere; no class has it.
         provenance: where the data come from; anything JSON can hold.
         overwrite: replace a store that is there.
+        colours: (classes, 3) uint8, in which class maps are drawn.
         expected: bytes that it may take, for the message of a full disk; by default those of the images added so far.
 
     Raises:
@@ -53,8 +55,9 @@ class StoreWriter:
         overwrite: bool = False,
         expected: int = 0,
         numbers: bool = False,
+        colours: np.ndarray | None = None,
     ):
-        self.expected, self._added, self.numbers = expected, 0, numbers
+        self.expected, self._added, self.numbers, self.colours = expected, 0, numbers, colours
         self.path, self.partial = Path(path), Path(f"{path}.partial")
         self.classes, self.ignore, self.provenance = list(classes), ignore, provenance or {}
         self.bands = [f"band{b}" for b in range(bands)] if isinstance(bands, int) else list(bands)
@@ -100,7 +103,7 @@ class StoreWriter:
             self._lock.close()
 
     def add_image(
-        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False
+        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False, place: Place | None = None
     ) -> ImageWriter:  # fmt: skip
         """A new image of ``size`` pixels, to be written in blocks that cover it.
 
@@ -109,6 +112,7 @@ class StoreWriter:
             label: of the whole image, instead: the number of its class, or in a store of one class the number that this names.
             nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
             masked: it has a validity mask, which is written with its pixels.
+            place: where on earth it lies, for class maps of it.
         """
         self._check_disk()
         if name in self._images:
@@ -124,7 +128,7 @@ class StoreWriter:
         value = fitting(nodata, dtype)
         self._added += bytes_of(size, len(self.bands), dtype, labels + masked)
         image = ImageWriter(
-            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label, masked
+            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label, masked, place
         )  # fmt: skip
         self._images[name] = image
         return image
@@ -150,7 +154,7 @@ class StoreWriter:
                     "or say which number stands for no data (--nodata)"
                 )
         known = self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance
-        header.write(self.file, *known, index, sums)
+        header.write(self.file, *known, index, sums, self.colours)
         with self._room_told():
             self._growing.close()
             to_disk(self.partial)

@@ -15,6 +15,7 @@ from distseg.config import Config, MeshConfig, with_dims
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
 from distseg.extents import Extents
+from distseg.geometry.tile import Box
 from distseg.infer.patch_maps import MapFiller, MapPredictor
 from distseg.infer.patches import Filler, PatchPredictor
 from distseg.infer.predictor import Predictor
@@ -155,7 +156,7 @@ def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: 
     predictor.check(scene.size)
     every = predictor.tiles_of(scene.size)
     likely = predictor.outputs if probabilities else 0
-    identity = identity_of({"network": network, "source": scene.source, "classes": classes.names}, scene.size, every, likely)
+    identity = identity_of({"network": network, "source": scene.source, "classes": classes.names, "no data": classes.nodata}, scene.size, every, likely)
     partial = None
     if first and not are_there(paths, identity):
         partial = PartialMap(paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely)
@@ -175,7 +176,7 @@ def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: 
             for number in range(rounds):
                 beat(f"round {number + 1} of {rounds}")
                 done = next(mine, None)
-                parts = ranks.gather(None if done is None else (done[0], most_likely(done[1]), _likelihood(done[1]) if probabilities else None))
+                parts = ranks.gather(None if done is None else _part(scene, *done, classes.nodata, probabilities))
                 for tile, found, likelihood in filter(None, parts or []):
                     partial.write(number_of[tile], found, likelihood)
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
@@ -186,6 +187,17 @@ def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: 
         if first:
             partial.close()
     return first
+
+
+def _part(scene: Scene, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool) -> tuple[Box, np.ndarray, np.ndarray | None]:
+    """Return a tile, its classes and, on request, their probabilities; ``nodata`` and nan where the image has no data."""
+    found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
+    hidden = scene.without_data(tile)
+    if hidden is not None:
+        found[hidden] = nodata
+        if likely is not None:
+            likely[:, hidden] = np.nan
+    return tile, found, likely
 
 
 def _likelihood(logits: np.ndarray) -> np.ndarray:

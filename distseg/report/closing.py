@@ -66,6 +66,23 @@ def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) 
     return lines
 
 
+def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[str]:
+    """Return what class maps do not say of where on earth images lie.
+
+    Args:
+        placed: of each image, whether its file says where it lies.
+        formats: of the class maps.
+    """
+    there, elsewhere = ([name for name, known in placed.items() if known is wanted] for wanted in (True, False))
+    if not there:
+        return []
+    if "tiff" not in formats:
+        return [f"note: {there[0]} says where on earth it lies (CRS, transform), which only class maps as TIFF keep for other programs: add tiff to predict.formats"]
+    if not elsewhere:
+        return []
+    return [f"note: {elsewhere[0]} says of no place on earth where it lies (CRS, transform), as {len(there)} of the {len(placed)} images do: class maps of such images have none"]
+
+
 def best_score(scores: Mapping) -> str:
     """Return the score that checkpoints are chosen by, in words: "mean IoU 0.512"."""
     for name, words in (("rmse", "RMSE"), ("mean_iou", "mean IoU"), ("accuracy", "accuracy")):

@@ -145,6 +145,7 @@ class Run:
             "classes": store.classes, "ignore": store.ignore, "mean": list(map(float, store.mean)), "std": list(map(float, store.std)),
             "store": getattr(store, "digest", None), "steps_per_epoch": self.loader.steps_per_epoch,
             "types": sorted({str(store.dtype(name)) for name in store.split("train")}), "size": list(self.image),
+            "colours": None if getattr(store, "colours", None) is None else store.colours.tolist(),
         }  # fmt: skip
         told = {"channels": list(self.channels), "config": plain(self.config), "data": data, "versions": versions(), "host": platform.node(), "time": round(time.time())}
         return {**asdict(position), **told}

@@ -120,7 +120,8 @@ def check_head(config: dict, given: str, run: str) -> None:
 
 def _head_of(config: dict) -> str:
     """Return the head of the patches of a run, "" if its network is not one of patches."""
-    section = config.get("patchgd") if config.get("train", {}).get("method") == "patchgd" else None
+    train, section = config.get("train"), config.get("patchgd")
+    section = section if isinstance(train, dict) and train.get("method") == "patchgd" else None
     return str(section.get("head", "")) if isinstance(section, dict) else ""
 
 

@@ -256,9 +256,6 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
 @pytest.mark.parametrize(
     "layer, words",
     [
-        (nn.Upsample(size=(29, 43)), "it scales to a fixed size; give a scale_factor"),
-        (nn.Upsample(scale_factor=1.5), "its scale_factor is 1.5; whole numbers are supported"),
-        (nn.Upsample(scale_factor=2, mode="bicubic", align_corners=True), "bicubic with align_corners=True is not known here"),
         (nn.MaxPool2d(2, return_indices=True), "set return_indices=False"),
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "circular padding joins opposite borders"),
         (nn.CircularPad2d(1), "circular padding joins opposite borders"),

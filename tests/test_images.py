@@ -72,7 +72,7 @@ def test_whole_images_refuse_nothing(comm):
     """What nobody can follow is trained on whole images, and refused on parts of them."""
     settings = dict(samples=comm.size, images=2)
     assert error_of("attending", comm, settings, size="24x32") <= TOLERANCE
-    with pytest.raises(ValueError, match="attention between places does.*or split samples only"):
+    with pytest.raises(ValueError, match="is attention between places of the image.*or split samples only"):
         error_of("attending", comm, dict(tiles_per_rank=(1, 2)) if comm.size == 1 else dict(tiles="1x2"), size="24x32")
 
 

@@ -200,7 +200,7 @@ class Own(nn.Module):
 
 class Drawing(Own):
     def forward(self, z):
-        return super().forward(F.dropout(z, 0.5, self.training))
+        return super().forward(z + torch.rand(z.shape))
 
 
 @pytest.mark.parallel([2, 4])
@@ -309,5 +309,4 @@ def test_images_of_several_grids(tmp_path, refused):
     flags = ["--data.store", str(tmp_path / "s.h5"), "--train.output", str(tmp_path / "run"), "--train.method", "patchgd", "--patchgd.patch", "16x16", "--patchgd.features", "8"]
     flags += ["--model.name", "distseg.models.classifier:residual", "--model.depth", "2", "--model.base_channels", "4", "--data.images", "2", "--train.epochs", "1"]
     assert "an image of 32x64 pixels has a grid of 2x4 patches, but this patchgd.head is made for 4x4" in refused("train", *flags, "--patchgd.head", "conv4")
-    assert "so it takes images of one grid of patches together, but they have 2x4 and 4x4: set data.images to 1" in refused("train", *flags, "--patchgd.head", "test_patch_heads:own_head")
     done(["train", *flags, "--patchgd.head", "attention"])

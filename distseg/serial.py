@@ -23,7 +23,8 @@ from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.models.network import Dropped
 from distseg.models.passes import checkpoints_ignored
-from distseg.models.trace import calling, unnarrowed
+from distseg.models.trace import calling
+from distseg.models.wide import call_wide, unnarrowed
 from distseg.spatial.dropout import channel_mask, element_mask, image_mask
 from distseg.loss import parse
 from distseg.train.optim import make_optimizer, set_learning_rate
@@ -224,7 +225,8 @@ class _Whole(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function, args, kwargs = unnarrowed(function, args, kwargs or {}) if self.wide else (function, args, kwargs or {})
         rule = _OF_WHOLE.get(function)
-        return (function if rule is None else partial(rule, self))(*args, **kwargs)
+        function = function if rule is None else partial(rule, self)
+        return call_wide(function, args, kwargs) if self.wide else function(*args, **kwargs)
 
     # dropout
 

@@ -1,5 +1,6 @@
 """Networks whose weights are buffers, frozen, or computed: blurs, edge filters, resamplers, norms without a parameter."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -285,6 +286,16 @@ class Functional(nn.Module):
     def forward(self, x):
         y = F.relu(F.conv2d(x, self.first, self.bias, padding=1))
         return F.conv2d(F.conv2d(y, self.depthwise, padding=1, groups=6), self.head)
+
+
+class MadeInForward(Around):
+    """Filters by constants that the code makes in float32, by PyTorch and of an array of NumPy's."""
+
+    def middle(self, x):
+        blur = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]) / 16
+        edges = torch.from_numpy(np.array([[0.1, -0.1], [0.3, -0.3]], np.float32))
+        x = F.conv2d(x, blur.expand(x.shape[1], 1, 3, 3), padding=1, groups=x.shape[1])
+        return F.conv2d(F.pad(x, (0, 1, 0, 1)), edges.repeat(x.shape[1], 1, 1, 1), groups=x.shape[1])
 
 
 class Lazy(nn.Sequential):

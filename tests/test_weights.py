@@ -55,6 +55,7 @@ NETWORKS = {  # name: the ways it is tried in
     "NormFirst": ("exchange", "in time"),
     "NoConvolution": ("exchange", "in time", "stages, in time"),
     "Functional": ("exchange", "in time", "zero bubble"),
+    "MadeInForward": ("whole", "exchange", "in time"),
     "Lazy": ("exchange", "in time", "stages"),
     "Unshuffled": ("whole",),
 }

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from distseg.models.hidden import check_left, equal, passed, picture
 from distseg.models.layers import copied_with
 from distseg.models.network import Network
-from distseg.models.trace import CanNotCapture, Hidden, unnarrowed
+from distseg.models.trace import CanNotCapture, Hidden
+from distseg.models.wide import call_wide, unnarrowed
 
 TOLERANCE = 1e-10
 """Largest difference beside the largest number of the result, if the module's own rounding does not explain more."""
@@ -35,14 +36,14 @@ class _Wide(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function, args, kwargs = unnarrowed(function, args, kwargs or {})
         if not self.training:
-            return function(*args, **kwargs)
+            return call_wide(function, args, kwargs)
         if function in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if function is Tensor.bernoulli_:
             return args[0].fill_(1)
         if function is torch.rand:
             return torch.ones(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
-        return function(*args, **kwargs)
+        return call_wide(function, args, kwargs)
 
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout}

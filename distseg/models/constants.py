@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distseg.models.trace import Called, Kept, Made, found_in
+from distseg.models.wide import widened
 
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 """Functions that make a tensor of one number; of places of the image these make a map, which is alike everywhere."""
@@ -38,7 +39,7 @@ def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | N
         args = (torch.zeros((), dtype=call.dtypes[0]), *args[1:])
     if found_in((args, kwargs), Made, Kept):
         return None
-    found = call.function(*args, **kwargs)
+    found = widened(call.function(*args, **kwargs), args, kwargs)
     return found if isinstance(found, Tensor) and not found.is_meta else None
 
 

@@ -23,6 +23,7 @@ from distseg.models.layers import skip_store
 from distseg.models.meta import all_on_meta, found_in
 from distseg.models.passes import checkpoints_ignored, is_users, replaced, run, user_line
 from distseg.models.state import print_of
+from distseg.models.wide import unnarrowed, widened
 
 
 class CanNotCapture(ValueError):
@@ -313,7 +314,7 @@ class _Recorder(TorchFunctionMode):
             given = dict(zip(("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"), args)) | kwargs
             if given.get("mode") in _SMOOTH:
                 return function(**given | dict(mode="nearest", align_corners=None, antialias=False))
-        return function(*args, **kwargs)
+        return widened(function(*args, **kwargs), args, kwargs)
 
     def _note(self, x: Tensor, value: Made, rebound: set[int]) -> None:
         known = self._known.get(id(x))
@@ -359,7 +360,8 @@ class _Recorder(TorchFunctionMode):
 
     def _constant(self, x: Tensor) -> Made:
         """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
-        self.calls.append(Called("tensor", partial(_itself, x.detach().clone()), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), True, (x.dtype,)))
+        found = widened(x.detach().clone())
+        self.calls.append(Called("tensor", partial(_itself, found), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), True, (found.dtype,)))
         self._know(x, Made(len(self.calls) - 1))
         return Made(len(self.calls) - 1)
 
@@ -408,21 +410,6 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 def _of_a_norm(called: Called, name: str) -> bool:
     """Whether a buffer is one that a batch norm is to change."""
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
-
-
-def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """Return a call, of a program in float64, that makes float64 where it would make float32.
-
-    Precision is a setting of the run: ``x.float()`` does nothing in float32, and in float64, in which results are compared, nothing either.
-    """
-    name = getattr(function, "__name__", "")
-    if name == "float" and function is Tensor.float:
-        return Tensor.to, (args[0], torch.float64), {}
-    if name in ("to", "type"):
-        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-    if kwargs.get("dtype") is torch.float32:
-        kwargs = {**kwargs, "dtype": torch.float64}
-    return function, args, kwargs
 
 
 def changed(x: Tensor, index: Any, value: Any) -> Tensor:

@@ -1,0 +1,53 @@
+"""Runs the user's code in float64, in which results are compared, although it may ask for float32 or make tensors of it.
+
+Precision is a setting of the run: ``x.float()``, ``torch.ones(3)`` and constants of NumPy are float32 in a run in float32, and so they are
+float64 in a run in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from distseg.models.meta import found_in
+
+
+def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+    """Return a call that makes float64 where the user's makes float32."""
+    name = getattr(function, "__name__", "")
+    if name == "float" and function is Tensor.float:
+        return Tensor.to, (args[0], torch.float64), {}
+    if name in ("to", "type"):
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+    if kwargs.get("dtype") is torch.float32:
+        kwargs = {**kwargs, "dtype": torch.float64}
+    return function, args, kwargs
+
+
+def widened(result: Any, *given: Any) -> Any:
+    """Return the result of a call in float64, if it is a tensor of float32 made of nothing but numbers.
+
+    Args:
+        given: what the function was called with.
+    """
+    narrow = isinstance(result, Tensor) and result.dtype == torch.float32
+    return result.double() if narrow and not found_in(given, Tensor) else result
+
+
+def call_wide(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """Return what a call makes; tensors of float32 among those of float64, as constants of NumPy, become float64 first."""
+    if len({x.dtype for x in found_in((args, kwargs), Tensor)} & {torch.float32, torch.float64}) > 1:
+        args, kwargs = _all_wide(args), _all_wide(kwargs)
+    return widened(function(*args, **kwargs), args, kwargs)
+
+
+def _all_wide(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.double() if tree.dtype == torch.float32 else tree
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map(_all_wide, tree))
+    if isinstance(tree, dict):
+        return {key: _all_wide(x) for key, x in tree.items()}
+    return tree

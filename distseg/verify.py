@@ -324,11 +324,8 @@ def zero_gradients(
 ) -> dict[str, dict[str, float]]:
     """Gradients that are zero but for rounding, by name: the serial one's norm, and how far rounding moves it.
 
-    Only for an optimizer that makes steps of them. To know how a gradient rounds takes the serial program once more, so only those are
-    asked about that are tiny beside the largest.
+    To know how a gradient rounds takes the serial program once more, so only those are asked about that are tiny beside the largest.
     """
-    if config.optim.name == "sgd":
-        return {}
     norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
     tiny = [n for n, norm in norms.items() if norm <= _TINY * max(norms.values()) and n not in serial.unused and (norm or found.gradients[n].any())]
     if not tiny:
@@ -425,8 +422,8 @@ def _apart(report: dict) -> list[str]:
         worst = max(zero, key=lambda name: zero[name]["norm"])
         found.append(
             f"{_count(zero)} with a gradient that is zero but for rounding, such as {worst} ({zero[worst]['norm']:.0e}, of terms that round by "
-            f"{zero[worst]['rounding']:.0e}), as of a bias before a norm that takes it out again: {report['optimizer']} divides rounding by rounding, so these "
-            f"weights are compared with its step on the gradients found"
+            f"{zero[worst]['rounding']:.0e}), as of a bias before a norm that takes it out again"
+            + (f": {report['optimizer']} divides rounding by rounding, so these weights are compared with its step on the gradients found" if report["optimizer"] != "sgd" else "")
         )
     return found
 

@@ -36,6 +36,7 @@ SAME = {
     "parameters": lambda m, x: (x - m.mean) * m.scale + m.vector.view(1, -1, 1, 1) * m.temperature,
     "in place": lambda m, x: F.leaky_relu_(x.mul_(2).add_(1), 0.1),
     "detached": lambda m, x: x * (x * 1).detach_() + x.detach(),
+    "data": lambda m, x: x.view(*x.data.size()[:2], *x.data.shape[2:]) * (x * 2).data.sigmoid() + m.scale.data * m.mean.data,
     "in place, read before": lambda m, x: (lambda y, z: y.add_(z) * z)(x * 2, x.tanh()),
     "operators in place": lambda m, x: operators(x),
     "activations": lambda m, x: F.gelu(F.silu(F.elu(x)) + F.hardswish(x) + F.softplus(x)) + F.leaky_relu(x, 0.3),
@@ -202,6 +203,9 @@ REFUSED = {
     "weights without gradients": (lambda m, x: x * without_gradients(m.scale), "takes what mul .* makes without gradients"),
     "a function of one's own": (lambda m, x: Straight.apply(x), "round .* runs without gradients .*autograd.Function"),
     "a hook on a gradient": (lambda m, x: watched(x * 1), "register_hook .* changes gradients by a hook"),
+    "data in place": (lambda m, x: (x.data.clamp_(0), x)[1], r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient"),
+    "a part of data in place": (lambda m, x: (x.data[:, 1].zero_(), x)[1], r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place"),
+    "data that is old": (lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)), "reads a tensor that was overwritten in place"),
     "a norm twice": (twice, "is called a second time on the same running statistics"),
     "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
     "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, "forward pass fails on an image of"),
@@ -222,7 +226,7 @@ def test_what_is_not_known_is_named(name):
 
 
 def test_results_that_are_no_map_are_named():
-    with pytest.raises(CanNotCapture, match="returns a dict of 'out', but a network returns one tensor"):
+    with pytest.raises(CanNotCapture, match=r"returns a dict of 'out' \(test_capture.py, line \d+\), but a network returns one tensor: say in model.outputs .* as {out: 1.0}"):
         distseg.capture(Wrapped(nn.Conv2d(2, 3, 1)))
     with pytest.raises(CanNotCapture, match="makes 2x3x.* but a segmentation network keeps the size"):
         distseg.capture(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanhshrink()))

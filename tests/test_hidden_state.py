@@ -151,6 +151,11 @@ def weight_data(m, x):
     return m.block(x)
 
 
+def data_in_place(m, x):
+    m.block.weight.data.mul_(0.5)
+    return m.block(x)
+
+
 def closure():
     passes = 0
 
@@ -184,6 +189,7 @@ STATE = {
     "a buffer counted": (lambda m, x: (m.steps.add_(1), x)[1], "changes steps with each forward pass|changes steps of the model"),
     "a buffer's data": (data_of, "gives ema other data|changes ema of the model"),
     "a weight's data": (weight_data, "gives block.weight other data|changes weight of block"),
+    "a weight's data in place": (data_in_place, "changes the data of block.weight|changes weight of block"),
     "a buffer set": (lambda m, x: (m.ema.set_(m.ema * 2), x)[1], "gives ema other data|changes ema of the model"),
     "a new buffer": (registered, "changes mask of the model"),
     "a running mean": (assigned, "changes center of the model|takes a tensor of"),

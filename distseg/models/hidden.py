@@ -23,7 +23,7 @@ from distseg.models.bands import bands_of
 from distseg.models.draws import Draws, global_generators, is_generator, system_draws
 from distseg.models.layers import DropImage, skip_store
 from distseg.models.network import inexact, is_followed, refusals
-from distseg.models.passes import checkpoints_ignored, generators_kept, is_library, is_users, run, shown, user_line
+from distseg.models.passes import checkpoints_ignored, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
 from distseg.models.state import WHOLE, Picture, Slot, picture_of, print_of
 from distseg.models.trace import DRAWS, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
 
@@ -206,7 +206,7 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool) -> None:
     before = picture(probe)
     result = last(probe)
     if not isinstance(result, Tensor):
-        raise Hidden(f"{returned(result)}{'' if training else ' (in evaluation)'}")
+        raise Hidden(f"{returned(result, last_line_of(lambda: last(made())))}{'' if training else ' (in evaluation)'}")
     check_left(made, before, picture(probe), last, others, equal)
 
 

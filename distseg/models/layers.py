@@ -12,7 +12,7 @@ import copy
 import math
 import threading
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import torch
@@ -371,6 +371,12 @@ class Derived(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.inner)
+
+
+@cache
+def taken() -> frozenset[str]:
+    """Return the names that a layer's own tensors can't have, as it has them itself."""
+    return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 
 def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Callable, Iterable, Iterator, Mapping, Sequence, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,6 +21,8 @@ from distseg.models.layers import Pop, Stash, is_vector, outline, register, skip
 from distseg.models.resize import Follows
 
 IMAGE = "image"
+UNUSED = "unused"
+"""Name of the module that holds what no layer has."""
 T = TypeVar("T")
 
 
@@ -69,6 +72,8 @@ class Network(nn.Module):
     def _put(self, name: str, layer: nn.Module) -> None:
         """At its path; what lies between are modules that only hold others."""
         *path, last = name.split(".")
+        if taken := next((part for part in (*path, last) if part in reserved() or name == IMAGE), None):
+            raise ValueError(f"layer {name} has the name of something that networks have themselves ({taken}): give it another name")
         holder = self
         for depth, part in enumerate(path):
             if part not in holder._modules:
@@ -87,14 +92,20 @@ class Network(nn.Module):
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
         """Parameters and buffers that no layer has: an optimizer may let them decay."""
         if tensors:
-            self.unused = nn.Module()
-            register(self.unused, tensors)
+            self.add_module(UNUSED, nn.Module())
+            register(self.get_submodule(UNUSED), tensors)
 
     def forward(self, x: Tensor) -> Tensor:
         maps = {IMAGE: x}
         for name, reads in self.reads.items():
             x = maps[name] = self.get_submodule(name)(*(maps[source] for source in reads))
         return x
+
+
+@cache
+def reserved() -> frozenset[str]:
+    """Return the names that a part of a layer's name can't have, as a network, or the module that holds some of its layers, has them itself."""
+    return frozenset((*dir(Network({})), UNUSED))
 
 
 @dataclass(frozen=True)

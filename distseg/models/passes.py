@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import random
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -68,6 +68,27 @@ def is_library(path: str) -> bool:
     """Return True for a file of Python's own library or of NumPy."""
     standard = path.startswith(_STANDARD) and not any(part in path for part in ("site-packages", "dist-packages"))
     return path.startswith(("<", *_NUMPY)) or standard
+
+
+def last_line_of(passed: Callable[[], Any]) -> str | None:
+    """Return the last line of the user's code that a forward pass comes to, that of its outermost ``return``; None if it has none."""
+    last: list[tuple[str, int]] = []
+
+    def look(frame: FrameType, event: str, _: Any):
+        if not is_users(frame.f_code) or is_library(frame.f_code.co_filename):
+            return None
+        if event == "return":
+            last[:] = [(frame.f_code.co_filename, frame.f_lineno)]
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with suppress(Exception):
+            passed()
+    finally:
+        sys.settrace(before)
+    return shown(*last[0]) if last else None
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from distseg.models.axes import Axes, axes_of, channels_of, order_of, places_of,
 from distseg.models.constants import FACTORIES, FILLS, constant_of
 from distseg.models.following import followed
 from distseg.models.joined import outputs_of
-from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register
-from distseg.models.network import IMAGE, Dropped, Network
+from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register, taken
+from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
 from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in
@@ -95,8 +95,9 @@ class Reader:
         network = Network(layers, {name: reads for name, (_, reads) in self.layers.items()})
         used = set(self.names.values())
         unused = {name: tensor for name, tensor in tensors.items() if name not in used and tensor.is_floating_point()}
-        network.hold_unused({name.replace(".", "_"): tensor for name, tensor in unused.items()})
-        self.names.update({f"unused.{name.replace('.', '_')}": name for name in unused})
+        held = {name: f"{number}_{name.replace('.', '_')}" for number, name in enumerate(unused)}
+        network.hold_unused({held[name]: tensor for name, tensor in unused.items()})
+        self.names.update({f"{UNUSED}.{held[name]}": name for name in unused})
         network.names = {own: user for own, user in self.names.items() if own != user}
         network.dropouts, network.of_image = self.dropouts, self.of_image
         return network
@@ -300,7 +301,16 @@ class Reader:
             name = module if self._homes[module] == self.number else f"{module}_{function}"
         else:
             name = f"{module}.{function}".lstrip(".")
-        return self._unique(name)
+        return self._unique(self._allowed(name))
+
+    def _allowed(self, name: str) -> str:
+        """Return the name of a layer in which no part is one that networks have themselves."""
+        theirs, parts = {part for module in self._modules for part in module.split(".")}, name.split(".")
+        for number, part in enumerate(parts):
+            if part in reserved() or name == IMAGE:
+                free = (part + "_" * count for count in range(1, len(theirs) + 2))
+                parts[number] = next(other for other in free if other not in theirs)
+        return ".".join(parts)
 
     def _unique(self, name: str) -> str:
         unique, count, module = name, 1, self.call.module
@@ -404,10 +414,7 @@ class Reader:
                     raise self.refusal(f"takes a weight, or another tensor of its own, that is computed from the image ({tree!r}): that is not known here")
                 return Map(list(maps).index(tree))
             case Kept():
-                name = tree.name.rpartition(".")[2]
-                if own.setdefault(name, tree) != tree:
-                    own[name := tree.name.replace(".", "_")] = tree
-                return Own(name)
+                return Own(_own_name(tree, own))
             case Made():
                 if tree in places:
                     return Map(places[tree])
@@ -553,6 +560,18 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
     if x.vector:
         return x.rank > 1 and x.axes[0] == (True, 1, ()) and x.axes[1].cell == x.channels
     return x.plain and x.sizes == tuple(map(tuple, sizes))
+
+
+def _own_name(kept: Kept, own: dict[str, Kept]) -> str:
+    """Return the name that a layer has a parameter or buffer by, which joins its ``own``."""
+    if (found := next((name for name, other in own.items() if other == kept), None)) is not None:
+        return found
+    free = (name for name in (kept.name.rpartition(".")[2], kept.name.replace(".", "_")) if name not in own and name not in taken())
+    name = next(free, None) or f"{kept.name.replace('.', '_')}_{len(own)}"
+    while name in own:
+        name += "_"
+    own[name] = kept
+    return name
 
 
 def _read_as(x: Value) -> Read:

@@ -21,7 +21,7 @@ from distseg.blame import blame
 from distseg.models.draws import Draws, system_draws
 from distseg.models.layers import skip_store
 from distseg.models.meta import all_on_meta, found_in
-from distseg.models.passes import checkpoints_ignored, is_users, replaced, run, user_line
+from distseg.models.passes import checkpoints_ignored, is_users, last_line_of, replaced, run, user_line
 from distseg.models.state import print_of
 from distseg.models.wide import unnarrowed, widened
 
@@ -114,7 +114,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     except Exception as e:
         raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
     if not isinstance(result, Tensor):
-        raise CanNotCapture(returned(result))
+        raise CanNotCapture(returned(result, last_line_of(lambda: run(model, image))))
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture("its result does not depend on the image")
@@ -128,10 +128,12 @@ def alike(a: Trace, b: Trace) -> bool:
     return a.result == b.result and of(a) == of(b)
 
 
-def returned(result: Any) -> str:
-    """Return the message about a result that is not one tensor."""
-    kind = f"a dict of {', '.join(map(repr, result))}" if isinstance(result, dict) else f"a {type(result).__name__}"
-    return f"it returns {kind}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights, or write a module around it whose forward returns one"
+def returned(result: Any, line: str | None = None) -> str:
+    """Return the message about a result that is not one tensor; ``line``: where the code returns it."""
+    names = list(result) if isinstance(result, dict) else list(getattr(result, "_fields", range(len(result)))) if isinstance(result, (tuple, list)) else []
+    kind = f"a {type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
+    where, such = f" ({line})" if line else "", f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}" if names else ""
+    return f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights{such}, or write a module around it whose forward returns one"
 
 
 @contextmanager
@@ -199,6 +201,7 @@ class _Recorder(TorchFunctionMode):
         self._known: dict[int, _Known] = {}
         self._views: dict[int, tuple[Tensor, Any]] = {}  # of tensors that are parts of others by an index: the other, and the index
         self._sharing: dict[int, dict[int, _Known]] = {}  # those of one memory together
+        self._apart: dict[int, dict[int, str]] = {}  # by memory, tensors that don't tell others of their changes (x.data), and where they were taken
         self.inside: list[str] = []
         self._drawn: list[bool] | None = None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
         self._know(image, IMAGE)
@@ -242,6 +245,9 @@ class _Recorder(TorchFunctionMode):
             return result
         if not made and not changed:
             return result  # a size, a type
+        if name.endswith("data.__get__"):
+            function, name = Tensor.detach, "detach"
+            self._apart.setdefault(_memory(result), {})[id(result)] = user_line()
         if name.endswith("__get__") or not given and not made:
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         called = Called(
@@ -266,8 +272,6 @@ class _Recorder(TorchFunctionMode):
         """Refuse calls that do something besides what they return."""
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
-        if name.endswith("data.__get__"):
-            raise CanNotCapture(f"{self._where} takes the data of a tensor, past its gradient: use detach()")
         if name.endswith("data.__set__") or _plain(name) == "set" and args and isinstance(args[0], Tensor):
             known = self._known.get(id(args[0]))
             kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
@@ -325,8 +329,12 @@ class _Recorder(TorchFunctionMode):
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Tensors that share memory with one that was overwritten hold something else now."""
+        for memory in {_memory(self._known[key].tensor) for key in changed if key in self._known}.intersection(self._apart):
+            self._check_apart(called, changed, memory)
         for key, known in [pair for key in changed if key in self._known for pair in self._sharing[_memory(self._known[key].tensor)].items()]:
             if known.tensor._version == known.version:
+                if _memory(known.tensor) in self._apart:
+                    known.value = None if isinstance(known.value, Made) else known.value
                 continue
             known.version = known.tensor._version
             if isinstance(known.value, Kept):
@@ -336,6 +344,14 @@ class _Recorder(TorchFunctionMode):
                     )
             elif key not in made:
                 known.value = None
+
+    def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
+        """Refuse a change of what was taken of a tensor by ``x.data``."""
+        there = self._sharing[memory]
+        line = next((line for key, line in self._apart[memory].items() if key in changed or there[key].tensor._version != there[key].version), None)
+        if line is not None:
+            kept = next((known.value.name for known in there.values() if isinstance(known.value, Kept)), None)
+            raise (Hidden if kept else CanNotCapture)(f"{called} changes the data of {kept or 'a tensor'} ({line}), past its gradient: {KEEP_NOTHING if kept else 'use clone()'}")
 
     def _know(self, x: Tensor, value: Made | Kept) -> None:
         self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)

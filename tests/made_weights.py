@@ -288,6 +288,33 @@ class Functional(nn.Module):
         return F.conv2d(F.conv2d(y, self.depthwise, padding=1, groups=6), self.head)
 
 
+class Twice(nn.Module):
+    """Two halves of the bands through one encoder with batch norms, and what differs, as networks for changes do."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.half = in_channels // 2
+        self.encoder = nn.Sequential(nn.Conv2d(self.half, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6, affine=False))
+        self.head = nn.Conv2d(6, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.head((self.encoder(x[:, : self.half]) - self.encoder(x[:, -self.half :])).abs())
+
+
+class Levels(Around):
+    """One block with a batch norm at two levels, and again and again at one."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.block = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6, momentum=0.3), nn.SiLU())
+
+    def middle(self, x):
+        for _ in range(2):
+            x = x + self.block(x)
+        deep = self.block(F.max_pool2d(x, 2))
+        return x + F.interpolate(deep, size=x.shape[2:], mode="nearest")
+
+
 class MadeInForward(Around):
     """Filters by constants that the code makes in float32, by PyTorch and of an array of NumPy's."""
 

@@ -160,10 +160,6 @@ def watched(x):
     return x
 
 
-def twice(m, x):
-    return m.norm(m.norm(x))
-
-
 def split_attention(x):
     """As ResNeSt's."""
     y = x.view(len(x), 2, 3, *x.shape[2:])
@@ -206,7 +202,6 @@ REFUSED = {
     "data in place": (lambda m, x: (x.data.clamp_(0), x)[1], r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient"),
     "a part of data in place": (lambda m, x: (x.data[:, 1].zero_(), x)[1], r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place"),
     "data that is old": (lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)), "reads a tensor that was overwritten in place"),
-    "a norm twice": (twice, "is called a second time on the same running statistics"),
     "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
     "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, "forward pass fails on an image of"),
     "evaluation": (lambda m, x: x * 2 if m.training else x, "in evaluation it computes something else than in training"),

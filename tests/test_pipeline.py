@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import made_weights
 import pytest
 import torch
 from torch import nn
 
 from distseg.extents import Extents
+from distseg.models.capture import as_network
 from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
 from distseg.program.partition import Partition
@@ -148,5 +150,11 @@ def test_stages_that_would_share_a_weight_are_refused():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     calls = calls_of(nn.Sequential(nn.Conv2d(3, 4, 1), conv, nn.ReLU(), conv, nn.Conv2d(4, 2, 1)))
     assert Partition.of(calls, [1, 4]).stages == 2
-    with pytest.raises(ValueError, match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would train its own: set pipeline.balance"):
+    with pytest.raises(ValueError, match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would keep its own: set pipeline.balance"):
         Partition.of(calls, [2, 3])
+
+
+def test_stages_that_would_share_running_statistics_are_refused():
+    calls = calls_of(as_network(made_weights.Twice(4, 2)))
+    with pytest.raises(ValueError, match="share running statistics, but lie in the stages 0 and 1"):
+        Partition.of(calls, [len(calls) - 4, 4])

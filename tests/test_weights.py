@@ -55,6 +55,8 @@ NETWORKS = {  # name: the ways it is tried in
     "NormFirst": ("exchange", "in time"),
     "NoConvolution": ("exchange", "in time", "stages, in time"),
     "Functional": ("exchange", "in time", "zero bubble"),
+    "Twice": ("whole", "exchange", "in time", "exchange on ranks"),
+    "Levels": ("tiles", "exchange", "in time", "exchange on ranks"),
     "MadeInForward": ("whole", "exchange", "in time"),
     "Lazy": ("exchange", "in time", "stages"),
     "Unshuffled": ("whole",),
@@ -99,7 +101,7 @@ def test_buffers_and_frozen_weights_have_no_gradient(monkeypatch, way):
 
 def test_names_are_the_modules_own():
     """Those of checkpoints, of which a run is resumed, loaded and exported."""
-    for kind in (made_weights.Resampled, made_weights.HalfFixed, made_weights.frozen_layers):
+    for kind in (made_weights.Resampled, made_weights.HalfFixed, made_weights.frozen_layers, made_weights.Twice):
         model = kind(2, 3)
         network = as_network(model)
         own = user_names(network.state_dict().items(), network)
@@ -107,12 +109,15 @@ def test_names_are_the_modules_own():
         assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in model.state_dict().items())
 
 
-def test_a_run_is_loaded_and_exported(tmp_path):
+@pytest.mark.parametrize("name", ["Resampled", "Twice"])
+def test_a_run_is_loaded_and_exported(tmp_path, name):
     random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
-    model, data = ModelConfig("made_weights:Resampled"), DataConfig(store=str(tmp_path / "store.h5"))
+    model, data = ModelConfig(f"made_weights:{name}"), DataConfig(store=str(tmp_path / "store.h5"))
     train(Config(model=model, data=data, train=TrainConfig(epochs=1, output=str(tmp_path / "run")), mesh=MeshConfig(reducer="mpi")), MPI.COMM_SELF)
-    fresh = made_weights.Resampled(2, 3)
-    loaded = distseg.load(tmp_path / "run", made_weights.Resampled(2, 3)).network
-    assert torch.equal(loaded.filter, fresh.filter) and not torch.equal(loaded.first.weight, fresh.first.weight)
+    fresh = getattr(made_weights, name)(2, 3)
+    loaded = distseg.load(tmp_path / "run", getattr(made_weights, name)(2, 3)).network
+    moved = {key for key, x in fresh.state_dict().items() if not torch.equal(x, loaded.state_dict()[key])}
+    fixed = {key for key, _ in fresh.named_buffers() if "running" not in key and "tracked" not in key}
+    assert moved == fresh.state_dict().keys() - fixed
     export(str(tmp_path / "run"), model, str(tmp_path / "out"), ["safetensors", "torch"])  # which holds the program against the module
     assert load_file(tmp_path / "out/model.safetensors").keys() == loaded.state_dict().keys()

@@ -86,17 +86,17 @@ class Partition:
         """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s.
 
         Raises:
-            ValueError: the balance does not fit the model, or stages would share a weight.
+            ValueError: the balance does not fit the model, or stages would share a weight or running statistics.
         """
         ranges = stage_ranges(balance, len(calls))
-        owner: dict[nn.Parameter, tuple[int, int]] = {}  # stage and layer
+        owner: dict[nn.Parameter | str, tuple[int, int]] = {}  # stage and layer
         for stage, position in ((stage, position) for stage, positions in enumerate(ranges) for position in positions):
-            for parameter in calls[position].layer.parameters():
-                first, layer = owner.setdefault(parameter, (stage, position))
+            for shared in _shared_by(calls[position].layer):
+                first, layer = owner.setdefault(shared, (stage, position))
                 if first != stage:
                     raise ValueError(
-                        f"layers {layer} and {position} share a weight, but lie in the stages {first} and {stage}, each of which would train its own: "
-                        "set pipeline.balance so that one stage has both, or give each a weight of its own"
+                        f"layers {layer} and {position} share {'a weight' if isinstance(shared, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, each of which would keep its own: "
+                        "set pipeline.balance so that one stage has both, or give each its own"
                     )
         edges = edges_between(ranges, [call.reads for call in calls], _names(calls), _trained(calls))
         return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
@@ -118,6 +118,12 @@ class Partition:
 
     def outgoing(self, stage: int) -> list[Edge]:
         return [edge for edge in self.edges if edge.source == stage]
+
+
+def _shared_by(layer: nn.Module) -> list[nn.Parameter | str]:
+    """Return what stages must not share: parameters, and the names of running statistics of the user's that stand at several places."""
+    names = (getattr(module, "statistics_of", None) for module in layer.modules())
+    return [*layer.parameters(), *(name for name in names if name is not None)]
 
 
 def _names(calls: Sequence[Call]) -> list[str]:

@@ -48,7 +48,8 @@ class DistributedNorm(nn.Module):
     """The twin of a norm layer, with the same parameters and buffers under the same names.
 
     ``joint`` takes the windows that this rank holds together, ``forward`` one window. ``stride`` is the layer's
-    cumulative stride in pixels per dim.
+    cumulative stride in pixels per dim. Norms with one ``statistics_of``, as the same layer of the user's at several
+    places, move their running statistics together.
     """
 
     def __init__(self, norm: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -60,6 +61,7 @@ class DistributedNorm(nn.Module):
         self.momentum = getattr(norm, "momentum", None)
         register(self, {field: getattr(norm, field, None) for field in ("weight", "bias")})  # parameters, or a user's buffers
         self.tracks = tracks(norm)
+        self.statistics_of = getattr(norm, "statistics_of", name)
         for field in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
         self.parts = norm.parts if isinstance(norm, VectorNorm) else None  # of each channel of a vector; None: its input is a map
@@ -501,23 +503,33 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     """Update running statistics from all that was seen since the last time, once an optimizer step.
 
     As torchgpipe's deferred batch norm: the mean and biased variance of all images of the step together, over
-    micro-batches and sample groups, enter the running averages once. One message for all layers.
+    micro-batches and sample groups, and over all places at which one norm stands, enter the running averages once. One
+    message for all layers.
 
     Args:
         unbiased: the variance m2 / (n - 1) enters, as with PyTorch's layers, instead of m2 / n.
     """
-    norms = [n for n in norms if n.seen]
-    if not norms:
+    sharing: dict[str, list[DistributedNorm]] = {}
+    for n in norms:
+        if n.tracks:
+            sharing.setdefault(n.statistics_of, []).append(n)
+    sharing = {name: alike for name, alike in sharing.items() if any(n.seen for n in alike)}
+    if not sharing:
         return
-    seen = [n.seen[0] if len(n.seen) == 1 else combine(stack(n.seen)) for n in norms]
-    home = seen[0].count.device  # the layers of a pipeline in one process lie on several
+    each = [[moments for n in alike for moments in n.seen] for alike in sharing.values()]
+    home = each[0][0].count.device  # the layers of a pipeline in one process lie on several
+    seen = [found[0] if len(found) == 1 else combine(stack([Moments(*(x.to(home) for x in m)) for m in found])) for found in each]
     channels = [m.mean.numel() for m in seen]
     counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
     mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
     total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
     variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
-    for n, mean, var in zip(norms, total.mean.flatten().split(channels), variances.flatten().split(channels)):
-        n.running_mean.lerp_(mean.to(n.running_mean), n.momentum)
-        n.running_var.lerp_(var.to(n.running_var), n.momentum)
-        n.num_batches_tracked += 1
-        n.seen.clear()
+    for (first, *others), mean, var in zip(sharing.values(), total.mean.flatten().split(channels), variances.flatten().split(channels)):
+        first.running_mean.lerp_(mean.to(first.running_mean), first.momentum)
+        first.running_var.lerp_(var.to(first.running_var), first.momentum)
+        first.num_batches_tracked += 1
+        for n in others:
+            for field in ("running_mean", "running_var", "num_batches_tracked"):
+                getattr(n, field).copy_(getattr(first, field))
+        for n in (first, *others):
+            n.seen.clear()

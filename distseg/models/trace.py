@@ -235,6 +235,10 @@ class _Recorder(TorchFunctionMode):
         self._drawn = []
         try:
             result = self._result(function, name, args, kwargs)
+        except (RuntimeError, TypeError) as e:  # NotImplementedError is one of these
+            if "meta" in str(e).lower() and any(x.is_meta for x in given.values()):
+                raise CanNotCapture(f"{_plain(name).strip('_')} in {self._where} {self._looked_at(list(given.values()))}") from e
+            raise
         finally:
             drawn, self._drawn = self._drawn, None
         made = found_in(result, Tensor)
@@ -267,6 +271,11 @@ class _Recorder(TorchFunctionMode):
             sources = self._change_sources(args[0], Made(number)) if in_place and isinstance(args[0], Tensor) else set()
             self._look_for_changes(called, changed, {id(x) for x in made} | sources)
         return result
+
+    def _looked_at(self, given: Sequence[Tensor]) -> str:
+        """Return the message about a function that wants to know the numbers of tensors."""
+        kept = next((known.value.name for x in given if (known := self._known.get(id(x))) and isinstance(known.value, Kept)), None)
+        return f"looks at {'what is computed of the image' if kept is None else kept}: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
         """Refuse calls that do something besides what they return."""
@@ -459,4 +468,5 @@ INSTEAD = (
     "as timm's DropPath does"
 )
 DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
+BY_VALUE = "what code does must not depend on the numbers in tensors, which parts of an image do not all have; compute with tensors alone, as by torch.where or masks"
 KEEP_NOTHING = "what a pass leaves behind differs from rank to rank and with the number of passes; compute it in the training loop, or use a norm's running statistics"

@@ -275,7 +275,7 @@ class _Recorder(TorchFunctionMode):
     def _looked_at(self, given: Sequence[Tensor]) -> str:
         """Return the message about a function that wants to know the numbers of tensors."""
         kept = next((known.value.name for x in given if (known := self._known.get(id(x))) and isinstance(known.value, Kept)), None)
-        return f"looks at {'what is computed of the image' if kept is None else kept}: {BY_VALUE}"
+        return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
         """Refuse calls that do something besides what they return."""
@@ -468,5 +468,5 @@ INSTEAD = (
     "as timm's DropPath does"
 )
 DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
-BY_VALUE = "what code does must not depend on the numbers in tensors, which parts of an image do not all have; compute with tensors alone, as by torch.where or masks"
+BY_VALUE = "parts of an image do not have those of the whole, so what code does must not depend on them; compute with tensors alone, as by torch.where or masks"
 KEEP_NOTHING = "what a pass leaves behind differs from rank to rank and with the number of passes; compute it in the training loop, or use a norm's running statistics"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Callable, Iterator, Sequence
 
 import torch
@@ -57,8 +58,9 @@ class Costs:
     inputs: tuple[tuple[int, ...], ...]
     source: str
 
-    @property
+    @cached_property
     def skips(self) -> list[Skip]:
+        """Return the maps that a later layer than the next reads; worked out once, as planning asks for every run of layers."""
         return skips_of(self.inputs)
 
     @property

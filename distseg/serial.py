@@ -8,6 +8,7 @@ dropout, which is a definition (:mod:`distseg.spatial.dropout`), and the optimiz
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -212,13 +213,14 @@ class _Whole(TorchFunctionMode):
         super().__init__()
         self.seed, self.epoch, self.frozen, self.dropouts = config.train.seed, epoch, config.spatial.frozen_norm, dropouts
         self.model, self.wide = model, any(p.dtype == torch.float64 for p in model.parameters())
-        self.running: dict[int, tuple[Tensor, Tensor, float]] = {}
-        self.seen: dict[int, list[Tensor]] = {}
+        self.running: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}  # by the identity of a running mean, and how often a pass used it before
+        self.seen: dict[tuple[int, int], list[Tensor]] = {}
 
     @contextmanager
     def of(self, batch: list[Image]):
         """Of a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
+        self.times: Counter[int] = Counter()
         with calling(self.model, self.inside), checkpoints_ignored(), self:
             yield
 
@@ -281,8 +283,10 @@ class _Whole(TorchFunctionMode):
         else:
             values = input.transpose(0, 1)
             if running_mean is not None:
-                self.running[id(running_mean)] = running_mean, running_var, momentum
-                self.seen.setdefault(id(running_mean), []).append(values.detach().flatten(1))
+                key = id(running_mean), self.times[id(running_mean)]
+                self.times[id(running_mean)] += 1
+                self.running[key] = running_mean, running_var, momentum
+                self.seen.setdefault(key, []).append(values.detach().flatten(1))
             y = _normalised(values, eps).transpose(0, 1)
         return _scaled(y, weight, bias)
 

@@ -46,11 +46,6 @@ def layer_norm(in_channels=4, out_channels=2):
     return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.LayerNorm([4, 29, 43]), nn.Conv2d(4, out_channels, 1))
 
 
-def shared_norm(in_channels=4, out_channels=2):
-    norm = nn.InstanceNorm2d(4)
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), norm, nn.Conv2d(4, 4, 3, padding=1), norm, nn.Conv2d(4, out_channels, 1))
-
-
 class Attention(nn.Module):
     def forward(self, x):
         y = x.flatten(2)
@@ -306,7 +301,6 @@ TABLE = {
     "pooling of the whole image": (verify(**own("pooling"), spatial__tiles_per_rank="1x2"), "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only"),
     "circular padding": (verify(**own("circular"), spatial__tiles_per_rank="1x2"), "circular padding joins opposite borders .*use zeros"),
     "layer norm": (verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
-    "one norm at two places": (verify(**own("shared_norm")), "layers 1 and 3 are one and the same InstanceNorm2d"),
     "nothing to verify on": (verify(image=None), "there are no images: give --image 97x131 for random ones, or --data.store PATH"),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),
     "no learning": (verify(optim__lr="-1"), "optim.lr is at least 0, got -1"),

@@ -91,6 +91,7 @@ SAME = {
     "alike at fewer places": lambda m, x: x * F.max_pool2d(x, 2).mean((2, 3), keepdim=True) + F.interpolate(F.interpolate(x.mean((2, 3), keepdim=True), size=(x.shape[2] // 4, x.shape[3] // 4)) * F.max_pool2d(x, 4), x.shape[2:]),
     "stacked": lambda m, x: torch.stack([x, x * 2]).sum(0),
     "no effect": lambda m, x: F.dropout(x, 0.5, False).contiguous().clone(),
+    "a norm twice": lambda m, x: m.norm(m.norm(x) + x),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -202,6 +203,7 @@ REFUSED = {
     "data in place": (lambda m, x: (x.data.clamp_(0), x)[1], r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient"),
     "a part of data in place": (lambda m, x: (x.data[:, 1].zero_(), x)[1], r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place"),
     "data that is old": (lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)), "reads a tensor that was overwritten in place"),
+    "another's running statistics": (lambda m, x: F.batch_norm(m.norm(x), m.norm.running_mean, m.norm.running_var, training=True), "is called on the running statistics of another module"),
     "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
     "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, r"(bool|item) in the model \(test_capture.py, line \d+\) looks at the numbers of a tensor"),
     "a number": (lambda m, x: x * x.mean().item(), r"item in the model .* looks at the numbers of a tensor"),

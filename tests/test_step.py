@@ -120,7 +120,7 @@ def test_several_pieces_are_the_same_as_the_whole(norm, loss, frozen):
 def test_statistics_are_counted_once(loss):
     """Dice needs a forward pass before the real one: it must leave no trace."""
     one, many = (step("batch", name, [[0, 1], [2, 3]], grid=(1, 2))[2] for name in ("cross_entropy", loss))
-    assert [len(n.seen) for n in many.norms] == [2] * len(many.norms)
+    assert [len(n.seen[0]) for n in many.norms] == [2] * len(many.norms)
     for tiled in (one, many):
         tiled.commit_statistics()
     for a, b in zip(one.norms, many.norms):

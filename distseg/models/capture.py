@@ -33,7 +33,7 @@ _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number o
 
 def as_network(model: nn.Module) -> nn.Module:
     """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
-    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and hook_on_gradients(model) is None:
+    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and not _stands_twice(model) and hook_on_gradients(model) is None:
         return model
     try:
         return capture(model)
@@ -59,6 +59,13 @@ def _is_known(layer: nn.Module) -> bool:
     return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, _DRAW)
 
 
+def _stands_twice(model: nn.Module) -> bool:
+    """Tell whether a flat network has a norm or dropout at several places, whose statistics and masks belong to a place."""
+    layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
+    return len(set(layers)) < len(layers)
+
+
+_OF_A_PLACE = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.modules.dropout._DropoutNd)
 _DRAW = (nn.RReLU, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _OF_IMAGES = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.Flatten, nn.Unflatten, nn.Linear)
 

@@ -95,6 +95,19 @@ class Network(nn.Module):
             self.add_module(UNUSED, nn.Module())
             register(self.get_submodule(UNUSED), tensors)
 
+    def _apply(self, fn: Callable, *args, **kwargs) -> "Network":
+        """As PyTorch's, of which tensors that layers share would come out as one for each layer."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((module, name))
+        made = super()._apply(fn, *args, **kwargs)
+        for (first, own), *others in places.values():
+            for module, name in others:
+                module._buffers[name] = first._buffers[own]
+        return made
+
     def forward(self, x: Tensor) -> Tensor:
         maps = {IMAGE: x}
         for name, reads in self.reads.items():

@@ -48,6 +48,7 @@ class Reader:
         self.told: dict[str, Any] = {}  # of layers by name, how their sizes follow others
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
+        self.keepers: dict[str, str] = {}  # of running means by name, the module whose calls change them
         self.dropouts: dict[int, Dropped] = {}
         self._claimed: set[int] = set()  # the calls whose random numbers are those of dropouts
         self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
@@ -319,7 +320,7 @@ class Reader:
             unique = f"{name}_{count}"
         return unique
 
-    def layer(self, kind: Callable[..., nn.Module], x: Value, *args, tensors: Mapping[str, Any] = {}, axes: Axes | None = None, **kwargs) -> Value:
+    def layer(self, kind: type, x: Value, *args, tensors: Mapping[str, Any] = {}, axes: Axes | None = None, **kwargs) -> Value:
         """One of PyTorch's own, or of ours, with the user's tensors, or with weights that are computed from them; ``axes``: as of :meth:`emit`."""
         tensors = {name: value for name, value in tensors.items() if value is not None}
         if any(isinstance(value, Value) for value in tensors.values()):
@@ -327,13 +328,13 @@ class Reader:
         plain = lambda: kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
         if not any(isinstance(value, Made) for value in tensors.values()):
             return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors, axes=axes)
-        if not (isinstance(kind, type) and issubclass(kind, nn.modules.conv._ConvNd)):
+        if not issubclass(kind, nn.modules.conv._ConvNd):
             raise self.refusal("has running statistics that are computed: parameters or buffers are known")
         own: dict[str, Kept] = {}
         weights = {name: self._computed(value, own) for name, value in tensors.items()}
         return self.emit(lambda found: Derived(plain(), weights, found), [x], own, axes=axes)
 
-    def norm(self, kind: Callable[..., nn.Module], x: Value, *args, weight: Any, bias: Any, tensors: Mapping[str, Any] = {}, **kwargs) -> Value:
+    def norm(self, kind: type, x: Value, *args, weight: Any, bias: Any, tensors: Mapping[str, Any] = {}, **kwargs) -> Value:
         """Make a norm with the user's weight and bias: each a parameter, a buffer, or computed from such.
 
         Args:

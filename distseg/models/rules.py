@@ -38,13 +38,6 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     raise reader.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
 
 
-def _with_statistics_of(name: str, kind: type, *args, **kwargs) -> nn.Module:
-    """Make a batch norm that knows the name of its running statistics in the user's module, which it may share with others."""
-    norm = kind(*args, **kwargs)
-    norm.statistics_of = name
-    return norm
-
-
 POINTWISE = {
     *("relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink").split(),
     *("exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs absolute neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold").split(),
@@ -88,14 +81,14 @@ class Rules:
         if not training and running_mean is not None:
             return self.formula((x, *settings), {})
         channels = _one_dim_of_channels(self, x)
+        if isinstance(running_mean, Kept) and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module:
+            raise self.refusal("is called on the running statistics of another module, in an order that is not kept: call that module, or give each its own")
         tensors = dict(running_mean=running_mean, running_var=running_var)
         if isinstance(running_mean, Kept) and (count := f"{running_mean.name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")) in self.shapes:
             tensors["num_batches_tracked"] = Kept(count)
         kind, more = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1], {}
         if x.vector:
             kind, more = VectorNorm, dict(parts=x.channels // channels)
-        if isinstance(running_mean, Kept):
-            kind = partial(_with_statistics_of, running_mean.name, kind)
         return self.norm(kind, x, channels, eps, momentum, weight=weight, bias=bias, tensors=tensors, track_running_stats=running_mean is not None, **more)
 
     def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Container, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from distseg.geometry.graph import crossing
 from distseg.models.layers import Pop
@@ -89,14 +89,14 @@ class Partition:
             ValueError: the balance does not fit the model, or stages would share a weight or running statistics.
         """
         ranges = stage_ranges(balance, len(calls))
-        owner: dict[nn.Parameter | str, tuple[int, int]] = {}  # stage and layer
+        owner: dict[Tensor, tuple[int, int]] = {}  # stage and layer
         for stage, position in ((stage, position) for stage, positions in enumerate(ranges) for position in positions):
-            for shared in _shared_by(calls[position].layer):
-                first, layer = owner.setdefault(shared, (stage, position))
+            for tensor in _kept(calls[position].layer):
+                first, layer = owner.setdefault(tensor, (stage, position))
                 if first != stage:
                     raise ValueError(
-                        f"layers {layer} and {position} share {'a weight' if isinstance(shared, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, each of which would keep its own: "
-                        "set pipeline.balance so that one stage has both, or give each its own"
+                        f"layers {layer} and {position} share {'a weight' if isinstance(tensor, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, "
+                        "each of which would keep its own: set pipeline.balance so that one stage has both, or give each its own"
                     )
         edges = edges_between(ranges, [call.reads for call in calls], _names(calls), _trained(calls))
         return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
@@ -120,10 +120,11 @@ class Partition:
         return [edge for edge in self.edges if edge.source == stage]
 
 
-def _shared_by(layer: nn.Module) -> list[nn.Parameter | str]:
-    """Return what stages must not share: parameters, and the names of running statistics of the user's that stand at several places."""
-    names = (getattr(module, "statistics_of", None) for module in layer.modules())
-    return [*layer.parameters(), *(name for name in names if name is not None)]
+def _kept(layer: nn.Module) -> list[Tensor]:
+    """Return what a layer has that a step changes: parameters, and running statistics, perhaps those of its first place."""
+    keeper = getattr(layer, "running", layer)
+    running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")
+    return [*layer.parameters(), *([] if running is None else [running])]
 
 
 def _names(calls: Sequence[Call]) -> list[str]:

@@ -40,6 +40,7 @@ from distseg.spatial.moments import Moments, by_group, combine, of_channels, sta
 _ALONE = Alone()
 _SMALL = 1 << 19  # values up to which two passes of PyTorch's kernels are through before one of ours is called
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 STATISTICAL = (*NORMS, Mean)
 """Layers that look at all of a map by its statistics."""
 
@@ -48,8 +49,7 @@ class DistributedNorm(nn.Module):
     """The twin of a norm layer, with the same parameters and buffers under the same names.
 
     ``joint`` takes the windows that this rank holds together, ``forward`` one window. ``stride`` is the layer's
-    cumulative stride in pixels per dim. Norms with one ``statistics_of``, as the same layer of the user's at several
-    places, move their running statistics together.
+    cumulative stride in pixels per dim.
     """
 
     def __init__(self, norm: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -61,14 +61,25 @@ class DistributedNorm(nn.Module):
         self.momentum = getattr(norm, "momentum", None)
         register(self, {field: getattr(norm, field, None) for field in ("weight", "bias")})  # parameters, or a user's buffers
         self.tracks = tracks(norm)
-        self.statistics_of = getattr(norm, "statistics_of", name)
-        for field in ("running_mean", "running_var", "num_batches_tracked"):
+        for field in RUNNING:
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
         self.parts = norm.parts if isinstance(norm, VectorNorm) else None  # of each channel of a vector; None: its input is a map
         self.frozen = False
+        self.first: list[DistributedNorm] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
         self.slope = 1.0
         self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
-        self.seen: list[Moments] = []
+        self.seen: dict[int, list[Moments]] = {}  # by how often the pass at hand had called it before
+        self.turn = 0
+
+    def note(self, statistics: Moments) -> None:
+        """Keep statistics in mind until the step's end; a user's module, which calls its layers itself, may call one several times a pass."""
+        self.seen.setdefault(self.turn, []).append(statistics)
+        self.turn += self.context.whole
+
+    @property
+    def running(self) -> "DistributedNorm":
+        """The layer that keeps its running statistics."""
+        return self.first[0] if self.first else self
 
     @property
     def live(self) -> bool:
@@ -95,9 +106,9 @@ class DistributedNorm(nn.Module):
     def fixed(self, x: Tensor) -> Tensor:
         """Images with the running statistics, where nothing goes back."""
         if x.numel() <= _SMALL and self.parts is None:
-            y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            y = F.batch_norm(x, self.running.running_mean, self.running.running_var, self.weight, self.bias, eps=self.eps)
             return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
-        of = self.running_mean.double(), self.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
+        of = self.running.running_mean.double(), self.running.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
         return self.closed(_normalised(self.opened(x), [_coefficients(*of).affine] * len(x)), x)
 
     def opened(self, x: Tensor) -> Tensor:
@@ -146,7 +157,7 @@ class DistributedNorm(nn.Module):
         y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1: mean and unbiased variance of the batch
         if self.tracks and self.training and self.context.tracking:
             count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
-            self.seen.append(Moments(count, mean.double(), var.double() * (count - 1)))
+            self.note(Moments(count, mean.double(), var.double() * (count - 1)))
         return y
 
     @property
@@ -216,7 +227,7 @@ class DistributedNorm(nn.Module):
         self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
         everyone = everyone.on(mine.mean.device)
         if self.tracks and self.training and self.context.tracking:
-            self.seen.append(combine(everyone))
+            self.note(combine(everyone))
         return everyone
 
     def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> int:
@@ -242,8 +253,8 @@ class DistributedNorm(nn.Module):
 
     def known(self) -> Moments:
         """The statistics of a norm that is not live: the running ones, of one row, for any number of pixels."""
-        count = torch.ones(1, dtype=torch.float64, device=self.running_mean.device)
-        return Moments(count, self.running_mean.double().unsqueeze(0), self.running_var.double().unsqueeze(0))
+        mean, var = self.running.running_mean, self.running.running_var
+        return Moments(torch.ones(1, dtype=torch.float64, device=mean.device), mean.double().unsqueeze(0), var.double().unsqueeze(0))
 
     def normalise(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None) -> Tensor:
         """Window ``index`` normalised with these statistics, and what is folded into the norm."""
@@ -313,7 +324,7 @@ class _WholeNorm(torch.autograd.Function):
         norm._check_count(count)
         y, (mean, m2), ctx.numbers = compiled.norm_forward(x, found, weight, bias)
         if norm.tracks and norm.training and norm.context.tracking:
-            norm.seen.append(Moments(torch.tensor(count, dtype=torch.float64), mean[0], m2[0]))
+            norm.note(Moments(torch.tensor(count, dtype=torch.float64), mean[0], m2[0]))
         ctx.norm = found
         ctx.save_for_backward(weight, x)
         return y
@@ -503,33 +514,28 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     """Update running statistics from all that was seen since the last time, once an optimizer step.
 
     As torchgpipe's deferred batch norm: the mean and biased variance of all images of the step together, over
-    micro-batches and sample groups, and over all places at which one norm stands, enter the running averages once. One
-    message for all layers.
+    micro-batches and sample groups, enter the running averages once, and once for each place of a layer that stands at several. One message
+    for all layers.
 
     Args:
         unbiased: the variance m2 / (n - 1) enters, as with PyTorch's layers, instead of m2 / n.
     """
-    sharing: dict[str, list[DistributedNorm]] = {}
-    for n in norms:
-        if n.tracks:
-            sharing.setdefault(n.statistics_of, []).append(n)
-    sharing = {name: alike for name, alike in sharing.items() if any(n.seen for n in alike)}
-    if not sharing:
+    turns = [(n, n.seen[turn]) for n in norms for turn in sorted(n.seen)]
+    if not turns:
         return
-    each = [[moments for n in alike for moments in n.seen] for alike in sharing.values()]
-    home = each[0][0].count.device  # the layers of a pipeline in one process lie on several
-    seen = [found[0] if len(found) == 1 else combine(stack([Moments(*(x.to(home) for x in m)) for m in found])) for found in each]
+    seen = [each[0] if len(each) == 1 else combine(stack(each)) for _, each in turns]
+    home = seen[0].count.device  # the layers of a pipeline in one process lie on several
     channels = [m.mean.numel() for m in seen]
     counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
     mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
     total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
     variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
-    for (first, *others), mean, var in zip(sharing.values(), total.mean.flatten().split(channels), variances.flatten().split(channels)):
-        first.running_mean.lerp_(mean.to(first.running_mean), first.momentum)
-        first.running_var.lerp_(var.to(first.running_var), first.momentum)
-        first.num_batches_tracked += 1
-        for n in others:
-            for field in ("running_mean", "running_var", "num_batches_tracked"):
-                getattr(n, field).copy_(getattr(first, field))
-        for n in (first, *others):
-            n.seen.clear()
+    for (n, _), mean, var in zip(turns, total.mean.flatten().split(channels), variances.flatten().split(channels)):
+        running = n.running
+        running.running_mean.lerp_(mean.to(running.running_mean), n.momentum)
+        running.running_var.lerp_(var.to(running.running_var), n.momentum)
+        running.num_batches_tracked += 1
+        n.seen.clear()
+    for n in norms:
+        for field in RUNNING if n.first else ():  # as checkpoints have them, by each place's name
+            n._buffers[field].copy_(n.running._buffers[field])

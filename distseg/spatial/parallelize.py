@@ -117,6 +117,8 @@ class TiledModel(nn.Module):
                 f"a rank holds {len(windows)} windows of one micro-batch, but with live norms only a flat nn.Sequential computes several "
                 "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten the model"
             )
+        for norm in self.norms:
+            norm.turn = 0
         with checkpoints_ignored():
             return [self._one(self.model, x, index=i, store={}) for i, x in enumerate(windows)]
 
@@ -241,6 +243,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
         layer = model.get_submodule(name)
         twin = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
         _put(model, name, twin(layer, context, stride, name))
+    _share_statistics([m for m in model.modules() if isinstance(m, DistributedNorm) and m.tracks])
     inputs = None if vector and graph is None else _inputs(model)  # nobody knows where its vector begins
     _place(model, graph, context)
     for part in _flat_parts(model):
@@ -364,6 +367,15 @@ def _act_in_place(part: nn.Module) -> None:
 
 
 _HANDS_ON = (nn.Identity, KeyedDropout, Folded)  # layers whose result may be their input
+
+
+def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
+    """Have norms that are one layer of the user's at several places keep their running statistics together."""
+    keepers: dict[int, DistributedNorm] = {}
+    for norm in norms:
+        first = keepers.setdefault(id(norm.running_mean), norm)
+        if first is not norm:
+            norm.first = [first]
 
 
 def _check_own_layers(model: nn.Module) -> None:

@@ -1,0 +1,80 @@
+"""Networks whose layers stand at several places: streams with one encoder, recurrences, and the like."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def block(n, m):
+    return nn.Sequential(nn.Conv2d(n, m, 3, padding=1), nn.BatchNorm2d(m), nn.ReLU(inplace=True))
+
+
+class Siamese(nn.Module):
+    """One encoder for two dates, of which the second is looked at more coarsely, and differences (FC-Siam-diff)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.second, self.head = block(2, 4), block(4, 6), nn.Conv2d(10, out_channels, 1)
+
+    def encode(self, x):
+        y = self.first(x)
+        return y, self.second(F.max_pool2d(y, 2))
+
+    def forward(self, x):
+        (a, deep), (b, deeper) = map(self.encode, x.chunk(2, 1))
+        return self.head(torch.cat([a - b, F.interpolate((deep - deeper).abs(), size=x.shape[2:])], 1))
+
+
+class Recurrent(nn.Module):
+    """A convolution and a norm without weights that are called three times, over the first one's result (R2U-Net)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.stem, self.conv, self.norm = nn.Conv2d(in_channels, 5, 1), nn.Conv2d(5, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5, affine=False, momentum=0.3)
+        self.head = nn.Conv2d(5, out_channels, 1)
+
+    def forward(self, x):
+        x = y = self.stem(x)
+        for _ in range(3):
+            y = F.leaky_relu(self.norm(self.conv(x + y)), 0.2)
+        return self.head(y)
+
+
+class Gated(nn.Module):
+    """A batch norm of the vectors of two pooled maps."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.norm, self.fc, self.head = nn.Conv2d(in_channels, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Conv2d(6, out_channels, 1)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.conv(x) if x.shape[1] != 6 else x.tanh()
+            x = x * torch.sigmoid(self.fc(self.norm(x.mean((2, 3)))))[..., None, None]
+        return self.head(x)
+
+
+def flat(in_channels, out_channels):
+    """A list of layers with a norm and a dropout at two places."""
+    norm, drop = nn.BatchNorm2d(4), nn.Dropout2d(0.3)
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), norm, drop, nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), norm, nn.ReLU(), drop, nn.Conv2d(4, out_channels, 1))
+
+
+def twice(in_channels, out_channels):
+    """A norm without weights at two places."""
+    norm = nn.BatchNorm2d(4, affine=False)
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), norm, nn.Conv2d(4, 4, 3, padding=1), norm, nn.Conv2d(4, out_channels, 1))
+
+
+class Attending(nn.Module):
+    """A norm at two places around attention between all places, which no tile has."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.stem, self.norm, self.head = nn.Conv2d(in_channels, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, out_channels, 2, 2)
+
+    def forward(self, x):
+        y = self.norm(self.stem(x))
+        t = y.flatten(2).mT
+        t = (t @ t.mT / 9).softmax(-1) @ t
+        return self.head(self.norm(t.mT.view_as(y) + y))

@@ -1,0 +1,61 @@
+"""Layers that stand at several places, and networks of several streams: the serial program's gradient and running statistics (:mod:`made_streams`)."""
+
+import copy
+from dataclasses import replace
+
+import made_streams
+import pytest
+import torch
+from test_exact import TOLERANCE, config
+
+import distseg
+from distseg.config import ModelConfig
+from distseg.extents import Extents
+from distseg.verify import verify
+
+WAYS = {  # of each number of ranks
+    1: [dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2), dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1", images=2)],
+    2: [dict(tiles="2x1", exchange_every="2"), dict(samples=2, images=2)],
+}
+
+
+def error_of(name: str, comm, settings: dict, size: str = "26x33", bands: int = 4, steps: int = 2) -> float:
+    plan = replace(config(**settings), model=ModelConfig(f"{made_streams.__name__}:{name}", in_channels=bands, out_channels=3))
+    report = verify(plan, comm, Extents(size), steps=steps)
+    return comm.bcast(report and report["max_error"])
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["Siamese", "Recurrent", "Gated", "flat"])
+def test_norms_at_several_places(comm, name):
+    for way in WAYS[comm.size]:
+        assert error_of(name, comm, way | (dict(images=2) if name == "Gated" else {})) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([1, 2])
+def test_norms_at_several_places_of_whole_images(comm):
+    assert error_of("Attending", comm, dict(samples=comm.size, images=2, accumulate=2), "16x12") <= TOLERANCE
+
+
+@pytest.mark.parallel(2)
+def test_stages_do_not_share_statistics(comm):
+    settings = config(stages=2)
+    plan = replace(settings, model=ModelConfig(f"{made_streams.__name__}:twice", in_channels=4, out_channels=3), pipeline=replace(settings.pipeline, balance=(2, 3)))
+    with pytest.raises(ValueError, match="layers 1 and 3 share running statistics, but lie in the stages"):
+        verify(plan, comm, Extents("26x33"))
+
+
+@pytest.mark.parametrize("name, places", [("Siamese", 2), ("Recurrent", 3), ("flat", 2)])
+def test_running_statistics_are_pytorchs(name, places):
+    """Each place counts its images, one after another, wherever the network goes."""
+    torch.manual_seed(0)
+    model = getattr(made_streams, name)(4, 3)
+    network = distseg.capture(model)
+    network, model, x = network.double().train(), copy.deepcopy(model).double().train(), torch.randn(3, 4, 12, 14, dtype=torch.float64)
+    network(x), model(x)
+    own = {network.names.get(n, n): b for n, b in network.named_buffers()}
+    for n, b in model.named_buffers():
+        if name != "flat":  # whose masks differ
+            torch.testing.assert_close(own[n], b, rtol=1e-12, atol=1e-12)
+        if n.endswith("num_batches_tracked"):
+            assert own[n] == places

@@ -78,3 +78,23 @@ class Attending(nn.Module):
         t = y.flatten(2).mT
         t = (t @ t.mT / 9).softmax(-1) @ t
         return self.head(self.norm(t.mT.view_as(y) + y))
+
+
+class Equilibrium(nn.Module):
+    """Iterations to a fixed point without gradients, with norms of the image and of the batch, and one with (DEQ)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.inject, self.conv, self.batch, self.norm = nn.Conv2d(in_channels, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GroupNorm(2, 6)
+        self.head, self.scale = nn.Conv2d(6, out_channels, 1), nn.Parameter(torch.rand(6, 1, 1))
+
+    def step(self, z, x):
+        return F.relu(self.norm(z + self.batch(self.conv(z)) + x)) * z.mean((2, 3), keepdim=True).sigmoid()
+
+    def forward(self, x):
+        x = self.inject(x)
+        with torch.no_grad():
+            z, scale = torch.zeros_like(x), self.scale / self.scale.norm()
+            for _ in range(2):
+                z = self.step(z, x)
+        return self.head(self.step(z, x) * scale + F.interpolate(F.max_pool2d(z, 2), size=x.shape[2:]))

@@ -92,6 +92,9 @@ SAME = {
     "stacked": lambda m, x: torch.stack([x, x * 2]).sum(0),
     "no effect": lambda m, x: F.dropout(x, 0.5, False).contiguous().clone(),
     "a norm twice": lambda m, x: m.norm(m.norm(x) + x),
+    "without gradients": lambda m, x: x + without_gradients(x) + without_gradients(x.mean((2, 3), keepdim=True)) * m.vector.view(6, 1, 1),
+    "weights without gradients": lambda m, x: x * without_gradients(m.scale) + m.scale * F.conv2d(x, without_gradients(m.fc.weight)[..., None, None]),
+    "a fixed point": lambda m, x: fixed_point(m, x),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -156,6 +159,28 @@ def without_gradients(x):
         return x * 2
 
 
+def in_place_without_gradients(x):
+    with torch.no_grad():
+        x.mul_(x > 0)
+    return x
+
+
+def part_without_gradients(x):
+    with torch.no_grad():
+        x[:, :2] = 0
+    return x
+
+
+def fixed_point(m, x):
+    """The last of some iterations alone has a gradient."""
+    with torch.no_grad():
+        z = torch.zeros_like(x)
+        for _ in range(3):
+            z = F.group_norm(torch.tanh(F.conv2d(z, m.fc.weight[:, :, None, None], m.fc.bias) * m.scale.mul(2) + x), 3)
+        mask = (z > 0).to(x.dtype)
+    return torch.tanh(F.conv2d(z, m.fc.weight[:, :, None, None]) + x) * mask + m.norm(z.view(len(x), 2, 3, *x.shape[2:]).flatten(1, 2))
+
+
 def watched(x):
     x.register_hook(lambda g: g * 2)
     return x
@@ -196,9 +221,11 @@ REFUSED = {
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
     "places": (lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device), "with a value of its own for each place of the image"),
     "empty like a map": (lambda m, x: x + torch.empty_like(x).copy_(x), "copy .* is not known here"),
-    "without gradients": (lambda m, x: x + without_gradients(x), r"mul .*test_capture.py.* runs without gradients"),
-    "weights without gradients": (lambda m, x: x * without_gradients(m.scale), "takes what mul .* makes without gradients"),
-    "a function of one's own": (lambda m, x: Straight.apply(x), "round .* runs without gradients .*autograd.Function"),
+    "a function of one's own": (lambda m, x: Straight.apply(x), r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own"),
+    "a function of one's own, of weights": (lambda m, x: x * Straight.apply(m.scale), "takes what Straight makes, an autograd.Function of your own"),
+    "in place without gradients": (lambda m, x: in_place_without_gradients(x * 1), "mul .* changes a tensor in place without gradients"),
+    "a part without gradients": (lambda m, x: part_without_gradients(x * 1), "setitem.* changes a tensor in place without gradients"),
+    "all without gradients": (lambda m, x: torch.set_grad_enabled(False) and None or x, "is computed without gradients|forward pass fails"),
     "a hook on a gradient": (lambda m, x: watched(x * 1), "register_hook .* changes gradients by a hook"),
     "data in place": (lambda m, x: (x.data.clamp_(0), x)[1], r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient"),
     "a part of data in place": (lambda m, x: (x.data[:, 1].zero_(), x)[1], r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place"),

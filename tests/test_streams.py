@@ -33,6 +33,12 @@ def test_norms_at_several_places(comm, name):
 
 
 @pytest.mark.parallel([1, 2])
+def test_iterations_without_gradients(comm):
+    for way in WAYS[comm.size]:
+        assert error_of("Equilibrium", comm, way, steps=1) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([1, 2])
 def test_norms_at_several_places_of_whole_images(comm):
     assert error_of("Attending", comm, dict(samples=comm.size, images=2, accumulate=2), "16x12") <= TOLERANCE
 

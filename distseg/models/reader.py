@@ -48,6 +48,7 @@ class Reader:
         self.told: dict[str, Any] = {}  # of layers by name, how their sizes follow others
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
+        self._detached: dict[Made, Value] = {}
         self.keepers: dict[str, str] = {}  # of running means by name, the module whose calls change them
         self.dropouts: dict[int, Dropped] = {}
         self._claimed: set[int] = set()  # the calls whose random numbers are those of dropouts
@@ -70,6 +71,8 @@ class Reader:
             except Differ:
                 raise CanNotCapture(DIFFERENT) from None
         self._check_draws(needed)
+        if not calls[traces[0].result.call].graded:
+            raise CanNotCapture(f"its result, of {calls[traces[0].result.call]}, is computed without gradients (torch.no_grad): leave that to evaluation")
         result = self.values.get(traces[0].result)
         self.of_image = result is not None and result.vector
         if result is None or not _is_result(result, sizes):
@@ -140,8 +143,6 @@ class Reader:
             del kwargs["dtype"]
         if self.call.name not in FACTORIES and any(name in kwargs and kwargs[name] is not None for name in ("dtype", "out")):
             raise self.refusal("is told a type, or a tensor, for its result: leave types to train.precision")
-        if not self.call.graded and self.call.dtypes[:1] and self.call.dtypes[0].is_floating_point and self.call.name not in FACTORIES:
-            raise self.refusal("runs without gradients (torch.no_grad, or an autograd.Function of your own, whose gradient is not known): that is not known here; use detach()")
         try:
             made = self._rule(self, args, kwargs)
         except TypeError as e:
@@ -169,9 +170,18 @@ class Reader:
         if isinstance(first, Made):
             if any(x != first for x in each):
                 raise Differ
-            return self.values.get(first, first)
+            return self._given(first)
         alike = all(type(x) is type(first) and bool(x == first) for x in each)
         return first if alike else Sizes(tuple(each))
+
+    def _given(self, made: Made) -> Value | Made:
+        """What the call at hand is given: of what was computed without gradients (torch.no_grad) the detached value, where there are gradients again."""
+        value = self.values.get(made)
+        if value is None or value.dtype is not None or not self.call.graded or made == PIXELS or self.traces[0].calls[made.call].graded:
+            return made if value is None else value
+        if made not in self._detached:
+            self._detached[made] = self.applied(Tensor.detach, [value], "detached")
+        return self._detached[made]
 
     def refusal(self, why: str) -> CanNotCapture:
         return CanNotCapture(f"{self.call} {why}")
@@ -420,7 +430,7 @@ class Reader:
                 if tree in places:
                     return Map(places[tree])
                 if tree in self.values:
-                    return again(self.values[tree])
+                    return again(self._given(tree))
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
                     raise self.refusal(f"takes what {call} makes, which {'has no value yet: use zeros' if 'empty' in call.name else DRAWS}")
@@ -429,8 +439,6 @@ class Reader:
                     if not all(other is not None and torch.equal(found, other) for other in others):
                         raise self.refusal(f"takes what {call} makes, which has other values with other sizes of images: {POSITIONS}")
                     return Fixed(found)
-                if not call.graded and self.learns(tree):
-                    raise self.refusal(f"takes what {call} makes without gradients (torch.no_grad, or an autograd.Function of your own): that is not known here; use detach()")
                 if call.name in _CASTS:
                     raise self.refusal(f"takes what {call} makes, a cast: keep that parameter or buffer in floating point, and leave types to train.precision")
                 if not found_in((call.args, call.kwargs), Kept, Made):
@@ -440,6 +448,8 @@ class Reader:
                 steps.append(step)
                 if len(call.shapes) > 1:
                     steps.append(Step(operator.getitem, (Map(len(maps) + len(steps) - 1), tree.part), {}))
+                if not call.graded and call.dtypes[tree.part].is_floating_point:
+                    steps.append(Step(Tensor.detach, (Map(len(maps) + len(steps) - 1),), {}))
                 places[tree] = len(maps) + len(steps) - 1
                 return Map(places[tree])
             case tuple():

@@ -106,8 +106,9 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     model.train()
     image = torch.empty(batch, channels, *size, device="meta", dtype=next((p.dtype for p in model.parameters()), torch.float32))
     recorder = _Recorder(model, image)
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
-        with _watched(model, recorder):
+        with _watched(model, recorder), _learning(frozen):  # frozen parts may thaw
             result = run(model, image)
     except CanNotCapture:
         raise
@@ -134,6 +135,18 @@ def returned(result: Any, line: str | None = None) -> str:
     kind = f"a {type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
     where, such = f" ({line})" if line else "", f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}" if names else ""
     return f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights{such}, or write a module around it whose forward returns one"
+
+
+@contextmanager
+def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let gradients go to some parameters inside."""
+    for p in parameters:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(False)
 
 
 @contextmanager
@@ -243,6 +256,7 @@ class _Recorder(TorchFunctionMode):
             drawn, self._drawn = self._drawn, None
         made = found_in(result, Tensor)
         changed = {key for key, x in given.items() if x._version != versions[key]}
+        self._check_graded(name, [given[key] for key in changed])
         self._check(name, args, drawn)
         if _plain(name) == "__setitem__" and isinstance(self._value_or_none(args[0]), (Made, type(None))):
             self._assign(args[0], args[1], args[2])
@@ -288,6 +302,11 @@ class _Recorder(TorchFunctionMode):
         if _plain(name) in _HOOKS or name.endswith("grad_fn.__get__") and is_users(sys._getframe(2).f_code):
             what = "grad_fn" if name.endswith("__get__") else _plain(name)
             raise CanNotCapture(f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+
+    def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
+        """Refuse a change, without gradients, of what a gradient goes through: it would go through what was there before."""
+        if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
+            raise CanNotCapture(f"{_plain(name)} in {self._where} changes a tensor in place without gradients (torch.no_grad), past its gradient: use detach() or clone()")
 
     def _value_or_none(self, x: Tensor) -> Made | Kept | None:
         known = self._known.get(id(x))
@@ -378,6 +397,11 @@ class _Recorder(TorchFunctionMode):
         if known is None:
             raise CanNotCapture(
                 f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept in a list?)"
+            )
+        if isinstance(known.value, Made) and known.value != IMAGE and x.grad_fn is not None and not self.calls[known.value.call].graded:
+            raise CanNotCapture(
+                f"{what} takes what {type(x.grad_fn).__name__.removesuffix('Backward')} makes, an autograd.Function of your own, whose gradient is not known: write it with PyTorch's functions, "
+                "as y + (z - y).detach() for a result z with the gradient of y"
             )
         if known.value is None:
             raise CanNotCapture(f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation")

@@ -384,20 +384,26 @@ class Pending:
     def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
         opened = self.norm.opened(x)
+        self.channels = opened.shape[1]
         y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), self.norm.times(index), opened)
         return self.norm.closed(y, x)
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: int) -> None:
         if self.dweight is None:
-            self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), x.shape[1], dtype=torch.float64, device=x.device)
-            self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
+            self._begin(x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
         if self.centre is not None:
             self.centre[row] += _centre(x, coefficients, times)
 
+    def _begin(self, device: torch.device) -> None:
+        self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), self.channels, dtype=torch.float64, device=device)
+        self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
+
     def settle(self) -> None:
         """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
         norm = self.norm
+        if self.dweight is None:  # no gradient came back, as from what is detached
+            self._begin(self.statistics.mean.device)
         self.shares = _shares(norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count)
         learns = lambda p: p is not None and p.requires_grad
         accumulate((norm.weight, norm.bias), [d.sum(0).to(p.dtype) if learns(p) else None for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])

@@ -269,6 +269,20 @@ class Wrapped(nn.Module):
         return {"out": self.inner(x)}
 
 
+def test_networks_that_want_large_images_are_compared_on_such():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.valid, self.head = nn.Conv2d(2, 4, 16, 16), nn.Conv2d(4, 4, 5), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.valid(self.down(x)).mean((2, 3)))
+
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        Deep()(torch.zeros(1, 2, 64, 64))
+    assert distseg.capture(Deep()).of_image
+
+
 class Small(nn.Module):
     """Does something else with small images, and with many."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distseg.altered import altered, known
 from distseg.models.bands import bands_of, dims_of, is_told, tell
-from distseg.models.compare import check_same
+from distseg.models.compare import TooSmall, check_same
 from distseg.models.hidden import check_left, picture
 from distseg.models.layers import hollow
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals
@@ -151,7 +151,11 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
             raise CanNotCapture(f"the size of what {other} makes follows other sizes than it does with other images")
 
     network.check = check
-    check_same(model, found.network, channels, (max(_SIDE[dims - 1], multiple),) * dims)
+    side = max(_SIDE[dims - 1], multiple)
+    try:
+        check_same(model, found.network, channels, (side,) * dims)
+    except TooSmall:
+        check_same(model, found.network, channels, (2 * side,) * dims)
     return network
 
 

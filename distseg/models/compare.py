@@ -26,6 +26,10 @@ _DIFFERS = {
 }
 
 
+class TooSmall(CanNotCapture):
+    """What a module says of an image that may be too small for it."""
+
+
 class _Wide(TorchFunctionMode):
     """In which casts to float32 are none, and in training functions of dropout hand on what they are given, and stochastic depth keeps every image."""
 
@@ -60,6 +64,7 @@ def check_same(model: nn.Module, network_of: Callable[[nn.Module], Network], cha
         channels, size: of the images (2, channels, *size).
 
     Raises:
+        TooSmall: the module fails at this size.
         CanNotCapture: saying in which mode.
     """
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -101,7 +106,7 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
         raise Hidden(f"in evaluation {e}; F.dropout is told by training=self.training that there is none") from None
     except Exception as e:  # by whatever a module of the user's fails
         size = "x".join(map(str, image.shape[2:]))
-        raise CanNotCapture(f"in evaluation it fails on an image of {size} pixels: {' '.join(str(e).split())[:300]}") from e
+        raise TooSmall(f"in evaluation it fails on an image of {size} pixels: {' '.join(str(e).split())[:300]}") from e
     check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
     return made
 

@@ -98,3 +98,32 @@ class Equilibrium(nn.Module):
             for _ in range(2):
                 z = self.step(z, x)
         return self.head(self.step(z, x) * scale + F.interpolate(F.max_pool2d(z, 2), size=x.shape[2:]))
+
+
+class Frames(nn.Module):
+    """Bands in pairs through one encoder, as many images of a batch, and the largest of each pixel (MVCNN)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.encode = nn.Sequential(*block(2, 6), nn.MaxPool2d(2, ceil_mode=True), nn.Conv2d(6, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Dropout2d(0.0), nn.ConvTranspose2d(4, 5, 2, 2))
+        self.gate, self.head = nn.Conv2d(5, 5, 1), nn.Conv2d(5, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        n, c, h, w = x.shape
+        y = self.encode(x.reshape(n * c // 2, 2, h, w))[..., :h, :w]
+        y = y * self.gate(F.adaptive_avg_pool2d(y, 1)).sigmoid()
+        return self.head(y.view(n, c // 2, 5, h, w).amax(1))
+
+
+class Slices(nn.Module):
+    """A plane network on each slice of a volume, and a fusion of slices (2.5D)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.plane = nn.Sequential(*block(in_channels, 5), nn.MaxPool2d(3, 2, 1), nn.Conv2d(5, 4, (3, 1), padding=(1, 0), bias=False), nn.ConvTranspose2d(4, 4, 2, 2))
+        self.fuse, self.head = nn.Conv3d(4, 5, (3, 1, 1), padding=(1, 0, 0)), nn.Conv3d(5, out_channels, 1)
+
+    def forward(self, x):
+        n, c, d, h, w = x.shape
+        y = self.plane(x.permute(0, 2, 1, 3, 4).reshape(n * d, c, h, w))
+        return self.head(F.relu(self.fuse(y.view(n, d, 4, h, w).transpose(1, 2))))

@@ -95,6 +95,11 @@ SAME = {
     "without gradients": lambda m, x: x + without_gradients(x) + without_gradients(x.mean((2, 3), keepdim=True)) * m.vector.view(6, 1, 1),
     "weights without gradients": lambda m, x: x * without_gradients(m.scale) + m.scale * F.conv2d(x, without_gradients(m.fc.weight)[..., None, None]),
     "a fixed point": lambda m, x: fixed_point(m, x),
+    "frames": lambda m, x: frames(m, x),
+    "pooled frames": lambda m, x: (lambda y: (y * F.adaptive_avg_pool2d(y, 1).sigmoid() + y.mean((2, 3), keepdim=True)).view(len(x), 3, 2, *x.shape[2:]).flatten(1, 2))(x.reshape(-1, 2, *x.shape[2:])),
+    "filters of each channel": lambda m, x: F.conv2d(F.pad(x.reshape(-1, 1, *x.shape[2:]), (1, 1, 1, 1), mode="replicate"), m.fc.weight[0].view(1, 1, 2, 3)[..., :2, :3].mean(2, keepdim=True).expand(-1, -1, 3, -1)).view_as(x),
+    "norms of frames": lambda m, x: (lambda y: F.group_norm(F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]).view_as(x))(x.reshape(len(x) * 2, 3, *x.shape[2:])),
+    "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -184,6 +189,15 @@ def fixed_point(m, x):
 def watched(x):
     x.register_hook(lambda g: g * 2)
     return x
+
+
+def frames(m, x):
+    """Three frames of two bands each, as many images of a batch."""
+    y = x.view(len(x) * 3, 2, *x.shape[2:])
+    y = F.batch_norm(F.conv2d(y, m.fc.weight[:4, :2, None, None].expand(-1, -1, 3, 3), m.fc.bias[:4], padding=1), None, None, m.vector[:4], m.vector[2:], True)
+    y = F.interpolate(F.avg_pool2d(y.relu(), 3, 2, 1), size=x.shape[2:], mode="bilinear")
+    y = F.conv_transpose2d(y, m.fc.weight[:4, 2:5, None, None].expand(-1, -1, 3, 3), m.fc.bias[:3], padding=1)
+    return y.view(len(x), 3, 3, *x.shape[2:]).max(2)[0].repeat(1, 2, 1, 1) * x
 
 
 def split_attention(x):

@@ -39,6 +39,19 @@ def test_iterations_without_gradients(comm):
 
 
 @pytest.mark.parallel([1, 2])
+def test_frames_in_the_batch(comm):
+    for way in WAYS[comm.size]:
+        assert error_of("Frames", comm, way, "25x34", bands=6) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([1, 2])
+def test_slices_in_the_batch(comm):
+    ways = {1: [dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2), dict(tiles_per_rank=(1, 2, 2), in_time="spill")], 2: [dict(tiles="2x1x1", exchange_every="1")]}
+    for way in ways[comm.size]:
+        assert error_of("Slices", comm, way, "8x12x10", bands=2) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([1, 2])
 def test_norms_at_several_places_of_whole_images(comm):
     assert error_of("Attending", comm, dict(samples=comm.size, images=2, accumulate=2), "16x12") <= TOLERANCE
 

@@ -166,7 +166,10 @@ def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
     """Return the part from the first place on, of the size of another map; None where an index takes something else."""
     each = [_whole_index(of_trace(tuple(index), n), x.rank) for n in range(len(x.sizes))]
     first = lambda i: isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1) and (i.stop is None or i.stop >= 0)
-    if not x.plain or any(i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -reader.dims]) for i in each):
+    if any(i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -reader.dims]) for i in each):
+        return None
+    if not x.plain:
+        reader.unfold(x)
         return None
     sizes = tuple(c.shapes[0][-reader.dims :] for c in reader.current)
     if sizes == x.sizes:

@@ -244,6 +244,24 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
         return super().forward(x.reshape(len(x), self.num_features, -1)).view_as(x)
 
 
+class FramesNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm of maps that are several images each, as ``nn.BatchNorm2d`` of (N * frames, C, *size): (N, frames * C, *size) -> (N, frames * C, *size).
+
+    Args:
+        frames: of each image; its channels lie one frame behind the other.
+    """
+
+    def __init__(self, channels: int, *args, frames: int, **kwargs):
+        super().__init__(channels, *args, **kwargs)
+        self.frames = frames
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(-1, self.num_features, *x.shape[2:])).view_as(x)
+
+
 def as_vector(x: Tensor, dims: int) -> Tensor:
     """(N, ...) -> (N, ?, 1, ...), of an image with so many dims."""
     return x.reshape(len(x), -1, *(1,) * dims)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from distseg.geometry.resize import Follow
 from distseg.models.axes import Axes, axes_of, channels_of, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
+from distseg.models.folding import Folded, Folding, knows
 from distseg.models.following import followed
 from distseg.models.joined import outputs_of
 from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register, taken
@@ -48,6 +49,7 @@ class Reader:
         self.told: dict[str, Any] = {}  # of layers by name, how their sizes follow others
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
+        self.folding: Folding | None = None  # of the map of the call at hand
         self._detached: dict[Made, Value] = {}
         self.keepers: dict[str, str] = {}  # of running means by name, the module whose calls change them
         self.dropouts: dict[int, Dropped] = {}
@@ -190,8 +192,19 @@ class Reader:
         """An argument that is to be a map (N, C, *size)."""
         x = self.value(x)
         if not x.plain:
+            self.unfold(x)
             raise self.refusal(f"takes {x!r}, where a map (N, C, {', '.join('DHW'[-self.dims :])}) is expected")
         return x
+
+    def unfold(self, x: Value) -> None:
+        """Begin the rule at hand anew where its map has more than images in the dim of the batch, in a way that is known.
+
+        Raises:
+            Folded: which :func:`distseg.models.rules.made` takes.
+        """
+        folding = Folding.of(x)
+        if folding is not None and self.folding is None and knows(self.call.name, folding):
+            raise Folded(x, folding)
 
     def value(self, x: Any) -> Value:
         """An argument that is to be a map or a vector of the image, in any form."""
@@ -336,12 +349,16 @@ class Reader:
         if any(isinstance(value, Value) for value in tensors.values()):
             raise self.refusal("has a weight that is computed from the image")
         plain = lambda: kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
-        if not any(isinstance(value, Made) for value in tensors.values()):
+        convolves = issubclass(kind, nn.modules.conv._ConvNd)
+        if not any(isinstance(value, Made) for value in tensors.values()) and not (self.folding and convolves):
             return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors, axes=axes)
-        if not issubclass(kind, nn.modules.conv._ConvNd):
+        if not convolves:
             raise self.refusal("has running statistics that are computed: parameters or buffers are known")
         own: dict[str, Kept] = {}
         weights = {name: self._computed(value, own) for name, value in tensors.items()}
+        if self.folding:
+            args, kwargs = self.folding.of_layer(args, kwargs)
+            weights = {name: self.folding.of_weight(steps, name == "weight") for name, steps in weights.items()}
         return self.emit(lambda found: Derived(plain(), weights, found), [x], own, axes=axes)
 
     def norm(self, kind: type, x: Value, *args, weight: Any, bias: Any, tensors: Mapping[str, Any] = {}, **kwargs) -> Value:
@@ -352,6 +369,8 @@ class Reader:
         """
         if isinstance(weight, Value) or isinstance(bias, Value):
             raise self.refusal("has a weight that is computed from the image")
+        if self.folding and kind is nn.GroupNorm:
+            return self.scaled(self.layer(kind, x, *args, False, tensors=tensors, axes=x.axes, **kwargs), weight, bias)
         if (weight is None) == (bias is None) and not isinstance(weight, Made) and not isinstance(bias, Made):
             return self.layer(kind, x, *args, weight is not None, tensors=dict(weight=weight, bias=bias, **tensors), axes=x.axes, **kwargs)
         if x.vector:
@@ -363,7 +382,7 @@ class Reader:
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         written = self._written((weight, bias), (x,), own, steps, {})
-        steps.append(Step(_scaled, (Map(0), *written), {}))
+        steps.append(Step(_scaled, (Map(0), *written, self.folding.times if self.folding else 1), {}))
         return self.emit(lambda found: Formula(tuple(steps), (Read(),), found), [x], own, axes=x.axes)
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
@@ -618,10 +637,10 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int) -> Tensor:
     channel = (-1, *(1 for _ in x.shape[2:]))
-    x = x if weight is None else x * weight.view(channel)
-    return x if bias is None else x + bias.view(channel)
+    x = x if weight is None else x * weight.repeat(times).view(channel)
+    return x if bias is None else x + bias.repeat(times).view(channel)
 
 
 def _property(name: str, x: Tensor, *_) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from distseg.models.arranging import filled_up, whole
-from distseg.models.layers import Fill, Max, Mean, Sum, VectorNorm
+from distseg.models.folding import Folded, unfolded
+from distseg.models.layers import Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.reader import Reader, has_sizes
 from distseg.models.reducing import of_image
 from distseg.models.rules_channels import Channels
@@ -32,7 +33,10 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     """
     name = reader.call.name
     if rule := _RULES.get(name):
-        return rule(reader, *args, **kwargs)
+        try:
+            return rule(reader, *args, **kwargs)
+        except Folded as found:
+            return unfolded(reader, rule, found, args, kwargs)
     if name in POINTWISE:
         return reader.pointwise(args, kwargs)
     raise reader.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
@@ -89,6 +93,9 @@ class Rules:
         kind, more = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1], {}
         if x.vector:
             kind, more = VectorNorm, dict(parts=x.channels // channels)
+        elif self.folding and self.folding.times > 1:
+            channels //= self.folding.times
+            kind, more = FramesNorm, dict(frames=self.folding.times)
         return self.norm(kind, x, channels, eps, momentum, weight=weight, bias=bias, tensors=tensors, track_running_stats=running_mean is not None, **more)
 
     def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
@@ -97,6 +104,8 @@ class Rules:
             raise self.refusal(f"takes {x!r}, where a map is expected")
         if running_mean is not None or not use_input_stats:
             raise self.refusal("has running statistics, which instance norms have none of here: set track_running_stats=False")
+        if self.folding:
+            return self.norm(nn.GroupNorm, x, x.channels, x.channels, eps, weight=weight, bias=bias)
         kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1]
         return self.norm(kind, x, x.channels, eps, momentum, weight=weight, bias=bias)
 
@@ -106,7 +115,7 @@ class Rules:
             return self.formula((x, num_groups, weight, bias, eps), {})
         if _one_dim_of_channels(self, x) != x.channels:
             raise self.refusal(f"takes {x!r}, where a map with one dim of channels is expected")
-        return self.norm(nn.GroupNorm, x, num_groups, x.channels, eps, weight=weight, bias=bias)
+        return self.norm(nn.GroupNorm, x, num_groups * (self.folding.times if self.folding else 1), x.channels, eps, weight=weight, bias=bias)
 
     def layer_norm(self: Reader, input, normalized_shape, weight=None, bias=None, eps=1e-5):
         x, over = self.value(input), tuple(normalized_shape)
@@ -265,6 +274,7 @@ class Rules:
 
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
     """Return the channels of a map or vector whose dims are images, channels, and places or numbers alike (N, C, ...)."""
+    reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == (True, 1, ()) and x.axes[1].of_channels
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
         raise reader.refusal(f"takes {x!r}, where images and channels are expected to come first")

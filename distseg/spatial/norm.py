@@ -64,6 +64,8 @@ class DistributedNorm(nn.Module):
         for field in RUNNING:
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
         self.parts = norm.parts if isinstance(norm, VectorNorm) else None  # of each channel of a vector; None: its input is a map
+        self.frames = getattr(norm, "frames", 1)  # images that each image of the batch is, one behind the other in its channels
+        self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
         self.first: list[DistributedNorm] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
         self.slope = 1.0
@@ -95,7 +97,7 @@ class DistributedNorm(nn.Module):
         """The same windows normalised: a list of (B, C, *size), one each place of the context."""
         if not (self.live or self.training or torch.is_grad_enabled()):
             return [self.fixed(x) for x in xs]
-        if self.parts is not None:
+        if self.parts is not None or self.frames > 1:
             return [y.view_as(x) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
         if self.is_local(xs):
             return [self.local(xs[0])]
@@ -105,19 +107,22 @@ class DistributedNorm(nn.Module):
 
     def fixed(self, x: Tensor) -> Tensor:
         """Images with the running statistics, where nothing goes back."""
-        if x.numel() <= _SMALL and self.parts is None:
+        if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
             y = F.batch_norm(x, self.running.running_mean, self.running.running_var, self.weight, self.bias, eps=self.eps)
             return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
         of = self.running.running_mean.double(), self.running.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
-        return self.closed(_normalised(self.opened(x), [_coefficients(*of).affine] * len(x)), x)
+        opened = self.opened(x)
+        return self.closed(_normalised(opened, [_coefficients(*of).affine] * len(opened)), x)
 
     def opened(self, x: Tensor) -> Tensor:
-        """Its input with one dim of channels: the parts of a vector's are places."""
+        """Its input with one dim of channels: the parts of a vector's are places, frames are images."""
+        if self.frames > 1:
+            return x.reshape(-1, self.channels, *x.shape[2:])
         return x if self.parts is None else x.reshape(len(x), -1, self.parts, *(1,) * (x.dim() - 3))
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
         """Back in the dims of ``x``. No view where these are the same: it would forget in which format one image lies, and layers behind would copy it."""
-        return y if self.parts is None else y.view_as(x)
+        return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
         """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
@@ -185,7 +190,9 @@ class DistributedNorm(nn.Module):
         images = self.context.places[index].images
         if self.context.per_window:
             before = sum(len(place.images) for place in self.context.places[:index])
-            return [index if self.kind == "batch" else before + b for b in range(len(images))]
+            return [index if self.kind == "batch" else before + b for b in range(len(images) * self.frames)]
+        if self.frames > 1:  # a batch norm
+            return [0] * len(images) * self.frames
         return [0 if self.kind == "batch" else image for image in images]
 
     def whole(self, x: Tensor) -> compiled.Norm:
@@ -204,7 +211,7 @@ class DistributedNorm(nn.Module):
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         """Moments of the channels of window ``index``, image by image."""
         owned, times = self.owned(self.opened(x), index), self.times(index)
-        parts = [of_channels(owned[b : b + 1]) for b in range(len(x))]
+        parts = [of_channels(owned[b : b + 1]) for b in range(len(owned))]
         if times != 1:
             parts = [Moments(part.count * times, part.mean, part.m2 * times) for part in parts]
         if mask is not None:

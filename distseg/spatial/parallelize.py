@@ -344,7 +344,7 @@ def _fold(part: nn.Module) -> None:
             continue
         before = calls[call.inputs[0] - 1] if call.inputs[0] and readers[call.inputs[0]] == 1 else None
         behind = reading[number + 1] if readers[number + 1] == 1 and number + 1 in reading else None
-        if before and isinstance(before.layer, KeyedDropout) and before.layer.by_channel:
+        if before and isinstance(before.layer, KeyedDropout) and before.layer.by_channel and norm.frames == 1:
             norm.dropout = [before.layer] if before.layer.p > 0 else []
             _put(part, before.name, Folded(before.layer))
         if behind and genuine(behind.layer, (nn.ReLU, nn.LeakyReLU)):

@@ -1,0 +1,119 @@
+"""Maps that the user's code has in the dim of the batch: frames, dates, groups of bands, or slices of a volume, each an image for the layer that is called.
+
+A function that is given (N * T, C, *size) does to each of T groups of channels what it does to an image. So it is a layer of maps (N, T * C, *size), whose
+weights stand there T times; where places are in the dim of the batch, (N * D, C, H, W), its kernels have length 1 along them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.models.axes import Axis, plain_axes
+from distseg.models.layers import Map, Step
+from distseg.models.values import Value
+
+if TYPE_CHECKING:
+    from distseg.models.reader import Reader
+
+
+class Folded(Exception):
+    """A rule needs a map (N, C, *size), and is given this one, which has more than images in the dim of the batch."""
+
+    def __init__(self, value: Value, folding: "Folding"):
+        super().__init__()
+        self.value, self.folding = value, folding
+
+
+@dataclass(frozen=True)
+class Folding:
+    """What the dim of the batch has besides images: ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``."""
+
+    times: int
+    outer: tuple[int, ...]
+    dims: int
+
+    @classmethod
+    def of(cls, x: Value) -> "Folding | None":
+        """Return how a map is folded; None where it is not, or in another way."""
+        if x.rank < 3 or not x.axes[0].batch or not x.axes[1].of_channels or x.axes[0] == Axis(True):
+            return None
+        found = cls(x.axes[0].cell, x.axes[0].places, x.dims)
+        there = tuple(Axis(places=(d,)) for d in range(x.dims) if d not in found.outer)
+        return found if x.axes[2:] == there and there else None
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The dims that the function sees."""
+        return tuple(d for d in range(self.dims) if d not in self.outer)
+
+    def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape (N, T * C, *size) of what the function makes of a map of that size."""
+        along = dict(zip(self.inner, shape[2:])) | {d: size[d] for d in self.outer}
+        return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
+
+    def folded(self, x: Value) -> Value:
+        """Return what the function made, in the form that the user's code has it in."""
+        channels, *places = x.axes[1:]
+        if x.axes[0] != Axis(True) or channels.cell % self.times or not x.vector and tuple(places) != plain_axes(1, self.dims)[2:]:
+            raise ValueError
+        kept = [place for d, place in enumerate(places) if d not in self.outer]
+        return replace(x, axes=(Axis(True, self.times, self.outer), Axis(cell=channels.cell // self.times), *kept))
+
+    def spread(self, setting: Any, alone: Any) -> Any:
+        """Return a setting of a kernel with an entry for each dim of the map: ``alone`` along those that the function does not see."""
+        if not self.outer or setting is None or isinstance(setting, str):
+            return setting
+        given = setting if isinstance(setting, tuple) else (setting,)
+        along = dict(zip(self.inner, given * len(self.inner) if len(given) == 1 else given))
+        return tuple(along.get(d, alone) for d in range(self.dims))
+
+    def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return the arguments of a convolution for all groups of channels, of those for one."""
+        first, second, kernel, *rest = args
+        return (first * self.times, second * self.times, self.spread(tuple(kernel), 1), *rest), kwargs | {"groups": kwargs["groups"] * self.times}
+
+    def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
+        """Return how the weight of all groups is made, from how that of one is; ``kernel``: it has places."""
+        return (*steps, Step(_for_all, (Map(len(steps) - 1), self.times, self.outer if kernel else ()), {}))
+
+
+def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
+    """Return a weight for so many groups of channels, with dims of length 1 along those of the map that it does not see."""
+    for d in outer:
+        weight = weight.unsqueeze(2 + d)
+    return weight.repeat(times, *(1 for _ in weight.shape[1:]))
+
+
+_ALONE = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
+"""Settings of kernels, and what they are along a dim that is left alone."""
+_KERNELS = {f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)} | {"batch_norm"}
+_WITHOUT_PLACES = {f"{kind}{dims}d" for kind in ("adaptive_avg_pool", "adaptive_max_pool", "lp_pool") for dims in (1, 2, 3)} | {
+    *("interpolate upsample pad pixel_shuffle pixel_unshuffle group_norm instance_norm __getitem__").split()
+}
+
+
+def knows(name: str, folding: Folding) -> bool:
+    """Tell whether what a function makes of each image of a batch is known for a map that is folded so."""
+    return name in _KERNELS or name in _WITHOUT_PLACES and not folding.outer
+
+
+def unfolded(reader: "Reader", rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict) -> Value:
+    """Return what a rule makes of a map that is folded."""
+    x, folding, calls = found.value, found.folding, reader.current
+    given = inspect.signature(rule).bind(reader, *args, **kwargs).arguments
+    given = {name: x.as_plain if value is x else folding.spread(value, _ALONE[name]) if name in _ALONE else value for name, value in given.items()}
+    shapes = lambda n, call: tuple(folding.plain(shape, x.shapes[n][0], x.sizes[n]) for shape in call.shapes)
+    reader.folding, reader.current = folding, [replace(call, shapes=shapes(n, call)) for n, call in enumerate(calls)]
+    try:
+        made = rule(**given)
+    finally:
+        reader.folding, reader.current = None, calls
+    try:
+        return folding.folded(made)
+    except (ValueError, AttributeError):
+        raise reader.refusal(f"takes {x!r}, whose dim of images has more than these: that is not known here") from None

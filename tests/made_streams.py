@@ -127,3 +127,18 @@ class Slices(nn.Module):
         n, c, d, h, w = x.shape
         y = self.plane(x.permute(0, 2, 1, 3, 4).reshape(n * d, c, h, w))
         return self.head(F.relu(self.fuse(y.view(n, d, 4, h, w).transpose(1, 2))))
+
+
+class Batches(nn.Module):
+    """Two dates as one batch through an encoder, and taken apart again (FC-Siam-conc)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.half, self.encode, self.deep = in_channels // 2, block(in_channels // 2, 6), nn.Sequential(nn.MaxPool2d(2), *block(6, 4), nn.Upsample(scale_factor=2, mode="bilinear"))
+        self.head = nn.Conv2d(12, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        y = self.encode(torch.cat([x[:, : self.half], x[:, self.half :]]))
+        y, z = y * y.mean((2, 3), keepdim=True), self.deep(y)
+        a, b = z.split(len(x))
+        return self.head(torch.cat([y[len(x) :, :4], a - b, F.relu(y[: len(x), 2:])], 1))

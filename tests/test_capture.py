@@ -98,6 +98,7 @@ SAME = {
     "frames": lambda m, x: frames(m, x),
     "pooled frames": lambda m, x: (lambda y: (y * F.adaptive_avg_pool2d(y, 1).sigmoid() + y.mean((2, 3), keepdim=True)).view(len(x), 3, 2, *x.shape[2:]).flatten(1, 2))(x.reshape(-1, 2, *x.shape[2:])),
     "filters of each channel": lambda m, x: F.conv2d(F.pad(x.reshape(-1, 1, *x.shape[2:]), (1, 1, 1, 1), mode="replicate"), m.fc.weight[0].view(1, 1, 2, 3)[..., :2, :3].mean(2, keepdim=True).expand(-1, -1, 3, -1)).view_as(x),
+    "two batches": lambda m, x: (lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True))(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
     "norms of frames": lambda m, x: (lambda y: F.group_norm(F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]).view_as(x))(x.reshape(len(x) * 2, 3, *x.shape[2:])),
     "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
@@ -191,6 +192,12 @@ def watched(x):
     return x
 
 
+def two_batches(m, y):
+    y = F.batch_norm(F.conv2d(y, m.fc.weight[:, :, None, None].expand(-1, -1, 3, 3), m.fc.bias, padding=1), None, None, m.vector, m.vector, True)
+    y = F.interpolate(F.max_pool2d(y.relu(), 3, 2, 1), size=y.shape[2:]) * m.scale + y.mean(1, keepdim=True)
+    return torch.cat([y[:, :2], y[:, 2:] * y.mean((2, 3), keepdim=True)[:, 2:]], 1)
+
+
 def frames(m, x):
     """Three frames of two bands each, as many images of a batch."""
     y = x.view(len(x) * 3, 2, *x.shape[2:])
@@ -256,6 +263,9 @@ REFUSED = {
     "turned": (lambda m, x: x.transpose(2, 3), "transpose .* turns the image"),
     "a tensor that is no buffer": (lambda m, x: F.conv2d(x, m.blur, groups=6), "conv2d .* takes blur of the model, which is neither a parameter nor a buffer.*register_buffer"),
     "a cast of a buffer": (lambda m, x: F.conv2d(x, m.whole.to(x.dtype), groups=6), "conv2d .* takes what to .* makes, a cast: keep that parameter or buffer in floating point"),
+    "batches mixed": (lambda m, x: torch.cat((x, x * 2)).view(len(x), 2, 6, *x.shape[2:]).sum(1), "view .* mixes batches that were put one behind the other"),
+    "batches of two kinds": (lambda m, x: (torch.cat((x[:, :2], x[:, 2:4])) + x[:, :4].reshape(-1, 2, *x.shape[2:])).chunk(2)[0].repeat(1, 3, 1, 1), "add .* mixes batches"),
+    "part of two batches": (lambda m, x: torch.cat((x, x * 2))[1 : len(x) + 1], "__getitem__ .* mixes batches"),
     "a batch": (lambda m, x: x - x.mean(0, keepdim=True), "mean .* joins the images of a batch along dim 0"),
 }
 

@@ -39,9 +39,10 @@ def test_iterations_without_gradients(comm):
 
 
 @pytest.mark.parallel([1, 2])
-def test_frames_in_the_batch(comm):
+@pytest.mark.parametrize("name, size", [("Frames", "25x34"), ("Batches", "24x34")])
+def test_frames_and_dates_in_the_batch(comm, name, size):
     for way in WAYS[comm.size]:
-        assert error_of("Frames", comm, way, "25x34", bands=6) <= TOLERANCE, way
+        assert error_of(name, comm, way, size, bands=6) <= TOLERANCE, way
 
 
 @pytest.mark.parallel([1, 2])

@@ -1,7 +1,8 @@
 """Maps that the user's code has in the dim of the batch: frames, dates, groups of bands, or slices of a volume, each an image for the layer that is called.
 
 A function that is given (N * T, C, *size) does to each of T groups of channels what it does to an image. So it is a layer of maps (N, T * C, *size), whose
-weights stand there T times; where places are in the dim of the batch, (N * D, C, H, W), its kernels have length 1 along them.
+weights stand there T times; where places are in the dim of the batch, (N * D, C, H, W), its kernels have length 1 along them. Of batches that are joined,
+``torch.cat((x, y))``, it is the same, but that each batch has to stay as it is until they are taken apart again.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distseg.models.axes import Axis, plain_axes
-from distseg.models.layers import Map, Step
-from distseg.models.values import Value
+from distseg.models.layers import Cat, Map, Step
+from distseg.models.trace import found_in
+from distseg.models.values import Sizes, Value
 
 if TYPE_CHECKING:
     from distseg.models.reader import Reader
@@ -117,3 +118,71 @@ def unfolded(reader: "Reader", rule: Callable[..., Any], found: Folded, args: tu
         return folding.folded(made)
     except (ValueError, AttributeError):
         raise reader.refusal(f"takes {x!r}, whose dim of images has more than these: that is not known here") from None
+
+
+def joined_batches(reader: "Reader", maps: Sequence[Value]) -> Value | None:
+    """Return several batches one behind the other; None where they are not alike."""
+    first = maps[0]
+    if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
+        return None
+    axes = (first.axes[0], Axis(cell=len(maps) * first.channels), *first.axes[2:])
+    made = reader.emit(lambda _: Cat(), maps, axes=axes)
+    return replace(made, axes=(Axis(True, len(maps)), first.axes[1], *first.axes[2:]), joined=True)
+
+
+def of_joined(reader: "Reader", rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Return what a rule makes of batches one behind the other: again such, or one of them."""
+    maps = found_in((args, kwargs), Value)
+    first = maps[0].axes[0]
+    if not all(x.joined and x.axes[0] == first for x in maps):
+        raise reader.refusal(_MIXED)
+    if (found := _taken_apart(reader, rule, maps[0], args, kwargs)) is not None:
+        return found
+    made = rule(reader, args, kwargs)
+    each = made if isinstance(made, tuple) else (made,)
+    if any(x is not None and (not x.rank or x.axes[0] != first) for x in each):
+        raise reader.refusal(_MIXED)
+    found = tuple(x and replace(x, joined=True) for x in each)
+    return found if isinstance(made, tuple) else found[0]
+
+
+_MIXED = "mixes batches that were put one behind the other (torch.cat along dim 0): functions of each image, and x.chunk(2) or x[:n] of them, are known"
+
+
+def _taken_apart(reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict) -> Value | tuple[Value, ...] | None:
+    """Return the batches that a call takes of several one behind the other; None of other calls."""
+    name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
+    if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (args[2:] or (kwargs.get("dim", 0),))[0] in (0, -x.rank):
+        if any([shape[0] for shape in call.shapes] != [n] * count for call, n in zip(reader.current, batches)):
+            raise reader.refusal(_MIXED)
+        return tuple(_group(reader, x, n) for n in range(count))
+    if name != "__getitem__":
+        return None
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    first = [index[0].each[trace] if isinstance(index[0], Sizes) else index[0] for trace in range(len(batches))]
+    if not all(isinstance(i, slice) for i in first) or index[0] == slice(None):
+        return None
+    taken = [range(count * n)[i] for i, n in zip(first, batches)]
+    number = next((k for k in range(count) if taken == [range(k * n, (k + 1) * n) for n in batches]), None)
+    if number is None:
+        raise reader.refusal(_MIXED)
+    group = _group(reader, x, number)
+    return rule(reader, (group, (slice(None), *index[1:])), {}) if any(i != slice(None) for i in index[1:]) else group
+
+
+def _group(reader: "Reader", x: Value, number: int) -> Value:
+    """Return one of the batches."""
+    take = _Group(number, x.axes[0].cell)
+    return reader.applied(take, [x], f"batch_{number}", (Axis(True), *x.axes[1:]))
+
+
+class _Group:
+    """Every so many images, from one on; a class, so that layers with it can be copied and pickled."""
+
+    __name__ = "batch"
+
+    def __init__(self, first: int, step: int):
+        self.first, self.step = first, step
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x[self.first :: self.step]

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from distseg.models.arranging import filled_up, whole
-from distseg.models.folding import Folded, unfolded
+from distseg.models.folding import Folded, of_joined, unfolded
 from distseg.models.layers import Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.reader import Reader, has_sizes
 from distseg.models.reducing import of_image
 from distseg.models.rules_channels import Channels
 from distseg.models.rules_places import Places
 from distseg.models.rules_statistics import Statistics
-from distseg.models.trace import Kept, Made
+from distseg.models.trace import Kept, Made, found_in
 from distseg.models.values import Value
 
 
@@ -31,6 +31,12 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     Raises:
         CanNotCapture: naming the call, and what would help.
     """
+    if any(x.joined for x in found_in((args, kwargs), Value)):
+        return of_joined(reader, _made, args, kwargs)
+    return _made(reader, args, kwargs)
+
+
+def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
     if rule := _RULES.get(name):
         try:

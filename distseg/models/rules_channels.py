@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distseg.models.arranging import cut_to, expanded, indexed, over_channels, parts, reshaped, turned
 from distseg.models.axes import Axes, axes_of, channels_of, places_of
+from distseg.models.folding import joined_batches
 from distseg.models.layers import Cat, Formula, Map, Read, Step
 from distseg.models.reader import POSITIONS, Reader, follows_size, has_sizes
 from distseg.models.trace import Kept, Made
@@ -171,6 +172,8 @@ class Channels:
         maps = [x for x in given if isinstance(x, Value)]
         if len(given) == 1:
             return maps[0]
+        if len(maps) == len(given) and dim in (0, -maps[0].rank) and (made := joined_batches(self, maps)) is not None:
+            return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal("joins maps along places of the image, or with different dims: along channels it is known")
         if all(x.vector for x in maps):

@@ -28,12 +28,14 @@ class Value:
         shapes: (N, C, *size) in each trace; of a vector the size is that of a map it can be joined with.
         axes: in which the user's code has it at this point.
         dtype: of the user's tensor, where it is no floating point number.
+        joined: several batches lie one behind the other in the dim of the batch, by ``torch.cat``: its groups of channels come before its images.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     axes: Axes
     dtype: torch.dtype | None = None
+    joined: bool = False
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -72,7 +74,7 @@ class Value:
     @property
     def as_plain(self) -> "Value":
         """The map as layers have it."""
-        return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None)
+        return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:
         return f"{kind_of(self)} of {shown(self)}"

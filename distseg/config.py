@@ -106,6 +106,8 @@ class ModelConfig:
         for field in ("inputs", "outputs"):
             if getattr(self, field) is not None and (":" not in self.name or not getattr(self, field)):
                 raise ValueError(f"model.{field} is {getattr(self, field)}, but it tells the {field} of a network of your own, package.module:function, and model.name is {self.name}: leave it out")
+        if self.outputs is not None:  # YAML reads 0 as a number
+            object.__setattr__(self, "outputs", {str(name): float(weight) for name, weight in self.outputs.items()})
         if wrong := {name: weight for name, weight in (self.outputs or {}).items() if not 0 < weight < math.inf}:
             name, weight = next(iter(wrong.items()))
             raise ValueError(f"model.outputs has {weight:g} for {name}, but the weight of a loss is a number above 0: leave that output out, or give it one")

@@ -419,10 +419,10 @@ def _addresses() -> list[str]:
 
 
 def main() -> None:
-    memory, stacks, number = map(int, sys.argv[1:])
+    memory, stacks, number, watched = map(int, sys.argv[1:])  # the last is told, as a process that ends at once would leave another parent
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # they are for the rank
-    Guardian(Rank(mmap.mmap(memory, PAGE), stacks, os.getppid()), number).run()
+    Guardian(Rank(mmap.mmap(memory, PAGE), stacks, watched), number).run()
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def _start(rank: int) -> None:
     program = Path(__file__).with_name("guardian.py")
     try:
         _guardian = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(program), *map(str, (memory, stacks, rank))],
+            [sys.executable, "-I", "-S", str(program), *map(str, (memory, stacks, rank, os.getpid()))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(memory, stacks), text=True,
         )  # fmt: skip
     except OSError as e:  # no more processes: the work itself may still do

@@ -13,6 +13,7 @@ from test_exact import TOLERANCE, config
 from test_images import predictor_of, scene_of, whole_heat
 
 import distseg
+from distseg.cli import main
 from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PredictConfig, SpatialConfig, TrainConfig
 from distseg.data.store import Store
 from distseg.export import export
@@ -94,6 +95,13 @@ def test_the_loss_is_a_weighted_sum():
 def test_ends_that_are_not_there_are_named(name, ends, words):
     with pytest.raises(ValueError, match=words):
         verify(replace(config(tiles_per_rank=(1, 2)), model=model_of(name, **ends)), MPI.COMM_SELF, Extents("24x36"))
+
+
+def test_outputs_are_named_by_numbers_on_a_command_line(capsys):
+    words = "--model.name made_outputs:Deep --model.in_channels 4 --model.out_channels 3 --image 24x36 --spatial.tiles_per_rank 1x2"
+    with pytest.raises(SystemExit) as end:
+        main(["verify", *words.split(), "--model.outputs", "{0: 1, 1: 0.4}"])
+    assert end.value.code == 0 and "exact: largest relative error" in capsys.readouterr().out
 
 
 def test_one_tensor_has_no_outputs_to_name():

@@ -154,3 +154,17 @@ def test_no_guardian_is_left_behind():
     assert guardian is not None and guardian.poll() == 0 and not watch.watched()
     with watch.guarded(0, 0):  # 0: for ever
         pass
+
+
+def test_a_process_that_ends_before_its_guardian_has_begun_leaves_none_behind():
+    """Who waits for all that the process's output reaches, as a pipe to another program does, waits for its guardian too."""
+    code = """
+        import os
+        from distseg import watch
+        from distseg.guardian import ENDING, FOR_GOOD
+        watch._start(0)
+        watch._page[ENDING] = FOR_GOOD
+        os._exit(2)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, timeout=60)
+    assert ended.returncode == 2

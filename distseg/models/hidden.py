@@ -153,7 +153,8 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
     try:
         check_module(model, size)
     except Hidden as e:
-        followed = f"; and it can't be followed: {refusals[model]}" if model in refusals else ""
+        why = str(refusals.get(model, ""))
+        followed = f"; and it can't be followed: {why}" if why and why != str(e) else ""
         raise ValueError(f"this network can't be trained exactly: {e}{followed}") from e
 
 

@@ -85,6 +85,15 @@ class Gather(Footprint):
 
 
 @dataclass(frozen=True)
+class Shift(Gather):
+    """Padding, and where ``before`` or ``after`` is below zero a crop: in a window that goes through a network alone a crop would take other cells."""
+
+    @property
+    def sized(self) -> bool:
+        return min(self.before, self.after) < 0
+
+
+@dataclass(frozen=True)
 class Fill(Gather):
     """As many cells behind as make a ``multiple``."""
 

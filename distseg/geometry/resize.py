@@ -25,21 +25,22 @@ _NEAR = 2.0**-20  # by which a nearest place may be off, times itself: PyTorch r
 
 @dataclass(frozen=True)
 class Follow:
-    """How a size follows another, n: (``times`` n + ``plus``) // ``over``, or n times a ``factor``, rounded down."""
+    """How a size follows another, n: (``times`` n + ``plus``) // ``over`` times ``unit``, or n times a ``factor``, rounded down."""
 
     times: int = 1
     plus: int = 0
     over: int = 1
     factor: float | None = None
+    unit: int = 1
 
     def size(self, n: int) -> int:
-        return int(n * self.factor) if self.factor is not None else (self.times * n + self.plus) // self.over
+        return int(n * self.factor) if self.factor is not None else (self.times * n + self.plus) // self.over * self.unit
 
     def pixels(self, before: Fraction) -> Fraction:
         """Return the pixels of a cell where one of the other map has ``before``; 1 where the size is fixed."""
         if self.factor is not None:
             return before / Fraction(self.factor).limit_denominator(_FINEST)
-        return before * self.over / self.times if self.times else Fraction(1)
+        return before * self.over / (self.times * self.unit) if self.times else Fraction(1)
 
 
 _FINEST = 64  # denominator of a factor that the stride of a network takes notice of
@@ -77,12 +78,12 @@ class Fit(Footprint):
     """Output j of m is input j - before, in a frame of padding or less its borders: before is a part of m - n.
 
     Attributes:
-        side: of what is added, or cut off, the part in front: ``half`` rounded down, ``larger half`` rounded up, ``all`` or ``none`` of it.
+        side: of what is added, or cut off, the part in front: ``half`` rounded down, ``larger half`` rounded up, ``all`` or ``none`` of it; or so many cells.
         mirrored: padding is made of cells of the map.
         follow: how the result's size follows that of another map.
     """
 
-    side: str = "half"
+    side: str | int = "half"
     mirrored: bool = False
     follow: Follow = Follow()
     sized: ClassVar[bool] = True
@@ -105,9 +106,9 @@ class Fit(Footprint):
 SIDES = ("half", "larger half", "all", "none")
 
 
-def in_front(side: str, more: int) -> int:
+def in_front(side: str | int, more: int) -> int:
     """Return how many of ``more`` cells lie in front."""
-    return {"half": more // 2, "larger half": -(-more // 2), "all": more, "none": 0}[side]
+    return side if isinstance(side, int) else {"half": more // 2, "larger half": -(-more // 2), "all": more, "none": 0}[side]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 
 import torch
 
-from distseg.models.axes import Axis, order_of, places_of, without_places
+from distseg.models.axes import Axis, places_of, without_places
 from distseg.models.layers import CutTo, Spread
 from distseg.models.reader import Reader, has_sizes, of_trace
 from distseg.models.trace import CanNotCapture, Kept, Made
@@ -38,17 +38,6 @@ class _Turned:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x.permute(self.order)
-
-
-def reshaped(reader: Reader, x: Value) -> Value:
-    """Return a value in the form that the call gives it; no number moves."""
-    try:
-        axes = reader.made(x)
-    except CanNotCapture:
-        raise not_reshaped(reader, x) from None
-    if order_of(axes) != order_of(x.axes):
-        raise not_reshaped(reader, x)
-    return replace(x, axes=axes)
 
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:

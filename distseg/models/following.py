@@ -38,13 +38,15 @@ def followed(sizes: Sequence[Size], first: T, maps: Iterable[T]) -> tuple[T, lis
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
     """Return how intricate rules are: the simplest ones are meant, others may fit by chance."""
-    return sum(rule.times + rule.over + (rule.times and rule.plus != 0) for rule in found[1])
+    return sum(rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0) for rule in found[1])
 
 
 def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     """Return the simplest rule by which numbers follow others."""
     if len(set(after)) == 1:
         return Follow(0, after[0])
+    if (found := _multiple(before, after)) is not None:
+        return found
     for times, over in _FRACTIONS:
         least = max(m * over - times * n for n, m in zip(before, after))
         most = min((m + 1) * over - times * n for n, m in zip(before, after)) - 1
@@ -53,4 +55,16 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     return None
 
 
+def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
+    """Return the rule by which numbers are the next, or the last, multiples of some number beside others."""
+    if len({m - n for n, m in zip(before, after)}) == 1:
+        return None
+    for unit in range(2, _LARGEST_MULTIPLE + 1):
+        for plus in (unit - 1, 0):
+            if all((n + plus) // unit * unit == m for n, m in zip(before, after)):
+                return Follow(plus=plus, over=unit, unit=unit)
+    return None
+
+
+_LARGEST_MULTIPLE = 256
 _FRACTIONS = sorted(((p, q) for p in range(1, 9) for q in range(1, 65) if math.gcd(p, q) == 1), key=sum)

@@ -55,6 +55,7 @@ class Reader:
         self.dropouts: dict[int, Dropped] = {}
         self._claimed: set[int] = set()  # the calls whose random numbers are those of dropouts
         self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
+        self.maxima: dict[str, tuple[int, ...]] = {}  # of layers that tell which place of a window is the largest, the window
         self.stacks: dict[str, tuple[Value, ...]] = {}  # of layers that stack maps along a new first dim
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:
@@ -266,7 +267,8 @@ class Reader:
     # what layers are made of
 
     def emit(
-        self, make: Callable[[dict[str, Tensor]], nn.Module], reads: Sequence[Value], tensors: Mapping[str, Kept] = {}, part: int = 0, axes: Axes | None = None, what: str = ""
+        self, make: Callable[[dict[str, Tensor]], nn.Module], reads: Sequence[Value], tensors: Mapping[str, Kept] = {}, part: int = 0, axes: Axes | None = None, what: str = "",
+        sizes: Sequence[tuple[int, ...]] = (),
     ) -> Value:  # fmt: skip
         """A layer.
 
@@ -275,6 +277,7 @@ class Reader:
             part: which of the call's results it makes.
             axes: of the result, where it has the places of ``reads``, or none; by default the call makes a map (N, C, *size) of any size.
             what: one of several layers that the call is; its name ends so.
+            sizes: of the map, in each trace, where ``axes`` are given and it has other places than ``reads``.
         """
         if axes is None:
             shapes = tuple(c.shapes[part] for c in self.current)
@@ -283,7 +286,7 @@ class Reader:
             axes = plain_axes(shapes[0][1], self.dims)
         else:
             like = next((x for x in reads if not x.vector), reads[0])
-            shapes = tuple((n, channels_of(axes), *size) for n, _, *size in like.shapes)
+            shapes = tuple((shape[0], channels_of(axes), *size) for shape, size in zip(like.shapes, sizes or like.sizes))
         name, used = self._name(), {name: kept.name for name, kept in tensors.items()}
         name = self._unique(f"{name}_{what}") if what else name
         self._add(name, lambda tensor: make({own: tensor(user) for own, user in used.items()}), reads)
@@ -296,10 +299,15 @@ class Reader:
             raise self.refusal(f"makes {'x'.join(map(str, sizes[0]))} places of {'x'.join(map(str, x.sizes[0]))}, as many as no other map has, and no fraction of one")
         return found
 
-    def following(self, make: Callable[[], nn.Module], x: Value, like: Value, rules: Sequence[Follow]) -> Value:
-        """A layer whose size follows that of the map ``like`` by ``rules``."""
-        made = self.emit(lambda _: make(), [x, like])
-        self.told[made.name] = tuple(rules)
+    def following(self, make: Callable[[], nn.Module], x: Value, like: Value, rules: Sequence[Follow], more: tuple = (), **settings) -> Value:
+        """A layer whose size follows that of the map ``like`` by ``rules``.
+
+        Args:
+            more: what else of it was found by comparing sizes.
+            settings: of :meth:`emit`.
+        """
+        made = self.emit(lambda _: make(), [x, like], **settings)
+        self.told[made.name] = (*rules, *more)
         return made
 
     def applied(self, function: Callable[..., Tensor], reads: Sequence[Value], what: str, axes: Axes | None = None) -> Value:

@@ -86,7 +86,7 @@ class FitTo(Follows):
         mode, value: as of ``F.pad``.
     """
 
-    def __init__(self, rules: Sequence[Follow], sides: Sequence[str], mode: str = "constant", value: float = 0.0):
+    def __init__(self, rules: Sequence[Follow], sides: Sequence[str | int], mode: str = "constant", value: float = 0.0):
         super().__init__(rules)
         self.sides, self.mode, self.value = tuple(sides), mode, value
 
@@ -99,7 +99,7 @@ class FitTo(Follows):
         return tuple(Fit(side, self.mode != "constant", rule) for side, rule in zip(self.sides, self.rules))
 
     def extra_repr(self) -> str:
-        return f"{self.mode}, in front {', '.join(self.sides)}"
+        return f"{self.mode}, in front {', '.join(map(str, self.sides))}"
 
 
 class VectorAt(Follows):

@@ -16,9 +16,11 @@ from torch import nn
 from distseg.models.arranging import filled_up, whole
 from distseg.models.folding import Folded, of_joined, unfolded
 from distseg.models.layers import Fill, FramesNorm, Max, Mean, Sum, VectorNorm
+from distseg.models.moved import padded
 from distseg.models.reader import Reader, has_sizes
 from distseg.models.reducing import of_image
 from distseg.models.rules_channels import Channels
+from distseg.models.rules_moving import Moving
 from distseg.models.rules_places import Places
 from distseg.models.rules_statistics import Statistics
 from distseg.models.trace import Kept, Made, found_in
@@ -233,27 +235,13 @@ class Rules:
 
     lp_pool1d = lp_pool3d = lp_pool2d
 
-    def pixel_shuffle(self: Reader, input, upscale_factor):
-        return self.layer(nn.PixelShuffle, self.map(input), upscale_factor)
-
     def pad(self: Reader, input, pad, mode="constant", value=None):
         x, pad = self.value(input), tuple(pad)
         if x.vector:
             return self.formula((x, self.fixed(pad, "padding"), mode, value), {})
-        x = self.map(x)
-        if (multiple := filled_up(self, x, pad)) is not None and mode == "constant" and not value:
+        if x.plain and (multiple := filled_up(self, x, pad)) is not None and mode == "constant" and not value:
             return self.emit(lambda _: Fill(multiple), [x])
-        if has_sizes(pad):
-            raise self.refusal("has a padding that depends on the image's size: zeros behind, up to a multiple of some pixels, are known")
-        if not any(pad):
-            return x
-        if any(pad[2 * self.dims :]):
-            if any(pad[: 2 * self.dims]):
-                raise self.refusal("pads channels and places at once: do one after the other")
-            return self.formula((x, pad, mode, value), {})
-        sides = (*pad[: 2 * self.dims], *(0,) * (2 * self.dims - len(pad)))
-        kind = {"constant": "Constant", "reflect": "Reflection", "replicate": "Replication", "circular": "Circular"}[mode]
-        return self.layer(getattr(nn, f"{kind}Pad{self.dims}d"), x, sides, *((value or 0.0,) if mode == "constant" else ()))
+        return padded(self, x, pad, mode, value)
 
     def mul(self: Reader, input, other):
         x, factor = (input, other) if isinstance(input, Value) else (other, input)
@@ -292,4 +280,4 @@ def _rooted(means: torch.Tensor, count: int, p: float) -> torch.Tensor:
     return (torch.sign(means) * torch.relu(torch.abs(means))).mul(count).pow(1.0 / p)
 
 
-_RULES = {name: rule for group in (Rules, Channels, Places, Statistics) for name, rule in vars(group).items() if not name.startswith("__") or name in ("__getitem__", "__matmul__", "__rmatmul__")}
+_RULES = {name: rule for group in (Rules, Channels, Moving, Places, Statistics) for name, rule in vars(group).items() if not name.startswith("__") or name in ("__getitem__", "__matmul__", "__rmatmul__")}

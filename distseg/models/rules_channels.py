@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distseg.models.arranging import cut_to, expanded, indexed, over_channels, parts, reshaped, turned
+from distseg.models.arranging import cut_to, expanded, indexed, over_channels, parts, turned
 from distseg.models.axes import Axes, axes_of, channels_of, places_of
 from distseg.models.folding import joined_batches
 from distseg.models.layers import Cat, Formula, Map, Read, Step
+from distseg.models.moved import places_taken
 from distseg.models.reader import POSITIONS, Reader, follows_size, has_sizes
+from distseg.models.regrouping import reshaped
 from distseg.models.trace import Kept, Made
 from distseg.models.values import Value
 
@@ -69,9 +71,6 @@ class Channels:
 
     tile = repeat
 
-    def repeat_interleave(self: Reader, input, repeats, dim=None):
-        return over_channels(self, input, (input, repeats, dim), dim)
-
     def contiguous(self: Reader, input, memory_format=None):
         return self.value(input)
 
@@ -106,9 +105,6 @@ class Channels:
     def select(self: Reader, input, dim, index):
         return over_channels(self, input, (input, dim, index), dim, _PART)
 
-    def narrow(self: Reader, input, dim, start, length):
-        return over_channels(self, input, (input, dim, start, length), dim, _PART)
-
     def index_select(self: Reader, input, dim, index):
         return over_channels(self, input, (input, dim, index), dim, _PART)
 
@@ -117,13 +113,6 @@ class Channels:
 
     def take_along_dim(self: Reader, input, indices, dim=None):
         return over_channels(self, input, (input, indices, dim), dim, _PART)
-
-    def flip(self: Reader, input, *sizes, dims=()):
-        given = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes or dims
-        return over_channels(self, input, (input, given), given, "turns the image round: channels may be")
-
-    def roll(self: Reader, input, shifts, dims=None):
-        return over_channels(self, input, (input, shifts, dims), dims, "shifts the image: channels may be")
 
     def cumsum(self: Reader, input, dim):
         return over_channels(self, input, (input, dim), dim)
@@ -137,7 +126,10 @@ class Channels:
         index, x = index if isinstance(index, tuple) else (index,), self.value(input)
         if (made := cut_to(self, x, index)) is not None:
             return made
-        return indexed(self, x, index)
+        x, rest = places_taken(self, x, index) if not x.vector else (x, index)
+        if all(i is Ellipsis or i == slice(None) for i in rest):
+            return x
+        return indexed(self, x, rest)
 
     # channels that are changed
 

@@ -18,16 +18,19 @@ from torch import Tensor, nn
 from distseg.altered import altered, genuine, known
 from distseg.comm.staging import upload
 from distseg.geometry import footprint
-from distseg.geometry.footprint import Align, Footprint, Gather, Interpolate, Scatter
+from distseg.geometry.footprint import Align, Footprint, Gather, Interpolate, Scatter, Shift
 from distseg.geometry.graph import Node
 from distseg.geometry.layout import Part
 from distseg.geometry.receptive import POINTWISE
 from distseg.geometry.resize import Follow, Resize
 from distseg.geometry.tile import Box
-from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum, is_vector
+from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum
 from distseg.models.network import Call
+from distseg.models.moving import Windows
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
+from distseg.spatial import moving
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
+from distseg.spatial.fitting import cropped, fitted, mirrored, padded, taken_from
 from distseg.spatial.norm import NORMS, DistributedNorm
 from distseg.spatial.resize import Placed, resized
 
@@ -140,13 +143,6 @@ def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, Part], Tensor]
     return next((function for kinds, function in _RUN if issubclass(kind, kinds)), None)
 
 
-def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
-    """The part of ``x`` on ``wanted``, a view; of a vector all."""
-    if have == wanted or is_vector(x, have.size):
-        return x
-    return x[(..., *wanted.relative_to(have).slices)]
-
-
 def fill_of(layer: nn.Module) -> float | None:
     """What a layer's padding consists of; None where it has none of its own to fill in (mirror images are made from the map)."""
     layer = layer.inner if isinstance(layer, Placed) else layer
@@ -158,7 +154,7 @@ def fill_of(layer: nn.Module) -> float | None:
         return layer.value
     if isinstance(layer, FitTo):
         return layer.value if layer.mode == "constant" else None
-    return 0.0 if isinstance(layer, (*_AVG, Fill)) else None
+    return 0.0 if isinstance(layer, (*_AVG, Fill, Windows)) else None
 
 
 def fuses(layer: nn.Module) -> bool:
@@ -198,15 +194,15 @@ def _conv_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
 
 def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     if conv.padding_mode != "zeros":
-        x, have = _mirrored(x, have, part, conv.padding_mode)
-    x, pads = _fitted(x, have, part.raw)
+        x, have = mirrored(x, have, part, conv.padding_mode)
+    x, pads = fitted(x, have, part.raw)
     native = [max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None for pad, s in zip(pads, conv.stride)]
     if None in native:
-        x = _padded(x, [(0, 0) if p is not None else pad for p, pad in zip(native, pads)])
+        x = padded(x, [(0, 0) if p is not None else pad for p, pad in zip(native, pads)])
     y = _CONV[len(pads) - 1](x, conv.weight, conv.bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups)
     # Where only one side is padded the kernel pads both, and the other side's surplus is cut off.
     start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
-    return _from(y, start, part.made.size)
+    return taken_from(y, start, part.made.size)
 
 
 def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
@@ -223,7 +219,7 @@ def _transposed(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     last = [(part.taken.stop[d] - 1) * conv.stride[d] - conv.padding[d] + span[d] for d in dims]
     extra = [max(0, part.made.stop[d] - last[d]) for d in dims]
     y = _CONV_TRANSPOSE[len(dims) - 1](x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation)
-    return _from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
+    return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
 
 
 # poolings
@@ -243,18 +239,18 @@ def _pool_footprints(pool: nn.Module, dims: int) -> tuple[Footprint, ...]:
 def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     dims = len(part.size)
     k, s, d = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation"))
-    x, pads = _fitted(x, have, part.raw)
+    x, pads = fitted(x, have, part.raw)
     # The kernel itself pads both sides alike, and rounds up over an overhang behind.
     native = [(b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None for i, (b, a) in enumerate(pads)]
-    x = _padded(x, [(0, 0) if n else pad for n, pad in zip(native, pads)], -math.inf)
+    x = padded(x, [(0, 0) if n else pad for n, pad in zip(native, pads)], -math.inf)
     return _MAX_POOL[dims - 1](x, k, s, [n[0] if n else 0 for n in native], d, pool.ceil_mode)
 
 
 def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     dims = len(part.size)
     k, s, p = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "padding"))
-    x, pads = _fitted(x, have, part.raw)
-    y = _AVG_POOL[dims - 1](_padded(x, pads), k, s)
+    x, pads = fitted(x, have, part.raw)
+    y = _AVG_POOL[dims - 1](padded(x, pads), k, s)
     divisor = getattr(pool, "divisor_override", None)
     if divisor is not None:
         return y * (math.prod(k) / divisor)
@@ -326,8 +322,8 @@ def _resized(whole: Callable[[Tensor], Tensor], footprints: Sequence[Resize], x:
 
 def _fit_to(layer: FitTo, x: Tensor, have: Box, part: Part) -> Tensor:
     if layer.mode == "constant":
-        return _padded(*_fitted(x, have, part.raw), layer.value)
-    x, have = _mirrored(x, have, part, layer.mode)
+        return padded(*fitted(x, have, part.raw), layer.value)
+    x, have = mirrored(x, have, part, layer.mode)
     return cropped(x, have, part.raw)
 
 
@@ -355,7 +351,7 @@ def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: Part) -> Tens
 def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: Part) -> Tensor:
     """All that comes of the cells that are taken, cut to what is wanted."""
     y = layer(cropped(x, have, part.taken))
-    return _from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
+    return taken_from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
 
 
 def _fill_footprints(layer: Fill, dims: int) -> tuple[Footprint, ...]:
@@ -363,56 +359,23 @@ def _fill_footprints(layer: Fill, dims: int) -> tuple[Footprint, ...]:
 
 
 def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
-    return _padded(*_fitted(x, have, part.raw))
+    return padded(*fitted(x, have, part.raw))
 
 
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[Footprint, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflection or replication")
-    if min(pad.padding) < 0:
-        raise _Unsupported(f"it crops the image (padding {tuple(pad.padding)})")
-    mirrored = not isinstance(pad, nn.modules.padding._ConstantPadNd)
+    mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)
     sides = [pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))]  # PyTorch names the last dim's first
-    return tuple(Gather(before=before, after=after, mirrored=mirrored) for before, after in sides)
+    return tuple(Shift(before=before, after=after, mirrored=mirrors) for before, after in sides)
 
 
 def _pad(pad: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     mode = next(mode for kind, mode in _PADS.items() if isinstance(pad, kind))
     if mode == "constant":
-        return _padded(*_fitted(x, have, part.raw), pad.value)
-    x, have = _mirrored(x, have, part, mode)
+        return padded(*fitted(x, have, part.raw), pad.value)
+    x, have = mirrored(x, have, part, mode)
     return cropped(x, have, part.raw)
-
-
-# parts and paddings
-
-
-def _fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """``x`` cut to ``wanted``, and the cells that are still missing before and behind, along each dim: all, where nothing of it is there."""
-    common = have.intersection(wanted)
-    pads = [(a - w, v - b) if a < b else (v - w, 0) for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)]
-    return cropped(x, have, common), pads
-
-
-def _mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
-    """What is taken, with its mirror images beyond the map where these are wanted, and the box that this is."""
-    pads = [(max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)]
-    x = _padded(cropped(x, have, part.taken), pads, mode=mode)
-    return x, Box(tuple(a - p for a, (p, _) in zip(part.taken.start, pads)), tuple(b + q for b, (_, q) in zip(part.taken.stop, pads)))
-
-
-def _padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant") -> Tensor:
-    if not any(map(any, pads)):
-        return x
-    flat = [n for pad in reversed(pads) for n in pad]
-    return F.pad(x, flat, mode, value) if mode == "constant" else F.pad(x, flat, mode)
-
-
-def _from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """``size`` cells of ``y`` from ``start`` on."""
-    if tuple(y.shape[2:]) == tuple(size):
-        return y
-    return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]
 
 
 _FOOTPRINTS = (
@@ -422,9 +385,10 @@ _FOOTPRINTS = (
     (nn.Upsample, _up_footprints),
     (nn.PixelShuffle, _shuffle_footprints),
     (Fill, _fill_footprints),
+    *moving.FOOTPRINTS,
     ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
 )
 _RUN = (
     (_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad),
-    (Fill, _fill), (ResizeTo, _resize_to), (FitTo, _fit_to), (VectorAt, _vector_at),
+    (Fill, _fill), *moving.RUN, (ResizeTo, _resize_to), (FitTo, _fit_to), (VectorAt, _vector_at),
 )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Networks whose code moves places of the image, in tiles of sizes that divide nothing: the serial program's gradient (:mod:`made_moved`)."""
+
+from dataclasses import replace
+
+import made_moved
+import pytest
+import torch
+import torch.nn.functional as F
+from test_exact import TOLERANCE, config
+
+import distseg
+from distseg.config import ModelConfig
+from distseg.extents import Extents
+from distseg.models.trace import CanNotCapture
+from distseg.verify import verify
+
+WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), in_time="spill"), dict(tiles_per_rank=(2, 2), exchange_every="all")]
+ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")], 3: [dict(tiles="1x3")]}
+
+
+@pytest.mark.parallel(1)
+@pytest.mark.parametrize("name", made_moved.FUNCTIONS)
+def test_exact(comm, name):
+    n = list(made_moved.FUNCTIONS).index(name)
+    way, size = WAYS[n % 3], ("37x45", "33x42", "50x35")[n % 2]
+    assert error_of(name, comm, way, size) <= TOLERANCE, (way, size)
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("name", ["unet", "multiple_reflect", "patch_merging", "differences", "attention_in_windows", "kernels_of_places", "unpooled"])
+def test_exact_on_more_ranks(comm, name):
+    for way in ON_RANKS[comm.size]:
+        assert error_of(name, comm, way, "37x45") <= TOLERANCE, way
+
+
+def error_of(name: str, comm, settings: dict, size: str) -> float:
+    """Of an image of about this size: of the next multiple that the network wants."""
+    multiple = made_moved.MULTIPLES.get(name, 1)
+    image = Extents(-(-n // multiple) * multiple for n in Extents(size))
+    plan = replace(config(**settings), model=ModelConfig(f"{made_moved.__name__}:{name}_network", in_channels=3, out_channels=3))
+    report = verify(plan, comm, image)
+    return comm.bcast(report and report["max_error"])
+
+
+@pytest.mark.parametrize("size", [(16, 20), (21, 23), (64, 36)])
+@pytest.mark.parametrize("name", ["unet", "cropped_skip", "multiple_constant", "on_both_sides", "down_to_multiple", "in_front", "patch_merging", "unpooled"])
+def test_whole_images_of_any_size(name, size):
+    torch.manual_seed(0)
+    model = getattr(made_moved, f"{name}_network")(3, 2).double()
+    network, x = distseg.capture(model), torch.randn(2, 3, *size, dtype=torch.float64)
+    assert network.multiple == 1
+    network.check(size, 2)
+    torch.testing.assert_close(network(x), model(x), rtol=1e-12, atol=1e-12)
+
+
+REFUSED = {
+    "rolled": (lambda m, x: x.roll(1, 2), "roll .* opposite borders would meet: F.pad"),
+    "flipped": (lambda m, x: x + x.flip(-1), "flip .* turns the image round, so that each part would need the one on the other side"),
+    "a few rows": (lambda m, x: x - x[:, :, :5].mean((2, 3), keepdim=True), "__getitem__ .* takes a part of the image of 5 places, however large the image is"),
+    "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a part of the image of 1 places"),
+    "a strip of many": (lambda m, x: x.view(len(x), 6, 2, -1, x.shape[3])[:, :, 0], "view .* mixes images, channels and places, or cuts the image into windows"),
+    "every other place from the end": (lambda m, x: x[:, :, x.shape[2] // 2 :: 2], "takes every so many places of the image, from a place that depends"),
+    "two dims in one": (lambda m, x: x * x.flatten(2)[..., 1:-1].mean(-1)[..., None, None], "takes a part of several dims of the image"),
+    "anywhere": (lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)), "grid_sample .* takes places of the image that a grid says, which may lie anywhere"),
+    "overlapping maxima": (lambda m, x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0], "returns the places of the maxima of windows that overlap"),
+    "changed places": (lambda m, x: (lambda y, i: F.max_unpool2d(y, i + 1, 2))(*F.max_pool2d(x, 2, return_indices=True)), "max_unpool2d .* takes places that are none of a max pooling"),
+    "both": (lambda m, x: F.pad(x, (0, 1, 0, 0, 0, 1))[:, :6], "pads channels and places at once"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_named(name):
+    function, words = REFUSED[name]
+    with pytest.raises(CanNotCapture, match=words):
+        distseg.capture(made_moved.Moved(3, 2, function))

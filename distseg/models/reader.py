@@ -310,17 +310,27 @@ class Reader:
         self.told[made.name] = (*rules, *more)
         return made
 
-    def applied(self, function: Callable[..., Tensor], reads: Sequence[Value], what: str, axes: Axes | None = None) -> Value:
+    def applied(self, function: Callable[..., Tensor], operands: Sequence[Any], what: str, axes: Axes | None = None) -> Value:
         """A function of single cells that the user's call is made of, besides others.
 
         Args:
             function: gets the maps as the user's code has them; a function of a module, or ``partial`` of one.
+            operands: its arguments: maps, vectors, parameters and what is computed of these, numbers.
             what: the layer's name ends so.
             axes: of the result; by default those of the first map.
         """
-        axes = axes or reads[0].axes
-        step, given = Step(function, tuple(map(Map, range(len(reads)))), {}), tuple(map(_read_as, reads))
-        return self.emit(lambda _: Formula((step,), given, {}, None, axes), reads, axes=axes, what=what)
+        maps = [x for x in operands if isinstance(x, Value)] or [self.value(operands[0])]
+        if len({x.sizes for x in maps if not x.vector}) > 1:
+            raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose places are not alike")
+        maps = self.meeting(maps)
+        own: dict[str, Kept] = {}
+        steps: list[Step] = []
+        places: dict[Made, int] = {}
+        at = iter(map(Map, range(len(maps))))
+        args = tuple(next(at) if isinstance(x, Value) else self._written(x, maps, own, steps, places) for x in operands)
+        steps.append(Step(function, args, {}))
+        axes, given = axes or maps[0].axes, tuple(map(_read_as, maps))
+        return self.emit(lambda found: Formula(tuple(steps), given, found, None, axes), maps, own, axes=axes, what=what)
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
         assert name not in self.layers, name
@@ -583,7 +593,7 @@ _EACH_PLACE = "takes a tensor of {} with a value of its own for each place of th
 _OF_BATCH = "joins the images of a batch {}, which are computed apart from each other: leave that out, or use a batch norm"
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
-_OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to"}
+_OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 _EMPTY = {"new_empty", "empty_like"}
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 

@@ -66,6 +66,8 @@ class Channels:
     expand_as = broadcast_to = expand
 
     def repeat(self: Reader, input, *sizes):
+        if not isinstance(input, Value):
+            return _expanded_over(self, input) if follows_size(self.current) else None
         x = self.value(input)
         return expanded(self, x) if has_sizes(sizes) else self.formula((x, *sizes), {})
 
@@ -257,6 +259,8 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     shape = reader.shape_of(x)
     if any(n != 1 and not axis.of_channels for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(f"takes a tensor of {shape} with a value of its own for each place of the image, or for each image: {POSITIONS}")
+    if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
+        raise reader.refusal(f"repeats a tensor of {shape} along dims longer than 1: along dims of length 1, and over images, it is known")
     own: dict[str, Kept] = {}
     steps: list[Step] = []
     written = reader._written(x, [like], own, steps, {})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distseg.models.arranging import over_channels
+from distseg.models.attending import multi_head, scaled_dot_product
 from distseg.models.axes import Axis, places_of
 from distseg.models.layers import Max, Mean, Sum
 from distseg.models.products import einsum, matmul
@@ -118,13 +119,10 @@ class Statistics:
         return einsum(self, equation, operands[0] if isinstance(operands[0], tuple) else operands)
 
     def scaled_dot_product_attention(self: Reader, query, key, value, *args, **kwargs):
-        maps = [self.value(x) for x in (query, key, value)]
-        if any(places_of(x.axes[-2:]) for x in maps) or args or any(x is not None for name, x in kwargs.items() if name != "scale"):
-            raise self.refusal(ATTENTION)
-        return self.formula((*maps,), {name: x for name, x in kwargs.items() if name == "scale"})
+        return scaled_dot_product(self, query, key, value, *args, **kwargs)
 
     def multi_head_attention_forward(self: Reader, *args, **kwargs):
-        raise self.refusal(ATTENTION)
+        return multi_head(self, *args, **kwargs)
 
     def topk(self: Reader, input, k, dim=-1, largest=True, sorted=True):
         return _ranked(self, input, (input, k, dim, largest, sorted), dim)
@@ -139,9 +137,6 @@ class Statistics:
 
     def cdist(self: Reader, x1, x2, *args, **kwargs):
         raise self.refusal("measures distances by a formula that depends on how many places there are at once: write it as squares and torch.einsum over channels")
-
-
-ATTENTION = "is attention between places of the image, each of which looks at all others: parts of an image do not have them; leave it out, or attend to channels"
 
 
 def _is_tensor(x: Any) -> bool:

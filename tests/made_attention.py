@@ -1,0 +1,59 @@
+"""Networks in which few queries, keys or codes meet all places of the image."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Latents(nn.Module):
+    """Learnt queries read the pixels, think, and write back to them."""
+
+    def __init__(self, in_channels, out_channels, dim=8):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(in_channels, dim, 3, 2, 1), nn.Conv2d(dim, out_channels, 1)
+        self.latents = nn.Parameter(torch.randn(3, dim))
+        self.read = nn.MultiheadAttention(dim, 2, batch_first=True)
+        self.think = nn.TransformerEncoderLayer(dim, 2, 12, dropout=0.0, batch_first=True)
+        self.q, self.kv, self.norm = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.LayerNorm(dim)
+
+    def forward(self, image):
+        x = F.relu(self.stem(image))
+        b, c, h, w = x.shape
+        tokens = self.norm(x.flatten(2).transpose(1, 2))
+        latents = self.latents.unsqueeze(0).repeat(b, 1, 1)
+        read, shares = self.read(latents, tokens, tokens)
+        latents = self.think(latents + read)
+        q = self.q(tokens).view(b, h * w, 2, c // 2).transpose(1, 2)
+        k, v = self.kv(latents).view(b, -1, 2, 2, c // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, h * w, c)
+        y = (tokens + y + shares.transpose(1, 2).mean(2, keepdim=True)).transpose(1, 2)
+        return F.interpolate(self.head(y.reshape(b, c, h, w)), image.shape[2:])
+
+
+class Memory(nn.Module):
+    """Each pixel looks at parameters, and a class token at all pixels."""
+
+    def __init__(self, in_channels, out_channels, dim=8):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(in_channels, dim, 3, 1, 1), nn.Conv2d(dim, out_channels, 1)
+        self.memory, self.bias = nn.Parameter(torch.randn(1, 5, dim)), nn.Parameter(torch.randn(1, 5))
+        self.look = nn.MultiheadAttention(dim, 2)
+        self.token = nn.Parameter(torch.randn(dim))
+
+    def forward(self, x):
+        x = F.relu(self.stem(x))
+        memory = self.memory.expand(len(x), -1, -1).transpose(0, 1)
+        tokens = x.flatten(2).permute(2, 0, 1)
+        tokens = tokens + self.look(tokens, memory, memory, attn_mask=None, need_weights=False)[0]
+        keys = tokens.transpose(0, 1)
+        y = F.scaled_dot_product_attention(keys, self.memory, self.memory, self.bias)
+        pooled = F.scaled_dot_product_attention(self.token.expand(len(x), 1, -1), keys, y, scale=0.5)
+        return self.head((y * pooled.sigmoid()).transpose(1, 2).reshape(x.shape))
+
+
+def latents(in_channels, out_channels):
+    return Latents(in_channels, out_channels)
+
+
+def memory(in_channels, out_channels):
+    return Memory(in_channels, out_channels)

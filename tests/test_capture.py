@@ -23,6 +23,8 @@ class Called(nn.Module):
         self.norm = nn.BatchNorm2d(6)
         self.blur = torch.ones(6, 1, 1, 1)
         self.register_buffer("whole", torch.ones(6, 1, 1, 1, dtype=torch.long))
+        self.gru, self.lstm, self.both = nn.GRU(6, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True), nn.LSTM(1, 3, num_layers=2, bidirectional=True)
+        self.cell, self.gate = nn.LSTMCell(6, 6), nn.GRUCell(6, 6)
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x):
@@ -101,6 +103,8 @@ SAME = {
     "two batches": lambda m, x: (lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True))(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
     "norms of frames": lambda m, x: (lambda y: F.group_norm(F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]).view_as(x))(x.reshape(len(x) * 2, 3, *x.shape[2:])),
     "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
+    "recurrence over channels": lambda m, x: over_channels(m, x),
+    "recurrent cells": lambda m, x: cells(m, x),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -192,6 +196,24 @@ def watched(x):
     return x
 
 
+def over_channels(m, x):
+    n, c, h, w = x.shape
+    forward, last = m.gru(x.permute(0, 2, 3, 1).reshape(n * h * w, 1, c))
+    both, (hidden, _) = m.both(x.permute(1, 0, 2, 3).reshape(c, -1, 1))
+    series = m.lstm(x.mean((2, 3)).view(n, 1, c))[0][:, -1]
+    found = [y.view(n, h, w, 6).permute(0, 3, 1, 2) for y in (forward[:, -1], last[-1], both.mean(0), torch.cat(hidden.unbind(0)[:2], -1))]
+    return sum(found) * series[:, :, None, None]
+
+
+def cells(m, x):
+    n, c, h, w = x.shape
+    places = x.flatten(2).transpose(1, 2).reshape(-1, c)
+    state = cell = torch.zeros(len(places), c, dtype=x.dtype, device=x.device)
+    for _ in range(2):
+        state, cell = m.cell(places, (state, cell))
+    return state.view(n, h * w, c).transpose(1, 2).reshape(n, c, h, w) * m.gate(x.mean((2, 3)), x.new_zeros(n, c))[..., None, None]
+
+
 def two_batches(m, y):
     y = F.batch_norm(F.conv2d(y, m.fc.weight[:, :, None, None].expand(-1, -1, 3, 3), m.fc.bias, padding=1), None, None, m.vector, m.vector, True)
     y = F.interpolate(F.max_pool2d(y.relu(), 3, 2, 1), size=y.shape[2:]) * m.scale + y.mean(1, keepdim=True)
@@ -242,6 +264,10 @@ REFUSED = {
     "places": (lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device), "with a value of its own for each place of the image"),
     "empty like a map": (lambda m, x: x + torch.empty_like(x).copy_(x), "copy .* is not known here"),
     "a function of one's own": (lambda m, x: Straight.apply(x), r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own"),
+    "a function of one's own, behind a norm": (lambda m, x: Straight.apply(m.norm(x)), "takes what Straight makes, an autograd.Function of your own"),
+    "in place without gradients, behind a norm": (lambda m, x: in_place_without_gradients(m.norm(x)), "mul .* changes a tensor in place without gradients"),
+    "recurrence over places": (lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x), r"gru in gru \(test_capture.py, line \d+\) goes from place to place of the image"),
+    "recurrence over rows": (lambda m, x: m.lstm(x.permute(0, 2, 3, 1).reshape(-1, x.shape[3], 6))[0].reshape(len(x), *x.shape[2:], 6).permute(0, 3, 1, 2), r"(lstm|zeros) in lstm .* (goes from place to place of the image|has neither the places)"),
     "a function of one's own, of weights": (lambda m, x: x * Straight.apply(m.scale), "takes what Straight makes, an autograd.Function of your own"),
     "in place without gradients": (lambda m, x: in_place_without_gradients(x * 1), "mul .* changes a tensor in place without gradients"),
     "a part without gradients": (lambda m, x: part_without_gradients(x * 1), "setitem.* changes a tensor in place without gradients"),

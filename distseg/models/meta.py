@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -12,6 +13,8 @@ class OnMeta(TorchFunctionMode):
     """Inside, functions that are given tensors without memory are given all so, which PyTorch otherwise refuses."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if (made := of_sequence(getattr(function, "__name__", ""), args)) is not None:
+            return made
         args, kwargs = all_on_meta(args, kwargs or {})
         return function(*args, **kwargs)
 
@@ -31,6 +34,24 @@ def _without_memory(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _without_memory(x) for key, x in tree.items()}
     return tree
+
+
+_RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
+
+
+def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
+    """Return what a recurrent function makes of tensors without memory, for which PyTorch takes a step for each of a sequence; None of other functions."""
+    if name.rpartition(".")[2] not in _RECURRENT or len(args) != 9 or not isinstance(args[2], (list, tuple)) or not args[0].is_meta:
+        return None
+    x, state, (_, weight, *_), *_, both_ways, _ = args
+    states = state if isinstance(state, (list, tuple)) else (state,)
+    return as_computed(x, (*x.shape[:2], weight.shape[1] * (1 + both_ways))), *(as_computed(x, like.shape) for like in states)
+
+
+def as_computed(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return a tensor like another, through which gradients go where they do."""
+    made = x.new_empty(x.shape if shape is None else shape)
+    return made.requires_grad_().clone() if torch.is_grad_enabled() and made.is_floating_point() else made
 
 
 def found_in(tree: Any, *kinds: type) -> list:

@@ -147,6 +147,30 @@ class Rules:
     def local_response_norm(self: Reader, input, size, alpha=1e-4, beta=0.75, k=1.0):
         return self.formula((self.map(input), size, alpha, beta, k), {})
 
+    def gru(self: Reader, input, hx, weights, biases, layers, dropout, training, both_ways, batch_first):
+        x = self.value(input)
+        if x.rank == 3 and dropout and training and layers > 1:
+            raise self.refusal("drops numbers between its layers: take layers of one each, with nn.Dropout between them")
+        along = 1 if batch_first else 0
+        if x.rank != 3 or x.axes[along].places or x.axes[along].batch or not self.of_channels(2, x):
+            raise self.refusal(f"goes from place to place of the image, one after another ({x!r}), which parts of an image do not: over the channels of each place it is known")
+        given = (x, hx, weights, biases, layers, dropout, training, both_ways, batch_first)
+        return tuple(self.formula(given, {}, part) for part in range(len(self.call.shapes)))
+
+    lstm = rnn_tanh = rnn_relu = gru
+
+    def gru_cell(self: Reader, input, hx, *weights):
+        if not self.of_channels(-1, self.value(input)):
+            raise self.refusal("multiplies places of the image with weights, one for each place: over channels it is known")
+        return self.formula((input, hx, *weights), {})
+
+    rnn_tanh_cell = rnn_relu_cell = gru_cell
+
+    def lstm_cell(self: Reader, input, hx, *weights):
+        if not self.of_channels(-1, self.value(input)):
+            raise self.refusal("multiplies places of the image with weights, one for each place: over channels it is known")
+        return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
+
     def prelu(self: Reader, input, weight):
         x = self.value(input)
         if self.shape_of(weight) not in ((), (1,)) and not self.of_channels(1, x):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from distseg.blame import blame
 from distseg.models.draws import Draws, system_draws
 from distseg.models.layers import skip_store
-from distseg.models.meta import all_on_meta, found_in
+from distseg.models.meta import all_on_meta, as_computed, found_in, of_sequence
 from distseg.models.passes import checkpoints_ignored, is_users, last_line_of, replaced, run, user_line
 from distseg.models.state import print_of
 from distseg.models.wide import unnarrowed, widened
@@ -340,7 +340,9 @@ class _Recorder(TorchFunctionMode):
     def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
         """What it makes, by a shorter way where PyTorch works out the shape by hundreds of small steps: norms, and resizing but for the nearest places."""
         if _plain(name) in _NORMS:
-            return torch.empty_like(args[0] if args else kwargs["input"])
+            return as_computed(args[0] if args else kwargs["input"])
+        if (made := of_sequence(name, args)) is not None:
+            return made
         args, kwargs = all_on_meta(args, kwargs)
         if _plain(name) == "interpolate":
             given = dict(zip(("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"), args)) | kwargs

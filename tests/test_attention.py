@@ -46,6 +46,14 @@ SAME = {
     "heads that parameters do not have": lambda m, x: (lambda t: F.scaled_dot_product_attention(t, m.fc.weight[:, :3], m.fc.weight[:, 3:]))(x.view(len(x), 2, 3, -1).mT).mT.reshape(x.shape),
     "queries": whole(lambda m, t: t + F.scaled_dot_product_attention(m.fc.weight, t, t).mean(1, True)),
     "queries of heads": whole(lambda m, t: t + (lambda k: F.scaled_dot_product_attention(k.mean(2, True).expand(-1, -1, 4, -1), k, k))(t.unflatten(2, (2, 3)).transpose(1, 2)).transpose(1, 2).flatten(2).sum(1, True)),
+    "dots": lambda m, x: torch.einsum("...chw,kc->...khw", x, m.fc.weight) * torch.einsum("b...,bk...->bk", x.mean((1, 2, 3)), x)[..., None, None],
+    "dots of few dims": whole(lambda m, t: torch.einsum("...c,...dc", m.fc(t), (t.transpose(1, 2) @ t)[:, None])),
+    "sums of weighted products": lambda m, x: x * torch.einsum("ki,nihw,njhw,kj->nk", m.fc.weight, x, x.tanh(), m.fc.weight)[..., None, None],
+    "sums over places are added": whole(lambda m, t: t * torch.baddbmm(t.mean(1, True), t.transpose(1, 2), m.fc(t), beta=0.5, alpha=0.1).softmax(-1).mean(1, True)),
+    "products are added": lambda m, x: torch.addmm(m.vector, x.permute(0, 2, 3, 1).reshape(-1, 6), m.fc.weight, alpha=2).view(len(x), *x.shape[2:], 6).permute(0, 3, 1, 2),
+    "distances to codes": whole(lambda m, t: m.fc(torch.cdist(t, m.fc.weight.expand(len(t), -1, -1)).softmax(-1))),
+    "distances to means, of order 1": whole(lambda m, t: t / torch.cdist(t.mean(1, True), t, p=1).mT),
+    "the nearest code": whole(lambda m, t: t + (F.embedding(torch.cdist(t, m.fc.weight).argmin(-1), m.fc.weight) - t).detach() + F.embedding((-t).argmax(-1), m.fc.weight, padding_idx=2)),
     "a mask of parameters": whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, m.vector[None] > 0.1)),
     "a parameter of each image": whole(lambda m, t: t * m.vector[None, None].repeat(len(t), 1, 1) + m.fc.weight.expand(len(t), 6, 6).mean(1, True)),
 }
@@ -63,6 +71,7 @@ def test_a_function_is_what_it_was(name, images):
 REFUSED = {
     "all places": (whole(lambda m, t: F.scaled_dot_product_attention(t, t, t)), "scaled_dot_product_attention .* is attention between places .* queries, or keys, whose number"),
     "a causal mask": (whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, is_causal=True)), "is causal"),
+    "distances of places": (lambda m, x: (lambda t: torch.cdist(t, t).mean(-1))(tokens(x)).view(len(x), 1, *x.shape[2:]).expand_as(x), "cdist .* compares places of the image with all others, as attention does"),
     "a mask of places": (whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, t.sigmoid())), "has a mask that is computed from the image"),
     "longer": (whole(lambda m, t: t + m.fc.weight[None].repeat(len(t), 2, 1).mean(1, True)), r"repeats a tensor of \(1, 6, 6\) along dims longer than 1"),
 }

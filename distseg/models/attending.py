@@ -40,7 +40,7 @@ def attention(
         bias: a parameter that is added to the products, or None.
         weights: whether these are wanted.
     """
-    q, k, v = (axes_of_operand(reader, x) for x in (query, key, value))
+    q, k, v = (reader.axes_of(x) for x in (query, key, value))
     scale = 1 / math.sqrt(q[-1].cell) if scale is None else scale
     if not all(axes[-1].of_channels for axes in (q, k, v)) or places_of(q[-2:-1]) and places_of(k[-2:-1]):
         raise reader.refusal(ATTENTION)
@@ -61,11 +61,6 @@ def attention(
     shares = softmax(reader, scores, len(scores_axes) - 1, False)
     made = product(reader, shares, value, math.prod(axis.cell for axis in lead), made_axes)
     return made, shares if weights else None
-
-
-def axes_of_operand(reader: Reader, x: Any) -> Axes:
-    """Return the axes of a value, or of a parameter, whose dims are channels."""
-    return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in reader.shape_of(x))
 
 
 def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
@@ -127,7 +122,7 @@ def multi_head(
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
     if any(x is not None for x in others) or add_zero_attn or is_causal:
         raise reader.refusal("has keys of its own, or a mask of keys: plain attention is known")
-    if len(axes_of_operand(reader, query)) != 3:
+    if len(reader.axes_of(query)) != 3:
         raise reader.refusal("is given no batch of queries: (N, queries, channels) is known")
     if attn_mask is not None and len(reader.shape_of(attn_mask)) != 2:
         raise reader.refusal("has a mask of each image, or of each head: one of all is known")
@@ -136,7 +131,7 @@ def multi_head(
     for number, x in enumerate((query, key, value)):
         weight = separate[number] if use_separate_proj_weight else in_proj_weight
         projection = _Projection(number, not use_separate_proj_weight)
-        axes = (*axes_of_operand(reader, x)[:-1], Axis(cell=embed_dim_to_check))
+        axes = (*reader.axes_of(x)[:-1], Axis(cell=embed_dim_to_check))
         made = reader.applied(projection, (x, weight, in_proj_bias), "qkv"[number], axes)
         axes = (*axes[:-1], Axis(cell=num_heads), Axis(cell=embed_dim_to_check // num_heads))
         heads.append(turned(reader, replace(made, axes=axes), (1, 2, 0, 3)))

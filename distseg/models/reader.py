@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.geometry.resize import Follow
-from distseg.models.axes import Axes, axes_of, channels_of, order_of, places_of, plain_axes
+from distseg.models.axes import Axes, Axis, axes_of, channels_of, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
 from distseg.models.folding import Folded, Folding, knows
 from distseg.models.following import followed
@@ -242,6 +242,10 @@ class Reader:
         if isinstance(x, Value):
             raise self.refusal("has a weight that is computed from the image")
         return self.shapes[x.name] if isinstance(x, Kept) else self.traces[0].calls[x.call].shapes[x.part]
+
+    def axes_of(self, x: Any) -> Axes:
+        """The axes of a value, or of a parameter, whose dims are channels."""
+        return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in self.shape_of(x))
 
     def learns(self, x: Made | Kept) -> bool:
         """Return True if a tensor is a parameter, or is computed from one or from the image: a gradient may go there."""

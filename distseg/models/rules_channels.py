@@ -113,6 +113,11 @@ class Channels:
     def gather(self: Reader, input, dim, index):
         return over_channels(self, input, (input, dim, index), dim, _PART)
 
+    def embedding(self: Reader, input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            raise self.refusal("changes its weights, or their gradients, by how often they are taken (max_norm, scale_grad_by_freq, sparse): leave that out")
+        return self.formula((input, weight, padding_idx), {})
+
     def take_along_dim(self: Reader, input, indices, dim=None):
         return over_channels(self, input, (input, indices, dim), dim, _PART)
 

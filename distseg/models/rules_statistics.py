@@ -9,9 +9,8 @@ import torch
 
 from distseg.models.arranging import over_channels
 from distseg.models.attending import multi_head, scaled_dot_product
-from distseg.models.axes import Axis, places_of
 from distseg.models.layers import Max, Mean, Sum
-from distseg.models.products import einsum, matmul
+from distseg.models.products import added, distances, einsum, matmul
 from distseg.models.reader import Reader
 from distseg.models.reducing import formed, norm, of_image, reduced, root, softmax, variance
 from distseg.models.statistics import LogSumExp
@@ -113,7 +112,9 @@ class Statistics:
         return matmul(self, other, input)
 
     def baddbmm(self: Reader, input, batch1, batch2, *, beta=1, alpha=1):
-        raise self.refusal("adds a product of matrices: write it as two functions, torch.bmm and a sum")
+        return added(self, input, batch1, batch2, beta, alpha)
+
+    addmm = baddbmm
 
     def einsum(self: Reader, equation, *operands):
         return einsum(self, equation, operands[0] if isinstance(operands[0], tuple) else operands)
@@ -135,8 +136,8 @@ class Statistics:
 
     argmin = argmax
 
-    def cdist(self: Reader, x1, x2, *args, **kwargs):
-        raise self.refusal("measures distances by a formula that depends on how many places there are at once: write it as squares and torch.einsum over channels")
+    def cdist(self: Reader, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
+        return distances(self, x1, x2, p, compute_mode)
 
 
 def _is_tensor(x: Any) -> bool:

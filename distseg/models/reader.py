@@ -24,6 +24,7 @@ from distseg.models.folding import Folded, Folding, knows
 from distseg.models.following import followed
 from distseg.models.joined import outputs_of
 from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register, taken
+from distseg.models.measures import measured
 from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
@@ -140,6 +141,7 @@ class Reader:
             return  # what is put into it counts
         if self.call.name in _RANDOM:
             raise self.refusal(DRAWS)
+        kwargs = {_AS_NUMPY.get(name, name): x for name, x in kwargs.items()}
         if kwargs.get("out", True) is None:
             del kwargs["out"]
         if kwargs.get("dtype", 0) in (None, torch.float32, torch.float64):  # precision is a setting of the run
@@ -409,6 +411,7 @@ class Reader:
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
         """Of a function that looks at single cells, of tensors that are broadcast."""
+        args = measured(self, args)
         operands = found_in((args, kwargs), Value, Kept, Made)
         others = [(x, self.shape_of(x)) for x in operands if not isinstance(x, Value)]
         maps = [x for x in operands if isinstance(x, Value)]
@@ -598,6 +601,7 @@ _OF_BATCH = "joins the images of a batch {}, which are computed apart from each 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "rand", "bernoulli")  # as distseg.serial counts them
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
 _OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
+_AS_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _EMPTY = {"new_empty", "empty_like"}
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 

@@ -28,7 +28,8 @@ class Channels:
 
     # another form
 
-    def permute(self: Reader, input, *dims):
+    def permute(self: Reader, input, *given, dims=None):
+        dims = given or (dims,)
         return turned(self, self.value(input), dims[0] if isinstance(dims[0], tuple) else dims)
 
     def transpose(self: Reader, input, dim0, dim1):
@@ -50,13 +51,10 @@ class Channels:
 
     moveaxis = movedim
 
-    def view(self: Reader, input, *shape):
+    def view(self: Reader, input, *shape, **named):
         return reshaped(self, self.value(input))
 
-    def flatten(self: Reader, input, start_dim=0, end_dim=-1):
-        return reshaped(self, self.value(input))
-
-    reshape = squeeze = unsqueeze = unflatten = view_as = reshape_as = view
+    reshape = flatten = squeeze = unsqueeze = unflatten = view_as = reshape_as = view
 
     def expand(self: Reader, input, *sizes):
         if isinstance(input, Value):
@@ -93,13 +91,13 @@ class Channels:
     def chunk(self: Reader, input, chunks, dim=0):
         return parts(self, input, (input, chunks, dim), dim)
 
-    def split(self: Reader, tensor, split_size, dim=0):
-        return parts(self, tensor, (tensor, split_size, dim), dim)
+    def split(self: Reader, tensor, split_size=None, dim=0, *, split_size_or_sections=None, split_sizes=None):
+        return parts(self, tensor, (tensor, split_size or split_size_or_sections or split_sizes, dim), dim)
 
     split_with_sizes = split
 
-    def tensor_split(self: Reader, input, sections, dim=0):
-        return parts(self, input, (input, sections, dim), dim)
+    def tensor_split(self: Reader, input, sections=None, dim=0, *, indices_or_sections=None, indices=None):
+        return parts(self, input, (input, sections or indices_or_sections or indices, dim), dim)
 
     def unbind(self: Reader, input, dim=0):
         return parts(self, input, (input, dim), dim)

@@ -5,6 +5,8 @@ They are kinds of :class:`distseg.models.layers.Mean`: they read all places of o
 
 from __future__ import annotations
 
+from typing import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,24 @@ class LogSumExp(Mean):
 
     def forward(self, x: Tensor) -> Tensor:
         return as_vector(x.flatten(2).logsumexp(2), x.dim() - 2)
+
+
+class Measure(Mean):
+    """A number that the size of a map makes, for each image: (N, C, *size) -> (N, 1, 1, ...).
+
+    Args:
+        rule: gives it of the size.
+    """
+
+    def __init__(self, rule: Callable[[Sequence[int]], float]):
+        super().__init__()
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_full((len(x), 1, *(1 for _ in x.shape[2:])), self.rule(x.shape[2:]))
+
+    def extra_repr(self) -> str:
+        return str(self.rule)
 
 
 class Products(Mean):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distseg.comm.collective import add, gather
 from distseg.geometry.tile import Box
 from distseg.models.layers import as_vector
-from distseg.models.statistics import LogSumExp, Products, Variance
+from distseg.models.statistics import LogSumExp, Measure, Products, Variance
 from distseg.spatial import mean
 from distseg.spatial.mean import DistributedMean
 from distseg.spatial.moments import Moments, by_group, stack
@@ -133,9 +133,31 @@ class DistributedProducts(_OfImage):
         return (da + db if self.of_whole.first is None else torch.cat((da.flatten(0, 1), db.flatten(0, 1)))).double()
 
 
+class DistributedMeasure(_OfImage):
+    """The twin of :class:`distseg.models.statistics.Measure`, which no gradient goes through. Its statistics are ``mean``, the number, and ``m2``, nothing."""
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
+        size = x.shape[2:] if self.context.per_window else self.context.region(index, self.stride, x.shape[2:]).size
+        number = torch.full((1,), self.of_whole.rule(size), dtype=torch.float64, device=x.device)
+        return [Contribution(row, Moments(number.new_ones(()), number, number[:0]), 1) for row in self.rows(index)]
+
+    def statistics(self, parts: list[Contribution]) -> Moments:
+        of_row = {part.row: part.moments for part in parts}
+        return stack([of_row[row] for row in sorted(of_row)])
+
+    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+        return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
+
+    def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
+        return total, statistics
+
+    def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
+        return torch.zeros_like(x, dtype=torch.float64)
+
+
 def twin_of(layer: nn.Module) -> type[nn.Module]:
     """Return the twin of a layer that looks at the whole image."""
     return next((twin for kind, twin in _TWINS if isinstance(layer, kind)), None) or mean.twin_of(layer)
 
 
-_TWINS = ((Variance, DistributedVariance), (LogSumExp, DistributedLogSumExp), (Products, DistributedProducts))
+_TWINS = ((Variance, DistributedVariance), (LogSumExp, DistributedLogSumExp), (Products, DistributedProducts), (Measure, DistributedMeasure))

@@ -40,6 +40,14 @@ def whole(function):
     return lambda m, x: function(m, tokens(x)).transpose(1, 2).reshape(len(x), -1, *x.shape[2:])
 
 
+def residuals(centres, x):
+    """Return sums of softly assigned residuals, as NetVLAD has them."""
+    shares = (centres @ x).softmax(1)
+    at_places = centres.expand(x.size(-1), -1, -1).permute(1, 2, 0).unsqueeze(0)
+    each = x.expand(len(centres), -1, -1, -1).permute(1, 0, 2, 3) - at_places
+    return F.normalize((each * shares.unsqueeze(2)).sum(-1), dim=2)
+
+
 SAME = {
     "keys that are parameters": whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight.t())),
     "keys that are a mean": whole(lambda m, t: t + F.scaled_dot_product_attention(t, t.mean(1, True), m.fc(t.mean(1, True)))),
@@ -54,6 +62,8 @@ SAME = {
     "distances to codes": whole(lambda m, t: m.fc(torch.cdist(t, m.fc.weight.expand(len(t), -1, -1)).softmax(-1))),
     "distances to means, of order 1": whole(lambda m, t: t / torch.cdist(t.mean(1, True), t, p=1).mT),
     "the nearest code": whole(lambda m, t: t + (F.embedding(torch.cdist(t, m.fc.weight).argmin(-1), m.fc.weight) - t).detach() + F.embedding((-t).argmax(-1), m.fc.weight, padding_idx=2)),
+    "residuals to centres": lambda m, x: x * residuals(m.fc.weight, x.flatten(2)).mean(1)[..., None, None],
+    "parameters at all places": lambda m, x: x * (g := m.vector.expand(*x.shape[2:], -1).sigmoid().permute(2, 0, 1)) + torch.ones(x.shape[2:]).to(x) * g.mean((1, 2))[:, None, None],
     "a mask of parameters": whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, m.vector[None] > 0.1)),
     "a parameter of each image": whole(lambda m, t: t * m.vector[None, None].repeat(len(t), 1, 1) + m.fc.weight.expand(len(t), 6, 6).mean(1, True)),
 }

@@ -48,6 +48,11 @@ def places_of(axes: Axes) -> tuple[int, ...]:
     return tuple(d for axis in axes for d in axis.places)
 
 
+def of_images(axes: Axes) -> bool:
+    """Tell that there is a tensor of each image, and not one for all."""
+    return any(axis.batch for axis in axes)
+
+
 def without_places(axes: Axes) -> Axes:
     """Return the axes of what a reduction over all places leaves, with its dims kept."""
     return tuple(axis._replace(places=()) for axis in axes)
@@ -93,6 +98,8 @@ def order_of(axes: Axes) -> tuple:
 
 def opened(x: Tensor, axes: Axes) -> Tensor:
     """Return a map (N, C, *size), or a vector (N, C, 1, ...), as the user's code has it."""
+    if not of_images(axes):  # alike for all images
+        return opened(x[:1], (Axis(True), *axes))[0]
     size = x.shape[2:] if any(axis.places for axis in axes) else ()
     if len(axes) == x.dim() and axes == plain_axes(x.shape[1], x.dim() - 2):
         return x
@@ -106,7 +113,9 @@ def opened(x: Tensor, axes: Axes) -> Tensor:
 
 
 def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
-    """Return what the user's code has as a map (N, C, *size), or a vector (N, C, 1, ...)."""
+    """Return what the user's code has as a map (N, C, *size), or a vector (N, C, 1, ...); of what is alike for all images one."""
+    if not of_images(axes):
+        return closed(y.unsqueeze(0), (Axis(True), *axes), size)
     there = tuple(size) if any(axis.places for axis in axes) else ()
     if there and axes == plain_axes(axes[1].cell if len(axes) > 1 else 0, len(there)):
         return y

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from distseg.altered import genuine, hooked
 from distseg.geometry.receptive import POINTWISE
-from distseg.models.axes import Axes, closed, opened, places_of
+from distseg.models.axes import Axes, closed, of_images, opened, places_of
 from distseg.models.resize import Follows
 
 _local = threading.local()
@@ -346,7 +346,10 @@ class Formula(nn.Module):
         y = y if self.part is None else y[self.part]
         if not y.is_floating_point():  # masks and numbers of channels are kept as what maps are
             y = y.to(torch.promote_types(maps[0].dtype, torch.float32))
-        return y if self.made is None else closed(y, self.made, self._size(maps))
+        if self.made is None:
+            return y
+        y = closed(y, self.made, self._size(maps))
+        return y if of_images(self.made) else y.expand(len(maps[0]), *(-1 for _ in y.shape[1:]))
 
     def _size(self, maps: Sequence[Tensor]) -> Sequence[int]:
         """Return the cells of the map among ``maps``; of vectors alone one."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.geometry.resize import Follow
-from distseg.models.axes import Axes, Axis, axes_of, channels_of, order_of, places_of, plain_axes
+from distseg.models.axes import Axes, Axis, axes_of, channels_of, of_images, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
 from distseg.models.folding import Folded, Folding, knows
 from distseg.models.following import followed
@@ -262,7 +262,7 @@ class Reader:
         axes = axes_of([c.shapes[part] for c in self.current], [t.batch for t in self.traces], like.sizes)
         if axes is None:
             raise self.refusal(f"makes a tensor of {shape} of {like!r}, whose dims are neither images, channels nor places: that is not known here")
-        if sum(axis.batch for axis in axes) != 1:
+        if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
             raise self.refusal(_OF_BATCH.format("of each other"))
         places = places_of(axes)
         if places and places != tuple(range(self.dims)):

@@ -292,7 +292,7 @@ def _places_of_result(reader: Reader) -> tuple[Value, Axes] | None:
             continue
         tried.add(like.sizes)
         axes = axes_of(shapes, batches, like.sizes)
-        if axes and sum(axis.batch for axis in axes) == 1 and places_of(axes) in ((), tuple(range(reader.dims))) and not any(axis.mixed for axis in axes):
+        if axes and sum(axis.batch for axis in axes) <= 1 and places_of(axes) in ((), tuple(range(reader.dims))) and not any(axis.mixed for axis in axes):
             return like, axes
     return None
 

@@ -23,7 +23,7 @@ from distseg import rng
 from distseg.config import Config, LossConfig
 from distseg.geometry.tile import Box
 from distseg.models.network import Dropped
-from distseg.models.passes import checkpoints_ignored
+from distseg.models.passes import checkpoints_ignored, eager
 from distseg.models.trace import calling
 from distseg.models.wide import call_wide, unnarrowed
 from distseg.spatial.dropout import channel_mask, element_mask, image_mask
@@ -221,7 +221,7 @@ class _Whole(TorchFunctionMode):
         """Of a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
-        with calling(self.model, self.inside), checkpoints_ignored(), self:
+        with calling(self.model, self.inside), checkpoints_ignored(), eager(), self:
             yield
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

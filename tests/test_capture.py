@@ -105,6 +105,10 @@ SAME = {
     "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
     "recurrence over channels": lambda m, x: over_channels(m, x),
     "recurrent cells": lambda m, x: cells(m, x),
+    "not a mask": lambda m, x: torch.where(~(x > 0), x, x * 0.5) + torch.where(x > 0.1, torch.tensor(1.0), torch.tensor(0.25)),
+    "leaves": lambda m, x: x * x.detach().requires_grad_(False) + x.detach().requires_grad_() * m.scale,
+    "TorchScript": lambda m, x: scripted(x) + compiled(x),
+    "spread over frames": lambda m, x: x.flatten(0, 1).unsqueeze(1).expand(-1, 4, -1, -1).reshape(len(x), 6, 4, *x.shape[2:]).sum(2),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -196,6 +200,15 @@ def watched(x):
     return x
 
 
+@torch.jit.script
+def scripted(x):
+    return x * torch.sigmoid(x)
+
+
+def compiled(x):
+    return torch.compile(lambda y: y.tanh() * 2)(x)
+
+
 def over_channels(m, x):
     n, c, h, w = x.shape
     forward, last = m.gru(x.permute(0, 2, 3, 1).reshape(n * h * w, 1, c))
@@ -268,6 +281,8 @@ REFUSED = {
     "in place without gradients, behind a norm": (lambda m, x: in_place_without_gradients(m.norm(x)), "mul .* changes a tensor in place without gradients"),
     "recurrence over places": (lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x), r"gru in gru \(test_capture.py, line \d+\) goes from place to place of the image"),
     "recurrence over rows": (lambda m, x: m.lstm(x.permute(0, 2, 3, 1).reshape(-1, x.shape[3], 6))[0].reshape(len(x), *x.shape[2:], 6).permute(0, 3, 1, 2), r"(lstm|zeros) in lstm .* (goes from place to place of the image|has neither the places)"),
+    "a function of functions": (lambda m, x: torch.vmap(torch.sigmoid)(x), r"sigmoid in the model \(test_capture.py, line \d+\) is called by a function of torch.func"),
+    "images with each other": (lambda m, x: x * ((v := x.mean((2, 3))) @ v.t() @ v)[:, :, None, None], "joins the images of a batch"),
     "a function of one's own, of weights": (lambda m, x: x * Straight.apply(m.scale), "takes what Straight makes, an autograd.Function of your own"),
     "in place without gradients": (lambda m, x: in_place_without_gradients(x * 1), "mul .* changes a tensor in place without gradients"),
     "a part without gradients": (lambda m, x: part_without_gradients(x * 1), "setitem.* changes a tensor in place without gradients"),
@@ -300,6 +315,11 @@ def test_what_is_not_known_is_named(name):
     function, words = REFUSED[name]
     with pytest.raises(CanNotCapture, match=words):
         distseg.capture(Called(function))
+
+
+def test_scripts_are_named():
+    with pytest.raises(CanNotCapture, match=r"^1 is TorchScript .* whose calls can't be seen"):
+        distseg.capture(nn.Sequential(nn.Conv2d(2, 3, 1), torch.jit.script(nn.Conv2d(3, 3, 1))))
 
 
 def test_results_that_are_no_map_are_named():

@@ -91,7 +91,7 @@ def expanded(reader: Reader, x: Value) -> Value:
         return x
     if axes is None:
         return spread(reader, x)
-    if x.rank > len(axes) or any(axis.batch and axis.mixed for axis in axes):
+    if x.rank > len(axes) or any(axis.batch and axis.mixed and axis not in x.axes for axis in axes):
         raise not_reshaped(reader, x)
     lengths = [axis.cell if axis.of_channels else -1 for axis in axes]
     return reader.applied(_Lengthened(lengths), [x], "channels", axes)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from distseg.models.layers import outline, skip_store
 from distseg.models.meta import OnMeta
+from distseg.models.passes import eager
 
 _CONV = nn.modules.conv._ConvNd
 _SIDE = 256  # pixels of the images that are tried
@@ -159,7 +160,7 @@ def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Im
 def _tried(shadow: nn.Module, bands: int, size: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape that an outline makes of one image; None where that is no tensor."""
     dtype = next((p.dtype for p in shadow.parameters() if p.is_floating_point()), torch.float32)
-    with skip_store({}), OnMeta():
+    with skip_store({}), eager(), OnMeta():
         made = shadow(torch.empty(1, bands, *size, device="meta", dtype=dtype))
     return tuple(made.shape) if isinstance(made, Tensor) else None
 

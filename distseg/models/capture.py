@@ -20,7 +20,7 @@ from distseg.models.compare import TooSmall, check_same
 from distseg.models.hidden import check_left, picture
 from distseg.models.layers import hollow
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals
-from distseg.models.passes import generators_kept
+from distseg.models.passes import generators_kept, scripted
 from distseg.models.reader import DIFFERENT, Reader
 from distseg.models.rules import made
 from distseg.models.trace import CanNotCapture, Hidden, Trace, alike, trace
@@ -85,6 +85,8 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+    if (script := scripted(model)) is not None:
+        raise CanNotCapture(f"{script} is TorchScript (torch.jit.script or trace), whose calls can't be seen: write it in plain PyTorch")
     with generators_kept():
         return _captured(model, in_channels)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distseg.blame import blame
 from distseg.models.hidden import check_left, equal, passed, picture
 from distseg.models.layers import copied_with
 from distseg.models.network import Network
@@ -106,7 +107,7 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
         raise Hidden(f"in evaluation {e}; F.dropout is told by training=self.training that there is none") from None
     except Exception as e:  # by whatever a module of the user's fails
         size = "x".join(map(str, image.shape[2:]))
-        raise TooSmall(f"in evaluation it fails on an image of {size} pixels: {' '.join(str(e).split())[:300]}") from e
+        raise TooSmall(f"in evaluation it fails on an image of {size} pixels, without gradients, with {blame(e)}") from e
     check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
     return made
 

@@ -23,7 +23,7 @@ from distseg.models.bands import bands_of
 from distseg.models.draws import Draws, global_generators, is_generator, system_draws
 from distseg.models.layers import DropImage, skip_store
 from distseg.models.network import inexact, is_followed, refusals
-from distseg.models.passes import checkpoints_ignored, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
+from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
 from distseg.models.state import WHOLE, Picture, Slot, picture_of, print_of
 from distseg.models.trace import DRAWS, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
 
@@ -234,7 +234,7 @@ def passed(image: Tensor, model: nn.Module) -> Any:
         drawn.append(f"{name} in {inside and inside[-1] or WHOLE} ({line}) {DRAWS}")
 
     with ExitStack() as stack:
-        for context in (skip_store({}), checkpoints_ignored(), calling(model, inside)):
+        for context in (skip_store({}), checkpoints_ignored(), eager(), calling(model, inside)):
             stack.enter_context(context)
         stack.enter_context(system_draws(partial(note, "a generator without a seed")))
         stack.enter_context(Draws(lambda name, _: note(name, user_line())))

@@ -342,7 +342,7 @@ class Formula(nn.Module):
         register(self, tensors)
 
     def forward(self, *maps: Tensor) -> Tensor:
-        y = _computed(self, self.steps, map(_as_read, maps, self.reads))
+        y = _computed(self, self.steps, map(_as_read, maps, self.reads), maps[0])
         y = y if self.part is None else y[self.part]
         if not y.is_floating_point():  # masks and numbers of channels are kept as what maps are
             y = y.to(torch.promote_types(maps[0].dtype, torch.float32))
@@ -415,11 +415,11 @@ class Fixed(NamedTuple):
         return self is other
 
 
-def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = ()) -> Tensor:
-    """What the last step makes."""
-    at_hand = list(maps)
+def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None) -> Tensor:
+    """What the last step makes; constants go where ``like`` is, by default where the layer is."""
+    at_hand, like = list(maps), next(layer.parameters(), None) if like is None else like
     for step in steps:
-        at_hand.append(step.function(*_filled(layer, step.args, at_hand), **_filled(layer, step.kwargs, at_hand)))
+        at_hand.append(step.function(*_filled(layer, step.args, at_hand, like), **_filled(layer, step.kwargs, at_hand, like)))
     return at_hand[-1]
 
 
@@ -435,7 +435,7 @@ class Own(NamedTuple):
     name: str
 
 
-def _filled(layer: nn.Module, tree, maps: Sequence[Tensor]):
+def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None):
     """The arguments of a function, with the tensors in their places."""
     match tree:
         case Map():
@@ -443,12 +443,11 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor]):
         case Own():
             return getattr(layer, tree.name)
         case Fixed():
-            beside = next(iter(maps), None)
-            return _beside(tree.tensor, next(layer.parameters(), None) if beside is None else beside)
+            return _beside(tree.tensor, like)
         case tuple():
-            return tuple(_filled(layer, x, maps) for x in tree)
+            return tuple(_filled(layer, x, maps, like) for x in tree)
         case dict():
-            return {key: _filled(layer, x, maps) for key, x in tree.items()}
+            return {key: _filled(layer, x, maps, like) for key, x in tree.items()}
     return tree
 
 

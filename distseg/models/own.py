@@ -20,6 +20,7 @@ from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
 from distseg.models.joined import WrongEnds, joined
 from distseg.models.layers import hollow, outline, skip_store
 from distseg.models.meta import OnMeta
+from distseg.models.passes import scripted
 
 
 def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Module]:
@@ -74,6 +75,8 @@ def built(
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
+    if (script := scripted(model)) is not None:
+        raise ValueError(f"model {name!r} can not be distributed: it can't be copied, as {script} is TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain PyTorch")
     joined(model, inputs, outputs)
     tell(model, wanted.get("in_channels") or sum(inputs or ()), guesses=_bands_given(builder, arguments))
     _make_lazy(name, model)

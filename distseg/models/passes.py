@@ -138,3 +138,18 @@ def checkpoints_ignored() -> Iterator[None]:
     stands = {"CheckpointFunction": _NoCheckpoint, "_checkpoint_without_reentrant_generator": _unchecked}
     with replaced(torch.utils.checkpoint, stands):
         yield
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Let what ``torch.compile`` made inside be run by Python as its code says, so that its calls are seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and the import takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def scripted(model: nn.Module) -> str | None:
+    """Return the name of a part of a model that is TorchScript, whose calls nobody sees and which can't be copied as modules are; None if there is none."""
+    return next((name or "the model" for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)

@@ -28,7 +28,7 @@ from distseg.models.measures import measured
 from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
-from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in
+from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in, is_in_place
 from distseg.models.values import Sizes, Value
 
 
@@ -677,7 +677,7 @@ def _out_of_place(function: Callable) -> Callable:
     name = getattr(function, "__name__", "")
     if name == "__get__":  # of a property, which can't be copied
         return partial(_property, function.__self__.__name__)
-    if name.startswith("__i") and name.endswith("__"):
+    if is_in_place(name) and name.startswith("__i"):
         return getattr(Tensor, f"__{name[3:]}")
     if name.endswith("_") and not name.startswith("__"):
         for home in (Tensor, torch, F):

@@ -40,6 +40,12 @@ class Channels:
 
     swapaxes = swapdims = transpose
 
+    def t(self: Reader, input, *_):
+        x = self.value(input)
+        return turned(self, x, range(x.rank)[::-1])
+
+    T = t
+
     def mT(self: Reader, input, *_):
         return vars(Channels)["transpose"](self, input, -1, -2)
 
@@ -75,6 +81,9 @@ class Channels:
         return self.value(input)
 
     clone = contiguous
+
+    def requires_grad(self: Reader, input, wanted=True):
+        return input  # of what has no gradient to give on, as PyTorch sees to
 
     def to(self: Reader, input, *settings, **more):
         return _cast(self, input)

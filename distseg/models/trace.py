@@ -21,7 +21,7 @@ from distseg.blame import blame
 from distseg.models.draws import Draws, system_draws
 from distseg.models.layers import skip_store
 from distseg.models.meta import all_on_meta, as_computed, found_in, of_sequence
-from distseg.models.passes import checkpoints_ignored, is_users, last_line_of, replaced, run, user_line
+from distseg.models.passes import checkpoints_ignored, eager, is_users, last_line_of, replaced, run, user_line
 from distseg.models.state import print_of
 from distseg.models.wide import unnarrowed, widened
 
@@ -153,7 +153,7 @@ def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _watched(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
     """Let a recorder see all that a pass inside does."""
     with ExitStack() as stack:
-        for context in (skip_store({}), checkpoints_ignored(), saved_tensors_told(recorder.refuse_saved)):
+        for context in (skip_store({}), checkpoints_ignored(), eager(), saved_tensors_told(recorder.refuse_saved)):
             stack.enter_context(context)
         for context in (calling(model, recorder.inside), system_draws(recorder.note_system), recorder, Draws(recorder.note_draw)):
             stack.enter_context(context)
@@ -242,7 +242,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function, args, kwargs = unnarrowed(function, args, kwargs or {})
-        name = (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
+        name = _name_of(function)
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
         self._drawn = []
@@ -274,7 +274,7 @@ class _Recorder(TorchFunctionMode):
         )
         number = len(self.calls)
         self.calls.append(called)
-        in_place = _is_in_place(name) or _plain(name) in _DROPOUTS and bool(kwargs.get("inplace") or args[3:4] == (True,))
+        in_place = is_in_place(name) or _plain(name) in _DROPOUTS and bool(kwargs.get("inplace") or args[3:4] == (True,))
         for part, x in enumerate(made):
             self._note(x, Made(number, part), changed | (set(given) if in_place else set()))
         if in_place and made and args and isinstance(args[0], Tensor) and id(args[0]) in self._known and not isinstance(self._known[id(args[0])].value, Kept):
@@ -292,9 +292,13 @@ class _Recorder(TorchFunctionMode):
         return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
-        """Refuse calls that do something besides what they return."""
+        """Refuse calls that do something besides what they return, or that are not as they look."""
+        if any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args):
+            raise CanNotCapture(f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, grad, jvp), which gives it tensors of another kind: write it for whole batches")
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
+        if name.endswith("_") and "." not in name:
+            raise CanNotCapture(f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch")
         if name.endswith("data.__set__") or _plain(name) == "set" and args and isinstance(args[0], Tensor):
             known = self._known.get(id(args[0]))
             kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
@@ -441,7 +445,14 @@ def _memory(x: Tensor) -> int:
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
-def _is_in_place(name: str) -> bool:
+def _name_of(function: Callable) -> str:
+    """Return the name of a function, as nn.functional.conv2d."""
+    if isinstance(function, torch._ops.OpOverload):  # as TorchScript calls it
+        return function.overloadpacket.__name__
+    return (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
+
+
+def is_in_place(name: str) -> bool:
     """By its name; what a version does not tell, as of detach_."""
     name = name.rpartition(".")[2]
     return name.endswith("_") and not name.startswith("__") or name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

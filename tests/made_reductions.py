@@ -18,6 +18,7 @@ class Made(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(in_channels, 6, 3, stride=2, padding=1), nn.Tanh())
         self.vector, self.fc, self.head = nn.Parameter(torch.rand(6)), nn.Linear(6, 6), nn.Conv2d(6, out_channels, 3, padding=1)
+        self.kernels, self.each = nn.Parameter(torch.randn(6, 6, 3, 3) / 9), nn.Parameter(torch.randn(3, 3) / 9)
         self.function = function
 
     def forward(self, x):
@@ -46,9 +47,38 @@ def numpy_words(m, x):
     return torch.stack([a, b], axis=-1).flatten(start_dim=3).permute(0, 3, 1, 2) + v.squeeze(dim=-1)[..., None]
 
 
+def ranked(m, x):
+    flat = x.flatten(2)
+    y = x + flat.topk(5, dim=2)[0].mean(2)[:, :, None, None] - flat.topk(k=3, dim=-1, largest=False).values.flatten(1).mean(1).view(-1, 1, 1, 1)
+    tokens = flat.transpose(1, 2)
+    y = y * m.fc(tokens.topk(4, dim=1).values).mean(1)[..., None, None]
+    y = y + flat.relu().kthvalue(2, dim=2)[0][..., None, None]
+    return y + (x.relu() * 0.5).round().flatten(2).topk(7)[0].sum(2)[..., None, None]  # many equal ones
+
+
+def image_weights(m, x):
+    n, c, h, w = x.shape
+    s = m.fc(x.mean((2, 3)))
+    kernels = s.view(n, 1, c, 1, 1) * m.kernels
+    kernels = kernels * (kernels.square().sum([2, 3, 4]) + 1e-8).rsqrt().view(n, 6, 1, 1, 1)
+    y = F.conv2d(x.reshape(1, n * c, h, w), kernels.reshape(n * 6, c, 3, 3), padding=1, groups=n).view(n, 6, h, w)
+    each = F.conv2d(y.view(1, -1, h, w), s.view(n * c, 1, 1, 1) * m.each, s.flatten(), padding="same", dilation=2, groups=n * c)
+    y = y + each.view(n, c, h, w)
+    low = F.conv2d(y.reshape(1, n * c, h, w), kernels[:, :, ::2].reshape(-1, 3, 3, 3), stride=(2, 1), padding=(1, 1), groups=2 * n)
+    return y * F.interpolate(low.reshape(n, -1, *low.shape[2:]), size=(h, w))
+
+
+def experts(m, x):
+    gates = m.fc(x.mean((2, 3))).softmax(-1)
+    value, index = gates.max(dim=-1)
+    mask = F.one_hot(index, gates.size(-1)).to(x.dtype) * value[:, None]
+    best = torch.zeros_like(gates).scatter(1, gates.topk(2, dim=1)[1], 1.0) * gates
+    return x * mask[:, :, None, None] + x * best[..., None, None] + x * gates.median(1, keepdim=True)[0][..., None, None]
+
+
 def of(function):
     return lambda in_channels, out_channels: Made(function, in_channels, out_channels)
 
 
-FUNCTIONS = dict(numbers=numbers, numpy_words=numpy_words)
+FUNCTIONS = dict(numbers=numbers, numpy_words=numpy_words, ranked=ranked, image_weights=image_weights, experts=experts)
 globals().update({f"with_{name}": of(function) for name, function in FUNCTIONS.items()})

@@ -5,11 +5,13 @@ from dataclasses import replace
 import made_reductions
 import pytest
 import torch
+import torch.nn.functional as F
 from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.config import ModelConfig
 from distseg.extents import Extents
+from distseg.models.trace import CanNotCapture
 from distseg.verify import verify
 
 WAYS = {  # of each number of ranks
@@ -40,3 +42,24 @@ def test_exact(comm, name):
         plan = replace(config(**way), model=ModelConfig(f"{made_reductions.__name__}:with_{name}", in_channels=3, out_channels=3))
         report = verify(plan, comm, Extents("33x41"))
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE, way
+
+
+REFUSED = {
+    "sort": (lambda m, x: x.flatten(2).sort(2)[0].view_as(x), "sort .* ranks all places of the image: .*torch.topk"),
+    "median": (lambda m, x: x - x.flatten(2).median(-1).values[:, :, None, None], "median .* ranks all places of the image"),
+    "quantile": (lambda m, x: x - x.flatten(2).quantile(0.9, dim=2)[:, :, None, None], "quantile .* ranks all places of the image"),
+    "share of the places": (lambda m, x: x * x.flatten(2).topk(x.shape[2] * x.shape[3] // 10)[0].mean(2)[..., None, None], "topk .* number of places that depends on the image's size"),
+    "largest of rows": (lambda m, x: x * x.topk(2, dim=2)[0].mean((2, 3), keepdim=True), "topk .* ranks rows or columns of the image alone"),
+    "another number": (lambda m, x: x / (x.shape[2] ** 2 + x.shape[3]), "div .* number that depends on the image's size .* no product of its sides"),
+    "number of the batch": (lambda m, x: x / (len(x) * x.shape[2]), "div .* number that depends on the image's size"),
+    "one weight for all": (lambda m, x: F.conv2d(x, m.fc(x.mean((0, 2, 3))).view(6, 1, 1, 1), groups=6), "joins the images of a batch"),
+    "weights unfolded": (lambda m, x: F.conv2d(x, m.fc(x.mean((2, 3)))[:1].view(6, 1, 1, 1), groups=6), "takes some images of the batch"),
+    "weights transposed": (lambda m, x: F.conv_transpose2d(x.view(1, -1, *x.shape[2:]), m.fc(x.mean((2, 3))).view(-1, 1, 1, 1), groups=6 * len(x)).view_as(x), "conv_transpose2d .* takes a map of .* where a map .N, C, H, W. is expected"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    function, why = REFUSED[name]
+    with pytest.raises(CanNotCapture, match=why):
+        distseg.capture(made_reductions.Made(function, 2, 3))

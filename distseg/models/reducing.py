@@ -17,7 +17,7 @@ from distseg.models.arranging import turned
 from distseg.models.axes import Axes, Axis, without_places
 from distseg.models.layers import Cat, Max, Mean
 from distseg.models.reader import Reader
-from distseg.models.statistics import LogSumExp, Products, Variance
+from distseg.models.statistics import Largest, LogSumExp, Products, Variance
 from distseg.models.values import Value
 
 
@@ -145,3 +145,16 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
         return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
     both = reader.emit(lambda _: Cat(), [a.as_plain, b.as_plain], axes=(a.as_plain.axes[0], Axis(cell=a.channels + b.channels), *a.as_plain.axes[2:]), what="factors")
     return reader.emit(lambda _: Products(heads, a.channels), [both], axes=axes)
+
+
+def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
+    """Return the k largest values, or the least ones, over a dim that is all places, in its place."""
+    (at,) = reader.dims_of(dim, x)
+    if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
+        raise reader.refusal("ranks rows or columns of the image alone: over channels, or all places in one dim (x.flatten(2)), it is known")
+    order = [d for d in range(x.rank) if d != at]
+    axes = *(x.axes[d] for d in order), Axis(cell=k)
+    x = reader.applied(torch.neg, [x], "turned") if least else x
+    made = reader.emit(lambda _: Largest(k), [x.as_plain], axes=axes, what="largest")
+    made = turned(reader, made, [*range(at), x.rank - 1, *range(at, x.rank - 1)])
+    return reader.applied(torch.neg, [made], "back") if least else made

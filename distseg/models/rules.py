@@ -15,6 +15,7 @@ from torch import nn
 
 from distseg.models.arranging import filled_up, whole
 from distseg.models.folding import Folded, of_joined, unfolded
+from distseg.models.image_weights import convolved
 from distseg.models.layers import Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.moved import padded
 from distseg.models.reader import Reader, has_sizes
@@ -64,8 +65,10 @@ class Rules:
     """By the name of a function, the layer that it is; arguments are those of the function."""
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-        kernel, given = self.shape_of(weight), (input, weight, bias, stride, padding, dilation, groups)
-        x = self.value(input)
+        given, x = (input, weight, bias, stride, padding, dilation, groups), self.value(input)
+        if isinstance(weight, Value) or isinstance(bias, Value):
+            return convolved(self, x, *given[1:])
+        kernel = self.shape_of(weight)
         if x.vector or not x.plain and self.of_channels(1, x) and set(kernel[2:]) == {1} and set(self.each(stride)) == {1} and set(self.each(padding)) <= {0, "valid"}:
             return self.formula(given, {})
         settings = dict(stride=self.each(stride), padding=self.each(padding), dilation=self.each(dilation), groups=groups)

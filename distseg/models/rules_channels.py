@@ -128,6 +128,17 @@ class Channels:
     def take_along_dim(self: Reader, input, indices, dim=None):
         return over_channels(self, input, (input, indices, dim), dim, _PART)
 
+    def one_hot(self: Reader, tensor, num_classes=-1):
+        return self.formula((tensor, num_classes), {})
+
+    def diagonal(self: Reader, input, offset=0, dim1=0, dim2=1):
+        return over_channels(self, input, (input, offset, dim1, dim2), (dim1, dim2), _PART)
+
+    def triu(self: Reader, input, diagonal=0):
+        return over_channels(self, input, (input, diagonal), (-2, -1), _PART)
+
+    tril = triu
+
     def cumsum(self: Reader, input, dim):
         return over_channels(self, input, (input, dim), dim)
 

@@ -9,10 +9,11 @@ import torch
 
 from distseg.models.arranging import over_channels
 from distseg.models.attending import multi_head, scaled_dot_product
+from distseg.models.axes import Axis
 from distseg.models.layers import Max, Mean, Sum
 from distseg.models.products import added, distances, einsum, matmul
 from distseg.models.reader import Reader
-from distseg.models.reducing import formed, norm, of_image, reduced, root, softmax, variance
+from distseg.models.reducing import formed, largest_of, norm, of_image, reduced, root, softmax, variance
 from distseg.models.statistics import LogSumExp
 from distseg.models.values import Value
 
@@ -126,7 +127,31 @@ class Statistics:
         return multi_head(self, *args, **kwargs)
 
     def topk(self: Reader, input, k, dim=-1, largest=True, sorted=True):
-        return _ranked(self, input, (input, k, dim, largest, sorted), dim)
+        x = self.value(input)
+        if self.of_channels(dim, x):
+            return _ranked(self, x, (x, k, dim, largest, sorted), dim)
+        return largest_of(self, x, self.fixed(k, "number of places"), dim, not largest), None
+
+    def kthvalue(self: Reader, input, k, dim=-1, keepdim=False):
+        x = self.value(input)
+        if self.of_channels(dim, x):
+            return _ranked(self, x, (x, k, dim, keepdim), dim)
+        k = self.fixed(k, "number of places")
+        found, at = largest_of(self, x, k, dim, True), dim % x.rank
+        axes = *found.axes[:at], Axis(), *found.axes[at + 1 :]
+        return formed(self, self.applied(partial(torch.narrow, dim=at, start=k - 1, length=1), [found], "last", axes)), None
+
+    def median(self: Reader, input, dim=-1, keepdim=False):
+        return _ranked(self, input, (input, dim, keepdim), dim)
+
+    mode = nanmedian = median
+
+    def quantile(self: Reader, input, q, dim=-1, keepdim=False, *, interpolation="linear"):
+        if not self.of_channels(dim, self.value(input)):
+            raise self.refusal(_RANKED)
+        return self.formula((input, q, dim, keepdim), dict(interpolation=interpolation))
+
+    nanquantile = quantile
 
     def sort(self: Reader, input, dim=-1, descending=False, *, stable=False):
         return _ranked(self, input, (input, dim, descending), dim)
@@ -138,6 +163,9 @@ class Statistics:
 
     def cdist(self: Reader, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
         return distances(self, x1, x2, p, compute_mode)
+
+
+_RANKED = "ranks all places of the image: over channels it is known; over places take the k largest or least ones (torch.topk, with k the same for all images), a mean, a maximum, or a softmax"
 
 
 def _is_tensor(x: Any) -> bool:
@@ -186,5 +214,5 @@ def _softmax(reader: Reader, x: Any, dim: Any, log: bool) -> Value:
 
 def _ranked(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, Value]:
     if not reader.of_channels(dim, reader.value(x)):
-        raise reader.refusal("ranks places of the image, of which it is not told which of several equal ones count: over channels it is known; or take a mean, a maximum, or a softmax over places")
+        raise reader.refusal(_RANKED)
     return tuple(reader.formula(args, {}, part) for part in (0, 1))

@@ -40,6 +40,35 @@ class LogSumExp(Mean):
         return as_vector(x.flatten(2).logsumexp(2), x.dim() - 2)
 
 
+class Largest(Mean):
+    """The largest values of each channel of an image, in falling order: (N, C, *size) -> (N, C * k, 1, ...), where a channel's lie side by side.
+
+    Of equal ones those count that come first, counted row by row; PyTorch leaves open which.
+    """
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.k = k
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2)
+        return as_vector(flat.gather(2, first_largest(flat, self.k)), x.dim() - 2)
+
+    def extra_repr(self) -> str:
+        return str(self.k)
+
+
+def first_largest(x: Tensor, k: int) -> Tensor:
+    """Return where the k largest values along the last dim are, in falling order, and of equal ones in rising order of where they are."""
+    x = x.detach()
+    least = x.topk(k, -1)[0][..., -1:]
+    more, equal = x > least, x == least
+    chosen = more | equal & (equal.cumsum(-1) <= k - more.sum(-1, keepdim=True))
+    behind = torch.arange(x.shape[-1], 0, -1, device=x.device)
+    there = (chosen * behind).topk(k, -1)[1]
+    return there.gather(-1, x.gather(-1, there).sort(dim=-1, descending=True, stable=True)[1])
+
+
 class Measure(Mean):
     """A number that the size of a map makes, for each image: (N, C, *size) -> (N, 1, 1, ...).
 

@@ -119,7 +119,7 @@ class DistributedMax(DistributedMean):
             if not own.pixels:
                 said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
             else:
-                said = _numbers(*place).to(x.device)[there.byte().argmax(1)] if self.first else there.sum(1)
+                said = numbers_of(*place).to(x.device)[there.byte().argmax(1)] if self.first else there.sum(1)
             found.append(Contribution(row, Moments(count, largest.double(), said.double()), own.pixels))
         return found
 
@@ -142,7 +142,7 @@ class DistributedMax(DistributedMean):
         (total, statistics), (own, *place), dx = shares, where, torch.zeros_like(x)
         for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
             if self.first:
-                there, share = _numbers(*place).to(x.device) == statistics.m2[i].unsqueeze(1), total[i]
+                there, share = numbers_of(*place).to(x.device) == statistics.m2[i].unsqueeze(1), total[i]
             else:
                 there, share = image.flatten(1) == statistics.mean[i].unsqueeze(1), total[i] / statistics.m2[i]
             of_image += (there * share.unsqueeze(1)).view(image.shape).to(x.dtype)
@@ -169,7 +169,7 @@ def _nothing(x: Tensor) -> Moments:
     return Moments(zeros.new_zeros(()), *zeros)
 
 
-def _numbers(box: Box, size: Sequence[int]) -> Tensor:
+def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
     """Of the cells of a box of a map, counted row by row."""
     along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
     strides = [math.prod(size[d + 1 :]) for d in range(len(size))]

@@ -5,6 +5,7 @@ windows of all ranks::
 
     variance           f = sum (x - mean)^2 / (N - correction)      dx = g * 2 (x - mean) / (N - correction)
     log sum exp        f = log sum exp x                            dx = g * exp(x - f)
+    largest            f_k = the k-th largest                       dx = g_k where it is
     products           f_ij = sum a_i b_j                           da_i = sum_j g_ij b_j,   db_j = sum_i g_ij a_i
 """
 
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from distseg.comm.collective import add, gather
 from distseg.geometry.tile import Box
 from distseg.models.layers import as_vector
-from distseg.models.statistics import LogSumExp, Measure, Products, Variance
+from distseg.models.statistics import Largest, LogSumExp, Measure, Products, Variance, first_largest
 from distseg.spatial import mean
-from distseg.spatial.mean import DistributedMean
+from distseg.spatial.mean import DistributedMax, DistributedMean, numbers_of
 from distseg.spatial.moments import Moments, by_group, stack
 from distseg.spatial.norm import Contribution
 
@@ -133,6 +134,61 @@ class DistributedProducts(_OfImage):
         return (da + db if self.of_whole.first is None else torch.cat((da.flatten(0, 1), db.flatten(0, 1)))).double()
 
 
+class DistributedLargest(_OfImage):
+    """The twin of :class:`distseg.models.statistics.Largest`. Its statistics are ``mean``, the largest values (I, C * k), and ``m2``, where they are, counted row by row."""
+
+    where = DistributedMax.where
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
+        own, *place = self.where(x, index)
+        count = torch.tensor(float(own.pixels), dtype=torch.float64, device=x.device)
+        numbers, found = numbers_of(*place).to(x.device).double(), []
+        for image, row in zip(x[(..., *own.slices)], self.rows(index)):
+            values = image.flatten(1)
+            there = first_largest(values, min(self.of_whole.k, own.pixels)) if own.pixels else values.long()
+            chosen = self._filled(values.gather(1, there).double(), -math.inf), self._filled(numbers[there], math.inf)
+            found.append(Contribution(row, Moments(count, *(part.flatten() for part in chosen)), own.pixels))
+        return found
+
+    def _filled(self, x: Tensor, value: float) -> Tensor:
+        """(C, fewer) -> (C, k)."""
+        return torch.cat((x, x.new_full((len(x), self.of_whole.k - x.shape[1]), value)), 1)
+
+    def statistics(self, parts: list[Contribution]) -> Moments:
+        rows = sorted({part.row for part in parts})
+        mine = stack([self._largest(stack([part.moments for part in parts if part.row == row])) for row in rows])
+        home = torch.device("cpu") if self.comm.size > 1 else None
+        found = self._largest(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+        if found.count.min() < self.of_whole.k:
+            raise ValueError(f"layer {self.name} takes the {self.of_whole.k} largest values of {found.count.min():.0f} places: take images that are larger")
+        return found
+
+    def _largest(self, parts: Moments) -> Moments:
+        """Of parts stacked along dim 0, (parts, ..., C * k)."""
+        k = self.of_whole.k
+        joined = lambda x: x.unflatten(-1, (-1, k)).movedim(0, -2).flatten(-2)
+        values, places = joined(parts.mean), joined(parts.m2)
+        order = places.sort(-1)[1]
+        values, places = values.gather(-1, order), places.gather(-1, order)
+        order = values.sort(dim=-1, descending=True, stable=True)[1][..., :k]
+        return Moments(parts.count.sum(0), values.gather(-1, order).flatten(-2), places.gather(-1, order).flatten(-2))
+
+    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+        return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
+
+    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple) -> Tensor:
+        (total, statistics), (own, *place), dx = shares, where, torch.zeros_like(x)
+        if not own.pixels:
+            return dx
+        numbers = numbers_of(*place).to(x.device).double()
+        for of_image, i in zip(dx[(..., *own.slices)], rows):
+            places = statistics.m2[i].view(len(of_image), -1)
+            there = torch.searchsorted(numbers, places).clamp(max=len(numbers) - 1)
+            share = total[i].view_as(places) * (numbers[there] == places)
+            of_image += torch.zeros(len(of_image), len(numbers), dtype=torch.float64, device=x.device).scatter_add(1, there, share).view(of_image.shape).to(x.dtype)
+        return dx
+
+
 class DistributedMeasure(_OfImage):
     """The twin of :class:`distseg.models.statistics.Measure`, which no gradient goes through. Its statistics are ``mean``, the number, and ``m2``, nothing."""
 
@@ -160,4 +216,4 @@ def twin_of(layer: nn.Module) -> type[nn.Module]:
     return next((twin for kind, twin in _TWINS if isinstance(layer, kind)), None) or mean.twin_of(layer)
 
 
-_TWINS = ((Variance, DistributedVariance), (LogSumExp, DistributedLogSumExp), (Products, DistributedProducts), (Measure, DistributedMeasure))
+_TWINS = ((Variance, DistributedVariance), (LogSumExp, DistributedLogSumExp), (Products, DistributedProducts), (Measure, DistributedMeasure), (Largest, DistributedLargest))

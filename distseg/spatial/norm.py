@@ -67,7 +67,7 @@ class DistributedNorm(nn.Module):
         self.frames = getattr(norm, "frames", 1)  # images that each image of the batch is, one behind the other in its channels
         self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
-        self.first: list[DistributedNorm] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
+        self.keeper: list[DistributedNorm] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
         self.slope = 1.0
         self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
         self.seen: dict[int, list[Moments]] = {}  # by how often the pass at hand had called it before
@@ -81,7 +81,7 @@ class DistributedNorm(nn.Module):
     @property
     def running(self) -> "DistributedNorm":
         """The layer that keeps its running statistics."""
-        return self.first[0] if self.first else self
+        return self.keeper[0] if self.keeper else self
 
     @property
     def live(self) -> bool:
@@ -550,5 +550,5 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
         running.num_batches_tracked += 1
         n.seen.clear()
     for n in norms:
-        for field in RUNNING if n.first else ():  # as checkpoints have them, by each place's name
+        for field in RUNNING if n.keeper else ():  # as checkpoints have them, by each place's name
             n._buffers[field].copy_(n.running._buffers[field])

@@ -375,7 +375,7 @@ def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
     for norm in norms:
         first = keepers.setdefault(id(norm.running_mean), norm)
         if first is not norm:
-            norm.first = [first]
+            norm.keeper = [first]
 
 
 def _check_own_layers(model: nn.Module) -> None:

@@ -109,6 +109,7 @@ SAME = {
     "leaves": lambda m, x: x * x.detach().requires_grad_(False) + x.detach().requires_grad_() * m.scale,
     "TorchScript": lambda m, x: scripted(x) + compiled(x),
     "spread over frames": lambda m, x: x.flatten(0, 1).unsqueeze(1).expand(-1, 4, -1, -1).reshape(len(x), 6, 4, *x.shape[2:]).sum(2),
+    "places": lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -274,7 +275,6 @@ REFUSED = {
     "a size of nothing": (lambda m, x: F.interpolate(F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]), "makes .* as many as no other map has, and no fraction of one"),
     "a factor of nothing": (lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5 + 1 / x.shape[2]), size=x.shape[2:]), "has a scale factor that follows the image's size|no fraction of one"),
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
-    "places": (lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device), "with a value of its own for each place of the image"),
     "empty like a map": (lambda m, x: x + torch.empty_like(x).copy_(x), "copy .* is not known here"),
     "a function of one's own": (lambda m, x: Straight.apply(x), r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own"),
     "a function of one's own, behind a norm": (lambda m, x: Straight.apply(m.norm(x)), "takes what Straight makes, an autograd.Function of your own"),

@@ -24,12 +24,14 @@ class Node:
         inputs: the maps that it reads.
         footprints: along each dim, which cells of the first of them it looks at; none: it looks at single cells, as it does of all others.
         like: the map whose size the result's follows, by the footprints' rule, where that is not the first of those it reads. No cell of it is read.
+        placed: a cell hangs on its place in the image, and on the image's size.
     """
 
     name: str
     inputs: tuple[int, ...]
     footprints: tuple[Footprint, ...] = ()
     like: int | None = None
+    placed: bool = False
 
     @property
     def first(self) -> int:
@@ -61,7 +63,7 @@ class Node:
     @property
     def sized(self) -> bool:
         """True if its cells hang on the sizes of maps, so that they are alike in no two images."""
-        return any(footprint.sized for footprint in self.footprints)
+        return self.placed or any(footprint.sized for footprint in self.footprints)
 
 
 class Graph(Sequence[Node]):

@@ -118,13 +118,20 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         last = partial(trace, channels=channels, size=size, batch=batch)
         check_left(lambda: hollow(model).double().train(), before, picture(empty), last, others, alike)
 
+    @cache
+    def passed(size: tuple[int, ...]) -> Trace:
+        """Return a trace for what is computed of an image's size, whatever else is going on."""
+        with generators_kept():
+            return trace(empty, channels, size)
+
+    read = partial(Reader, rule=made, source=passed)
     look(sizes[0], 2)
     refused = found = None
     for unit in _UNITS:
         sizes = [tuple(unit * n for n in counts[:dims]) for counts in _COUNTS]
         traces = seen(sizes[1:], [whole]) if unit == _UNITS[0] else seen(sizes, [])
         try:
-            found, multiple = Reader(shapes, sizes, traces, made), unit
+            found, multiple = read(shapes, sizes, traces), unit
             break
         except CanNotCapture as e:
             refused = refused or e
@@ -135,7 +142,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     for smaller in (2**k for k in range(unit.bit_length() - 1)):
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]
         with suppress(CanNotCapture):
-            found, multiple = Reader(shapes, sizes + odd, seen(odd, traces), made), smaller
+            found, multiple = read(shapes, sizes + odd, seen(odd, traces)), smaller
             break
     look(sizes[0], 2)
     network = found.network(model)
@@ -148,7 +155,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         with generators_kept():
             seen_now = trace(empty, channels, size, images)
             look(size, images)
-        seen_too = Reader(shapes, [*found.sizes, size], [*found.traces, seen_now], made)
+        seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
             raise CanNotCapture(f"the size of what {other} makes follows other sizes than it does with other images")
 

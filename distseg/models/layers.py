@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from distseg.altered import genuine, hooked
 from distseg.geometry.receptive import POINTWISE
 from distseg.models.axes import Axes, closed, of_images, opened, places_of
-from distseg.models.resize import Follows
+from distseg.models.resize import Follows, LooksAtSize
 
 _local = threading.local()
 
@@ -478,6 +478,8 @@ def outline(model: nn.Module) -> nn.Module:
             layer.forward = partial(_resized, layer)
         elif isinstance(layer, Follows):
             layer.made = _sized
+        elif isinstance(layer, LooksAtSize):
+            layer.forward = layer.outlined
         elif genuine(layer, POINTWISE):
             layer.forward = lambda input: input
     return copied

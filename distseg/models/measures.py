@@ -96,7 +96,7 @@ def measured(reader: "Reader", args: tuple) -> tuple:
     if not any(each):
         return args
     like = max((x for x in args if isinstance(x, Value)), key=lambda x: x.rank, default=None)
-    return tuple(x if n is None or like is None else _vector(reader, n, like) for x, n in zip(args, each))
+    return tuple(x if n is None or like is None else _vector(reader, n, like) or x for x, n in zip(args, each))
 
 
 def _numbers(reader: "Reader", x: Any) -> Sizes | None:
@@ -111,8 +111,8 @@ def _numbers(reader: "Reader", x: Any) -> Sizes | None:
     return Sizes(tuple(n.item() for n in found))
 
 
-def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value:
-    """Return a number for each image, which has the dims of the value ``like``."""
+def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value | None:
+    """Return a number for each image, which has the dims of the value ``like``; None where no rule gives it."""
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
     axes = tuple(Axis(d == batch) for d in range(like.rank))
     if like.axes[batch].mixed:
@@ -124,5 +124,5 @@ def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value:
             made = reader.emit(lambda _: Measure(rule), [source.as_plain], axes=axes, what="size")
             reader.told[made.name] = rule
             return made
-    raise reader.refusal(f"has a number that depends on the image's size {numbers}, but is no product of its sides, or a power, a share or a logarithm of one")
+    return None
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distseg.altered import hooked
 from distseg.models.bands import answer_of, bands_of, dims_of
 from distseg.models.layers import Pop, Stash, is_vector, outline, register, skip_store
-from distseg.models.resize import Follows
+from distseg.models.resize import LooksAtSize
 
 IMAGE = "image"
 UNUSED = "unused"
@@ -87,7 +87,7 @@ class Network(nn.Module):
 
     def cells_read(self, name: str) -> tuple[str, ...]:
         """Return what a layer reads, without the map of which it looks at the size alone."""
-        return self.reads[name][:-1] if isinstance(self.get_submodule(name), Follows) else self.reads[name]
+        return self.reads[name][:-1] if isinstance(self.get_submodule(name), LooksAtSize) else self.reads[name]
 
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
         """Parameters and buffers that no layer has: an optimizer may let them decay."""
@@ -145,7 +145,7 @@ class Call:
     @property
     def like(self) -> int | None:
         """The map whose size alone it looks at, the last of those that it is called with."""
-        return self.inputs[-1] if isinstance(self.layer, Follows) else None
+        return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 
 def is_sequential(model: nn.Module) -> bool:

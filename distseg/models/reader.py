@@ -22,13 +22,15 @@ from distseg.models.axes import Axes, Axis, axes_of, channels_of, of_images, ord
 from distseg.models.constants import FACTORIES, FILLS, constant_of
 from distseg.models.folding import Folded, Folding, knows
 from distseg.models.following import followed
+from distseg.models.inplace import out_of_place
 from distseg.models.joined import outputs_of
 from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register, taken
 from distseg.models.measures import measured
 from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
+from distseg.models.placing import plan_of, with_positions
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
-from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in, is_in_place
+from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in
 from distseg.models.values import Sizes, Value
 
 
@@ -43,11 +45,16 @@ class Reader:
         shapes: of its parameters and buffers, by name.
         sizes: of the image of each trace.
         rule: what the call at hand makes of its arguments, in which maps are values (:func:`distseg.models.rules.made`).
+        source: makes a trace of an image of any size.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[tuple[int, ...]], traces: Sequence[Trace], rule: Callable[["Reader", tuple, dict], Any]):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[tuple[int, ...]], traces: Sequence[Trace], rule: Callable[["Reader", tuple, dict], Any],
+        source: Callable[[tuple[int, ...]], Trace] | None = None,
+    ):  # fmt: skip
         self.shapes, self.dims, self.sizes, self.traces, self._rule = shapes, len(sizes[0]), tuple(sizes), traces, rule
         self.told: dict[str, Any] = {}  # of layers by name, how their sizes follow others
+        self.source = source
+        self.positions: dict[tuple, Value] = {}  # what was made of the image's size alone, by what it is and the dims that it has
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
         self.folding: Folding | None = None  # of the map of the call at hand
@@ -150,6 +157,10 @@ class Reader:
             raise self.refusal("is told a type, or a tensor, for its result: leave types to train.precision")
         try:
             made = self._rule(self, args, kwargs)
+        except CanNotCapture:
+            if plan_of(self, Made(self.number), ()) is None:
+                raise
+            return  # it is computed of the image's size, where something joins it with a map
         except TypeError as e:
             if "argument" not in str(e):
                 raise
@@ -411,7 +422,7 @@ class Reader:
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
         """Of a function that looks at single cells, of tensors that are broadcast."""
-        args = measured(self, args)
+        args, kwargs = with_positions(self, measured(self, args), kwargs)
         operands = found_in((args, kwargs), Value, Kept, Made)
         others = [(x, self.shape_of(x)) for x in operands if not isinstance(x, Value)]
         maps = [x for x in operands if isinstance(x, Value)]
@@ -437,7 +448,7 @@ class Reader:
         places: dict[Made, int] = {}
         given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
         last = tuple(self._written(tree, maps, own, steps, places) for tree in (args, given))  # what it is computed from comes before
-        steps.append(Step(_out_of_place(self.call.function), *last))
+        steps.append(Step(out_of_place(self.call.function), *last))
         like = next((x for x in maps if not x.vector), maps[0])
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
         if not like.vector and not places_of(axes):
@@ -488,7 +499,7 @@ class Reader:
                 if not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(f"takes what {call} makes, which is neither computed of the image nor of parameters, and depends on the image's size: {POSITIONS}")
                 calls = [t.calls[tree.call] for t in self.traces]
-                step = Step(_out_of_place(call.function), again(self._merged([c.args for c in calls])), again(self._merged([c.kwargs for c in calls])))
+                step = Step(out_of_place(call.function), again(self._merged([c.args for c in calls])), again(self._merged([c.kwargs for c in calls])))
                 steps.append(step)
                 if len(call.shapes) > 1:
                     steps.append(Step(operator.getitem, (Map(len(maps) + len(steps) - 1), tree.part), {}))
@@ -667,23 +678,6 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int) -
     channel = (-1, *(1 for _ in x.shape[2:]))
     x = x if weight is None else x * weight.repeat(times).view(channel)
     return x if bias is None else x + bias.repeat(times).view(channel)
-
-
-def _property(name: str, x: Tensor, *_) -> Tensor:
-    return getattr(x, name)
-
-
-def _out_of_place(function: Callable) -> Callable:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":  # of a property, which can't be copied
-        return partial(_property, function.__self__.__name__)
-    if is_in_place(name) and name.startswith("__i"):
-        return getattr(Tensor, f"__{name[3:]}")
-    if name.endswith("_") and not name.startswith("__"):
-        for home in (Tensor, torch, F):
-            if getattr(home, name, None) is function:
-                return getattr(home, name[:-1])
-    return function
 
 
 def has_sizes(tree) -> bool:

@@ -18,7 +18,11 @@ from distseg.geometry.resize import Fit, Follow, Resize, Share, in_front
 RATIO = "ratio"
 
 
-class Follows(nn.Module):
+class LooksAtSize(nn.Module):
+    """A layer that looks at the size alone of the last map that it is called with."""
+
+
+class Follows(LooksAtSize):
     """A layer whose result's size follows another map's: (N, C, *size), (N, ?, *other) -> (N, C, *made).
 
     Args:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from distseg.models.arranging import cut_to, expanded, indexed, over_channels, parts, turned
+from distseg.models.assigning import assigned, assigns_to_places
 from distseg.models.axes import Axes, axes_of, channels_of, places_of
 from distseg.models.folding import joined_batches
 from distseg.models.layers import Cat, Formula, Map, Read, Step
 from distseg.models.moved import places_taken
+from distseg.models.placing import joined_positions
 from distseg.models.reader import POSITIONS, Reader, follows_size, has_sizes
 from distseg.models.regrouping import reshaped
 from distseg.models.trace import Kept, Made
@@ -165,7 +167,10 @@ class Channels:
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
                 raise self.refusal("assigns to places that a mask picks: a mask of all of the tensor's dims, and a number, are known; or use torch.where")
             return self.formula((x, index, value), {})
-        return indexed(self, x, index if isinstance(index, tuple) else (index,), value)
+        index = index if isinstance(index, tuple) else (index,)
+        if not x.vector and assigns_to_places(x, index, len(self.traces)):
+            return assigned(self, x, index, value)
+        return indexed(self, x, index, value)
 
     def index_copy(self: Reader, input, dim, index, source, **more):
         return over_channels(self, input, (input, dim, index, source), dim, _PART)
@@ -185,7 +190,7 @@ class Channels:
 
     def cat(self: Reader, tensors, dim=0):
         empty = lambda x: isinstance(x, Made) and 0 in self.traces[0].calls[x.call].shapes[x.part]  # in the place of a map that a level has not
-        given = [x for x in tensors if not empty(x)]
+        given = list(joined_positions(self, tuple(x for x in tensors if not empty(x))))
         maps = [x for x in given if isinstance(x, Value)]
         if len(given) == 1:
             return maps[0]
@@ -206,6 +211,7 @@ class Channels:
     concat = concatenate = cat
 
     def stack(self: Reader, tensors, dim=0):
+        tensors = joined_positions(self, tensors)
         maps = [self.value(x) for x in tensors if isinstance(x, Value)]
         made = self.formula((tensors, dim), {})
         if len(maps) == len(tensors) and dim == 0:

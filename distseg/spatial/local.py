@@ -27,12 +27,13 @@ from distseg.geometry.tile import Box
 from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum
 from distseg.models.network import Call
 from distseg.models.moving import Windows
+from distseg.models.positions import Positions
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
 from distseg.spatial import moving
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.fitting import cropped, fitted, mirrored, padded, taken_from
 from distseg.spatial.norm import NORMS, DistributedNorm
-from distseg.spatial.resize import Placed, resized
+from distseg.spatial.resize import Placed, PlacedPositions, resized
 
 
 def _conv3d(x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int) -> Tensor:
@@ -70,6 +71,8 @@ def node_of(call: Call, dims: int) -> Node:
     name, layer = call.name, call.layer
     if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula):
         return Node(name, call.inputs)
+    if isinstance(layer, Positions):
+        return Node(name, call.reads, placed=True)
     if isinstance(layer, Follows):
         return Node(name, call.reads, layer.footprints(), call.like)
     layer = layer.inner if isinstance(layer, Derived) else layer
@@ -126,6 +129,8 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
     """
     if isinstance(layer, Derived):
         layer = layer.filled()
+    if isinstance(layer, PlacedPositions):
+        return layer.on_box(x, part.size, part.made)
     if isinstance(layer, Placed):
         layer = layer.inner
     if isinstance(layer, Spread):

@@ -25,6 +25,7 @@ from distseg.models.hidden import check_module
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, is_followed, of_image
 from distseg.models.passes import checkpoints_ignored
+from distseg.models.positions import Positions
 from distseg.models.resize import Follows
 from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
@@ -33,7 +34,7 @@ from distseg.spatial.graph import graph_of
 from distseg.spatial.local import check_plain
 from distseg.spatial.mean import DistributedMean
 from distseg.spatial.norm import NORMS, STATISTICAL, DistributedNorm, commit
-from distseg.spatial.resize import Placed
+from distseg.spatial.resize import Placed, PlacedPositions
 from distseg.spatial.skip import DenseCat, DensePop
 from distseg.spatial.statistics import twin_of
 
@@ -291,6 +292,8 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
 def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
     """Tell layers whose size follows another map's what size that is, as that map may be elsewhere."""
     for name, layer in list(model.named_modules()):
+        if isinstance(layer, Positions):
+            _put(model, name, PlacedPositions(layer, context))
         if isinstance(layer, Follows):
             if graph is None:
                 raise ValueError(f"layer {name} ({type(layer).__name__}) has the size of another map, but not all layers of this network are known, so its size can't be worked out")

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from distseg.comm.staging import upload
 from distseg.geometry.layout import Part
 from distseg.geometry.resize import Resize, Taps
+from distseg.geometry.tile import Box
 from distseg.memory_format import lies_last
+from distseg.models.positions import Positions
 from distseg.models.resize import Follows
 from distseg.spatial.context import Context
 
@@ -40,6 +42,24 @@ class Placed(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.inner)
+
+
+class PlacedPositions(Positions):
+    """The twin of :class:`distseg.models.positions.Positions`, which knows the size of the image, with the very tensors of the layer."""
+
+    def __init__(self, inner: Positions, context: Context):
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(inner) | {"context": context})
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.context.place
+        if place.window.size != place.image:
+            raise ValueError("windows that go through a network as images of their own do not know where in the image they are, which this network's code asks for")
+        return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
+
+    def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
+        """Return the values at a box of a map of this size."""
+        return self.part(x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)])
 
 
 class Spans(NamedTuple):

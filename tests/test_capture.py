@@ -110,6 +110,8 @@ SAME = {
     "TorchScript": lambda m, x: scripted(x) + compiled(x),
     "spread over frames": lambda m, x: x.flatten(0, 1).unsqueeze(1).expand(-1, 4, -1, -1).reshape(len(x), 6, 4, *x.shape[2:]).sum(2),
     "places": lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device),
+    "filled by parts": lambda m, x: filled_by_parts(x, torch.empty(x.shape, device=x.device, dtype=x.dtype)) * filled_by_parts(x, x.new_empty(x.shape)),
+    "filled": lambda m, x: torch.relu_(x * torch.empty_like(x).fill_(0.3) + torch.empty(x.size(0), 6, 1, 1).fill_(2).to(x)) - torch.zeros_like(x).add_(1) + torch.empty_like(x).copy_(x.tanh()) * (x * 2).zero_(),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -201,6 +203,13 @@ def watched(x):
     return x
 
 
+def filled_by_parts(x, made):
+    made[:, :2] = x[:, :2] * 2
+    made[:, 2:] = x[:, 2:].relu()
+    made[:, 3] += 1
+    return made
+
+
 @torch.jit.script
 def scripted(x):
     return x * torch.sigmoid(x)
@@ -275,7 +284,6 @@ REFUSED = {
     "a size of nothing": (lambda m, x: F.interpolate(F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]), "makes .* as many as no other map has, and no fraction of one"),
     "a factor of nothing": (lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5 + 1 / x.shape[2]), size=x.shape[2:]), "has a scale factor that follows the image's size|no fraction of one"),
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
-    "empty like a map": (lambda m, x: x + torch.empty_like(x).copy_(x), "copy .* is not known here"),
     "a function of one's own": (lambda m, x: Straight.apply(x), r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own"),
     "a function of one's own, behind a norm": (lambda m, x: Straight.apply(m.norm(x)), "takes what Straight makes, an autograd.Function of your own"),
     "in place without gradients, behind a norm": (lambda m, x: in_place_without_gradients(m.norm(x)), "mul .* changes a tensor in place without gradients"),

@@ -30,7 +30,7 @@ from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
 from distseg.models.placing import plan_of, with_positions
 from distseg.models.resize import VectorAt
 from distseg.models.trace import IMAGE as PIXELS
-from distseg.models.trace import DRAWS, CanNotCapture, Called, Kept, Made, Trace, found_in
+from distseg.models.trace import DRAWS, EMPTY, CanNotCapture, Called, Kept, Made, Trace, found_in
 from distseg.models.values import Sizes, Value
 
 
@@ -144,7 +144,7 @@ class Reader:
         args, kwargs = self._merged([c.args for c in self.current]), self._merged([c.kwargs for c in self.current])
         if not found_in((args, kwargs), Value) and not follows_size(self.current):
             return  # nothing of the image is in it
-        if self.call.name in _EMPTY:
+        if self.call.name in EMPTY:
             return  # what is put into it counts
         if self.call.name in _RANDOM:
             raise self.refusal(DRAWS)
@@ -613,7 +613,6 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
 _OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 _AS_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
-_EMPTY = {"new_empty", "empty_like"}
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "empty", "rrelu", "alpha_dropout", "gumbel_softmax", "new_empty", "empty_like"}
 
 

@@ -84,6 +84,12 @@ class Channels:
 
     clone = contiguous
 
+    def copy(self: Reader, input, src, non_blocking=False):
+        x = self.value(src)
+        if self.made(x) != x.axes or x.dtype is not None or not self.call.dtypes[0].is_floating_point:
+            raise self.refusal(f"copies {x!r} to a tensor of other dims, or of another type")
+        return x
+
     def requires_grad(self: Reader, input, wanted=True):
         return input  # of what has no gradient to give on, as PyTorch sees to
 

@@ -243,6 +243,8 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         function, args, kwargs = unnarrowed(function, args, kwargs or {})
         name = _name_of(function)
+        if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
+            raise CanNotCapture(f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch")
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
         self._drawn = []
@@ -272,6 +274,8 @@ class _Recorder(TorchFunctionMode):
             _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", user_line(),
             torch.is_grad_enabled(), tuple(x.dtype for x in made), bool(drawn),
         )
+        if name.endswith(("fill_", "zero_")) and not any(isinstance(x, Tensor) for x in args[1:]) and isinstance(self._value_or_none(args[0]), Made):
+            called = self._filled(args[0], args[1] if len(args) > 1 else kwargs.get("value", 0.0))
         number = len(self.calls)
         self.calls.append(called)
         in_place = is_in_place(name) or _plain(name) in _DROPOUTS and bool(kwargs.get("inplace") or args[3:4] == (True,))
@@ -297,8 +301,6 @@ class _Recorder(TorchFunctionMode):
             raise CanNotCapture(f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, grad, jvp), which gives it tensors of another kind: write it for whole batches")
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
-        if name.endswith("_") and "." not in name:
-            raise CanNotCapture(f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch")
         if name.endswith("data.__set__") or _plain(name) == "set" and args and isinstance(args[0], Tensor):
             known = self._known.get(id(args[0]))
             kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
@@ -317,10 +319,19 @@ class _Recorder(TorchFunctionMode):
         return None if known is None else known.value
 
     def _assign(self, x: Tensor, index: Any, value: Any) -> None:
-        """Record ``x[index] = value`` as a call that makes a tensor of its own, which ``x`` is from here on."""
+        """Record ``x[index] = value`` as a call that makes a tensor of its own, which ``x`` is from here on; what has no value yet is zeros."""
+        known = self._known.get(id(x))
+        if known is not None and isinstance(known.value, Made) and known.value != IMAGE and self.calls[known.value.call].name in EMPTY:
+            self.calls.append(self._filled(x, 0.0))
+            self._know(x, Made(len(self.calls) - 1))
         called = self._record_change(self._written(x, "__setitem__"), self._written(index, "__setitem__"), self._written(value, "__setitem__"), x)
         self._know(x, Made(len(self.calls) - 1))
         self._look_for_changes(called, {id(x)}, {id(x)} | self._change_sources(x, Made(len(self.calls) - 1)))
+
+    def _filled(self, x: Tensor, value: float) -> Called:
+        """Return a call that makes a tensor of one number in the form of another."""
+        where = self.inside[-1] if self.inside else ""
+        return Called("full", torch.full, (tuple(x.shape), value), {"dtype": x.dtype}, (tuple(x.shape),), where, user_line(), torch.is_grad_enabled(), (x.dtype,))
 
     def _change_sources(self, x: Tensor, value: Made) -> set[int]:
         """Record that what ``x`` is a part of has changed with it; returns the identities of such tensors."""
@@ -466,6 +477,8 @@ def _plain(name: str) -> str:
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
 _SMOOTH = ("linear", "bilinear", "bicubic", "trilinear")
+EMPTY = {"empty", "new_empty", "empty_like"}
+"""Functions that make a tensor without values."""
 _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 

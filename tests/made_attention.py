@@ -57,3 +57,26 @@ def latents(in_channels, out_channels):
 
 def memory(in_channels, out_channels):
     return Memory(in_channels, out_channels)
+
+
+class Pixels(nn.Module):
+    """Pixels of all images as a table: norms, codes, and a sum by soft code."""
+
+    def __init__(self, in_channels, out_channels, dim=6):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(in_channels, dim, 3, 1, 1), nn.Linear(2 * dim, out_channels)
+        self.norm, self.codes = nn.BatchNorm1d(dim), nn.Parameter(torch.randn(4, dim))
+
+    def forward(self, x):
+        n, _, h, w = x.shape
+        table = self.norm(self.stem(x).permute(0, 2, 3, 1).reshape(-1, self.codes.shape[1]))
+        near = torch.cdist(table, self.codes)
+        code = F.embedding(near.argmin(1), self.codes) + torch.softmax(-near, 1) @ self.codes
+        tokens = table.view(n, h * w, -1)
+        sums = torch.einsum("b...k,b...c->bkc", near.softmax(1).view(n, h * w, -1), tokens)
+        code = code.view(n, h * w, -1) * sums.sum(1, keepdim=True).tanh()
+        return self.head(torch.cat((tokens, code), -1)).transpose(1, 2).reshape(n, -1, h, w)
+
+
+def pixels(in_channels, out_channels):
+    return Pixels(in_channels, out_channels)

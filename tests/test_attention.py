@@ -19,7 +19,7 @@ WAYS = {  # of each number of ranks
     1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1")],
     2: [dict(tiles="2x1", exchange_every="2")],
 }
-NETWORKS = ["latents", "memory"]
+NETWORKS = ["latents", "memory", "pixels"]
 
 
 @pytest.mark.parallel([1, 2])
@@ -38,6 +38,11 @@ def tokens(x):
 def whole(function):
     """Return a function of tokens (N, places, C), whose result becomes a map again."""
     return lambda m, x: function(m, tokens(x)).transpose(1, 2).reshape(len(x), -1, *x.shape[2:])
+
+
+def pixels_normed(m, pixels):
+    norm = m.norm
+    return F.batch_norm(pixels, norm.running_mean, norm.running_var, norm.weight, norm.bias, m.training)
 
 
 def residuals(centres, x):
@@ -64,6 +69,8 @@ SAME = {
     "the nearest code": whole(lambda m, t: t + (F.embedding(torch.cdist(t, m.fc.weight).argmin(-1), m.fc.weight) - t).detach() + F.embedding((-t).argmax(-1), m.fc.weight, padding_idx=2)),
     "residuals to centres": lambda m, x: x * residuals(m.fc.weight, x.flatten(2)).mean(1)[..., None, None],
     "parameters at all places": lambda m, x: x * (g := m.vector.expand(*x.shape[2:], -1).sigmoid().permute(2, 0, 1)) + torch.ones(x.shape[2:]).to(x) * g.mean((1, 2))[:, None, None],
+    "traces": lambda m, x: x / (1 + torch.einsum("bii->b", torch.einsum("bcp,bdp->bcd", x.flatten(2), x.flatten(2)) / 100)[:, None, None, None]),
+    "batch norm of all pixels": lambda m, x: pixels_normed(m, x.permute(0, 2, 3, 1).reshape(-1, 6)).view(len(x), *x.shape[2:], 6).permute(0, 3, 1, 2),
     "a mask of parameters": whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, m.vector[None] > 0.1)),
     "a parameter of each image": whole(lambda m, t: t * m.vector[None, None].repeat(len(t), 1, 1) + m.fc.weight.expand(len(t), 6, 6).mean(1, True)),
 }

@@ -123,7 +123,8 @@ def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[An
     found: dict[str, Axis] = {}
     for letters, x in zip(labels, operands):
         if isinstance(x, Value):
-            if len(letters) != x.rank or len(set(letters)) < len(letters):
+            twice = [axis for label, axis in zip(letters, x.axes) if letters.count(label) > 1]
+            if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
                 raise reader.refusal(f"is told {letters} of {x!r}: a letter of its own for each dim is known")
             for label, axis in zip(letters, x.axes):
                 if found.get(label, Axis()) == Axis():  # of length 1, and so broadcast
@@ -148,6 +149,8 @@ def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[An
 def _pair(labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]) -> tuple[str, Value, Value] | None:
     """Return the heads, and the two maps, of a sum of products that is one of matrices; None of any other."""
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
+        return None
+    if any(len(set(letters)) < len(letters) for letters in labels):
         return None
     if any(x.axes != tuple(axes[label] for label in letters) for x, letters in zip(operands, labels)):
         return None

@@ -1,9 +1,17 @@
 """A forward pass that draws random numbers, or leaves something behind, is refused by name: captured, and as the user's module on whole images."""
 
+import datetime
 import itertools
+import logging
+import os
 import random
+import threading
+import time
+import uuid
+import warnings
 from collections import Counter, deque
 from functools import partial
+from os import urandom
 from types import SimpleNamespace
 
 import numpy as np
@@ -254,6 +262,41 @@ OWN = {
 }
 
 
+def in_a_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(os.urandom(1)))
+    thread.start()
+    thread.join()
+    return found == [b"0"]
+
+
+def seeded_anew():
+    state = random.getstate()
+    random.seed(time.time_ns())
+    found = random.random()
+    random.setstate(state)
+    return found < P
+
+
+ASKED = {
+    "the time": (lambda: time.time_ns() % 1000 == 0, r"time\.time_ns in the model"),
+    "a clock": (lambda: time.perf_counter() > 1e9, r"time\.perf_counter"),
+    "the date": (lambda: datetime.datetime.now().year > 3000, r"datetime\.now"),
+    "the time in a seed": (seeded_anew, r"time\.time_ns"),
+    "numpy, seeded by the time": (lambda: default_rng(time.time_ns()).random() < P, r"time\.time_ns"),
+    "the system's numbers": (lambda: urandom(1) == b"0", r"os\.urandom"),
+    "the system's numbers in a thread": (in_a_thread, r"os\.urandom"),
+    "a name that is nowhere else": (lambda: uuid.uuid1().int == 0, r"uuid|time"),
+    "a file": (lambda: open("/dev/null").read() == "0", "open"),
+    "a file's age": (lambda: os.path.getmtime(__file__) == 0, r"os\.stat"),
+    "the process": (lambda: os.getpid() == 0, r"os\.getpid"),
+    "the environment": (lambda: os.environ.get("RANK") == "1", r"os\.environ"),
+    "the environment again": (lambda: os.getenv("RANK") == "1", r"os\.environ"),
+    "a place in memory": (lambda: id(P) == 0, "id in the model"),
+    "a hash": (lambda: hash(object()) == 0, "hash in the model"),
+}
+
+
 def left_out(draw, m, x):
     return m.kept(x, m.training and draw())
 
@@ -265,11 +308,15 @@ def left_out_by_own(draw, m, x):
 CASES = {f"state: {name}": case for name, case in STATE.items()}
 CASES |= {f"draw: {name}": (partial(left_out, draw), "draws random numbers|takes random numbers from the system") for name, draw in DRAWN.items()}
 CASES |= {f"own generator: {name}": (partial(left_out_by_own, draw), words) for name, (draw, words) in OWN.items()}
+CASES |= {f"asked: {name}": (partial(left_out, ask), f"({words}).* asks the machine") for name, (ask, words) in ASKED.items()}
+FEW = [f"asked: {name}" for name in ASKED if name != "the time"]  # which whole images have by the same way
 UNUSED = {"draw: unused": (lambda m, x: (torch.rand(3), x)[1], "rand in the model .* draws random numbers")}
 
 
-@pytest.mark.parametrize("attends", [False, True], ids=["captured", "whole"])
-@pytest.mark.parametrize("name", [*CASES, *UNUSED])
+EACH = [(name, attends) for name in (*CASES, *UNUSED) for attends in (False, True)[: 1 if name in FEW else 2]]
+
+
+@pytest.mark.parametrize("name, attends", EACH, ids=[f"{name}-{'whole' if attends else 'captured'}" for name, attends in EACH])
 def test_what_a_pass_does_besides_is_refused(name, attends):
     function, words = (CASES | UNUSED)[name]
     model = Kept(function, attends)
@@ -310,7 +357,15 @@ def seeded(m, x):
     return x * (1 + default_rng(0).random())
 
 
-HARMLESS = {"size": size_of, "flag": once, "features": shown, "size again": by_size, "seeded": seeded, "dropout that nothing uses": lambda m, x: (F.dropout(x, 0.2, m.training), x)[1]}
+def told(m, x):
+    logging.getLogger("networks").debug("a pass of %s", x.shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.warn("a pass", stacklevel=1)
+    return x * len(os.path.join("a", "b"))
+
+
+HARMLESS = {"told": told, "size": size_of, "flag": once, "features": shown, "size again": by_size, "seeded": seeded, "dropout that nothing uses": lambda m, x: (F.dropout(x, 0.2, m.training), x)[1]}
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -15,7 +15,7 @@ from distseg.blame import blame
 from distseg.models.hidden import check_left, equal, passed, picture
 from distseg.models.layers import copied_with
 from distseg.models.network import Network
-from distseg.models.trace import CanNotCapture, Hidden
+from distseg.models.trace import DRAWS, CanNotCapture, Hidden
 from distseg.models.wide import call_wide, unnarrowed
 
 TOLERANCE = 1e-10
@@ -104,7 +104,8 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
     try:
         made = last(twin)
     except Hidden as e:
-        raise Hidden(f"in evaluation {e}; F.dropout is told by training=self.training that there is none") from None
+        told = "; F.dropout is told by training=self.training that there is none" if DRAWS in str(e) else ""
+        raise Hidden(f"in evaluation {e}{told}") from None
     except Exception as e:  # by whatever a module of the user's fails
         size = "x".join(map(str, image.shape[2:]))
         raise TooSmall(f"in evaluation it fails on an image of {size} pixels, without gradients, with {blame(e)}") from e

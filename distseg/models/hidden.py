@@ -22,6 +22,7 @@ from distseg.blame import blame
 from distseg.models.bands import bands_of
 from distseg.models.draws import Draws, global_generators, is_generator, system_draws
 from distseg.models.layers import DropImage, skip_store
+from distseg.models.machine import ASKS, asked
 from distseg.models.network import inexact, is_followed, refusals
 from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
 from distseg.models.state import WHOLE, Picture, Slot, picture_of, print_of
@@ -225,19 +226,20 @@ def passed(image: Tensor, model: nn.Module) -> Any:
     """Return what a module makes of an image.
 
     Raises:
-        Hidden: the pass draws random numbers by PyTorch, or from the system.
+        Hidden: the pass draws random numbers by PyTorch, or from the system, or asks the machine for something.
     """
     inside: list[str] = []
     drawn: list[str] = []
 
-    def note(name: str, line: str) -> None:
-        drawn.append(f"{name} in {inside and inside[-1] or WHOLE} ({line}) {DRAWS}")
+    def note(name: str, line: str, does: str = DRAWS) -> None:
+        drawn.append(f"{name} in {inside and inside[-1] or WHOLE} ({line}) {does}")
 
     with ExitStack() as stack:
         for context in (skip_store({}), checkpoints_ignored(), eager(), calling(model, inside)):
             stack.enter_context(context)
         stack.enter_context(system_draws(partial(note, "a generator without a seed")))
         stack.enter_context(Draws(lambda name, _: note(name, user_line())))
+        stack.enter_context(asked(partial(note, does=ASKS)))
         result = run(model, image.clone())
     if drawn:
         raise Hidden(drawn[0])

@@ -142,3 +142,17 @@ class Batches(nn.Module):
         y, z = y * y.mean((2, 3), keepdim=True), self.deep(y)
         a, b = z.split(len(x))
         return self.head(torch.cat([y[len(x) :, :4], a - b, F.relu(y[: len(x), 2:])], 1))
+
+
+class Spectral(nn.Module):
+    """Convolutions over the spectrum and the places, then over places (HybridSN)."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.cubes = nn.Sequential(nn.Conv3d(1, 3, (3, 3, 3), padding=(0, 1, 1)), nn.BatchNorm3d(3), nn.ReLU(), nn.Conv3d(3, 4, (3, 3, 3), padding=1, stride=(2, 2, 1), bias=False), nn.InstanceNorm3d(4, affine=True))
+        self.plane = nn.Sequential(nn.Conv2d(4 * ((in_channels - 1) // 2), 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, out_channels, 1))
+
+    def forward(self, x):
+        y = self.cubes(x[:, None])
+        y = self.plane(y.reshape(y.size(0), -1, *y.shape[3:]))
+        return F.interpolate(y, size=x.shape[2:], mode="bilinear")

@@ -101,6 +101,8 @@ SAME = {
     "pooled frames": lambda m, x: (lambda y: (y * F.adaptive_avg_pool2d(y, 1).sigmoid() + y.mean((2, 3), keepdim=True)).view(len(x), 3, 2, *x.shape[2:]).flatten(1, 2))(x.reshape(-1, 2, *x.shape[2:])),
     "filters of each channel": lambda m, x: F.conv2d(F.pad(x.reshape(-1, 1, *x.shape[2:]), (1, 1, 1, 1), mode="replicate"), m.fc.weight[0].view(1, 1, 2, 3)[..., :2, :3].mean(2, keepdim=True).expand(-1, -1, 3, -1)).view_as(x),
     "two batches": lambda m, x: (lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True))(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
+    "spectra": lambda m, x: spectra(m, x),
+    "a depth of one": lambda m, x: F.conv3d(x.unsqueeze(2), m.fc.weight[:, :, None, None, None].expand(-1, -1, 1, 3, 3), m.fc.bias, padding=(0, 1, 1)).squeeze(2),
     "norms of frames": lambda m, x: (lambda y: F.group_norm(F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]).view_as(x))(x.reshape(len(x) * 2, 3, *x.shape[2:])),
     "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
     "recurrence over channels": lambda m, x: over_channels(m, x),
@@ -235,6 +237,15 @@ def cells(m, x):
     for _ in range(2):
         state, cell = m.cell(places, (state, cell))
     return state.view(n, h * w, c).transpose(1, 2).reshape(n, c, h, w) * m.gate(x.mean((2, 3)), x.new_zeros(n, c))[..., None, None]
+
+
+def spectra(m, x):
+    """Convolutions over bands too (HybridSN)."""
+    y = F.conv3d(x.unsqueeze(1), m.fc.weight[:4].view(4, 1, 6, 1, 1)[:, :, :3].expand(-1, -1, -1, 3, 3), m.fc.bias[:4], padding=(0, 1, 1))
+    y = F.batch_norm(y, None, None, m.vector[:4], m.vector[2:], True).relu()
+    y = F.max_pool3d(F.conv3d(y, m.fc.weight[:, :2, None, None, None].expand(-1, -1, 3, 1, 1), stride=(2, 1, 1), padding=(1, 0, 0), groups=2), (1, 3, 3), (1, 1, 1), (0, 1, 1))
+    y = F.group_norm(F.instance_norm(y, weight=m.vector), 2, m.vector, m.vector)
+    return y.flatten(1, 2)[:, 1:7] + x
 
 
 def two_batches(m, y):

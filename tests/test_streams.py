@@ -39,7 +39,7 @@ def test_iterations_without_gradients(comm):
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("name, size", [("Frames", "25x34"), ("Batches", "24x34")])
+@pytest.mark.parametrize("name, size", [("Frames", "25x34"), ("Batches", "24x34"), ("Spectral", "19x26")])
 def test_frames_and_dates_in_the_batch(comm, name, size):
     for way in WAYS[comm.size]:
         assert error_of(name, comm, way, size, bands=6) <= TOLERANCE, way

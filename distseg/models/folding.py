@@ -30,6 +30,20 @@ class Folded(Exception):
         self.value, self.folding = value, folding
 
 
+class Deep(Exception):
+    """A rule needs a map (N, C, *size), and is given this one, which has one more dim behind its channels (:mod:`distseg.models.depth`)."""
+
+    def __init__(self, value: Value):
+        super().__init__()
+        self.value = value
+
+
+def is_deep(x: Value, name: str) -> bool:
+    """Tell whether a map has one more dim behind its channels, and what a function makes of such is known."""
+    there = x.rank == x.dims + 3 and x.axes[0] == Axis(True) and x.axes[1].of_channels and x.axes[2].of_channels
+    return there and x.axes[3:] == tuple(Axis(places=(d,)) for d in range(x.dims)) and name in _DEEP
+
+
 @dataclass(frozen=True)
 class Folding:
     """What the dim of the batch has besides images: ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``."""
@@ -37,6 +51,7 @@ class Folding:
     times: int
     outer: tuple[int, ...]
     dims: int
+    each = 1
 
     @classmethod
     def of(cls, x: Value) -> "Folding | None":
@@ -93,6 +108,7 @@ def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
 _ALONE = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 """Settings of kernels, and what they are along a dim that is left alone."""
 _KERNELS = {f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)} | {"batch_norm"}
+_DEEP = {f"{kind}{dims}d" for kind in ("conv", "max_pool", "avg_pool") for dims in (2, 3)} | {"batch_norm", "group_norm", "instance_norm"}
 _WITHOUT_PLACES = {f"{kind}{dims}d" for kind in ("adaptive_avg_pool", "adaptive_max_pool", "lp_pool") for dims in (1, 2, 3)} | {
     *("interpolate upsample pad pixel_shuffle pixel_unshuffle group_norm instance_norm __getitem__").split()
 }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distseg.geometry.resize import Follow
 from distseg.models.axes import Axes, Axis, axes_of, channels_of, of_images, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
-from distseg.models.folding import Folded, Folding, knows
+from distseg.models.folding import Deep, Folded, Folding, is_deep, knows
 from distseg.models.following import followed
 from distseg.models.inplace import out_of_place
 from distseg.models.joined import outputs_of
@@ -214,8 +214,10 @@ class Reader:
         """Begin the rule at hand anew where its map has more than images in the dim of the batch, in a way that is known.
 
         Raises:
-            Folded: which :func:`distseg.models.rules.made` takes.
+            Folded, Deep: which :func:`distseg.models.rules.made` takes.
         """
+        if self.folding is None and is_deep(x, self.call.name):
+            raise Deep(x)
         folding = Folding.of(x)
         if folding is not None and self.folding is None and knows(self.call.name, folding):
             raise Folded(x, folding)
@@ -417,7 +419,7 @@ class Reader:
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         written = self._written((weight, bias), (x,), own, steps, {})
-        steps.append(Step(_scaled, (Map(0), *written, self.folding.times if self.folding else 1), {}))
+        steps.append(Step(_scaled, (Map(0), *written, *((self.folding.times, self.folding.each) if self.folding else (1, 1))), {}))
         return self.emit(lambda found: Formula(tuple(steps), (Read(),), found), [x], own, axes=x.axes)
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
@@ -673,10 +675,10 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int) -> Tensor:
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int, each: int) -> Tensor:
     channel = (-1, *(1 for _ in x.shape[2:]))
-    x = x if weight is None else x * weight.repeat(times).view(channel)
-    return x if bias is None else x + bias.repeat(times).view(channel)
+    x = x if weight is None else x * weight.repeat(times).repeat_interleave(each).view(channel)
+    return x if bias is None else x + bias.repeat(times).repeat_interleave(each).view(channel)
 
 
 def has_sizes(tree) -> bool:

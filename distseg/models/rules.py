@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from distseg.models.arranging import filled_up, whole
-from distseg.models.folding import Folded, of_joined, unfolded
+from distseg.models.depth import through
+from distseg.models.folding import Deep, Folded, of_joined, unfolded
 from distseg.models.image_weights import convolved
 from distseg.models.layers import Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.moved import padded
@@ -47,6 +48,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
             return rule(reader, *args, **kwargs)
         except Folded as found:
             return unfolded(reader, rule, found, args, kwargs)
+        except Deep as found:
+            return through(reader, rule, found, args, kwargs)
     if name in POINTWISE:
         return reader.pointwise(args, kwargs)
     raise reader.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
@@ -108,7 +111,7 @@ class Rules:
         if running_mean is not None or not use_input_stats:
             raise self.refusal("has running statistics, which instance norms have none of here: set track_running_stats=False")
         if self.folding:
-            return self.norm(nn.GroupNorm, x, x.channels, x.channels, eps, weight=weight, bias=bias)
+            return self.norm(nn.GroupNorm, x, x.channels // self.folding.each, x.channels, eps, weight=weight, bias=bias)
         kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1]
         return self.norm(kind, x, x.channels, eps, momentum, weight=weight, bias=bias)
 

@@ -186,7 +186,12 @@ def unpooled(m, x):
     return F.max_unpool2d(m.deep(y), where, 2, 2, output_size=x.size())
 
 
-SIZED = [unet, cropped_skip, on_both_sides, down_to_multiple, in_front, patch_merging, other_strides]
+def grids(m, x):
+    y = F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 4, x.shape[3] // 5)), x.shape[2:])
+    return x * F.interpolate(F.adaptive_max_pool2d(F.relu(x - 0.5), (3, 2)), x.shape[2:], mode="bilinear") + y
+
+
+SIZED = [grids, unet, cropped_skip, on_both_sides, down_to_multiple, in_front, patch_merging, other_strides]
 WHOLE = [negative_pads, differences, sobel, shifts, narrowed, tokens, kernels_of_places, local_attention, unfolded_dims, unpooled, zeros_between, rows_between]
 IN_BLOCKS = {focus: 2, unshuffled: 2, space_to_depth: 2, depth_last: 2, attention_in_windows: 4, means_of_blocks: 2, patches: 4, folded: 4}
 FUNCTIONS = {f.__name__: f for f in (*SIZED, *WHOLE, *IN_BLOCKS)} | {f"multiple_{mode}": up_to_multiple(mode) for mode in ("constant", "reflect")}

@@ -130,11 +130,38 @@ def pasted(m, x):
     return y
 
 
+class Pixels(nn.Module):
+    """Channels that are shifted between layers of single pixels: no layer looks beyond a tile, but for what the shifts move."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(in_channels, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, out_channels, 1)
+
+    def forward(self, x):
+        x = F.relu(self.first(x))
+        x = x + F.relu(self.second(shifted_channels(self, x)))
+        return self.head(shifted_channels(self, x))
+
+
+class Patches(nn.Module):
+    """A learned embedding of a grid, at the size of patches of 4 x 4 pixels."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.embed, self.grid = nn.Conv2d(in_channels, 6, 4, stride=4), nn.Parameter(torch.randn(1, 6, 8, 8))
+        self.head = nn.ConvTranspose2d(6, out_channels, 4, stride=4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        return self.head(F.gelu(x + F.interpolate(self.grid, size=x.shape[-2:], mode="bicubic", align_corners=False)))
+
+
+pixels_network, patches_network = Pixels, Patches
 FUNCTIONS = {
     f.__name__: f
     for f in (coordinates, radius, sinusoids, learned_grid, rows_and_columns, fourier, vignette, of_tokens, soft_argmax, numbers, chequered, without_gradients)
 } | {f.__name__: f for f in (framed, inverse_wavelets, shifted_channels, pasted)}
-MULTIPLES = {"inverse_wavelets": 2}
+MULTIPLES = {"inverse_wavelets": 2, "patches": 4}
 
 
 def __getattr__(name):

@@ -172,22 +172,26 @@ class Mean(nn.Module):
 
 
 class Max(Mean):
-    """The largest value of each channel of an image: (N, C, *size) -> (N, C, 1, ...), a vector.
+    """The largest value of each channel of an image, or of each part of it: (N, C, *size) -> (N, C * parts, 1, ...), a vector.
 
     Args:
         first: of equal ones the gradient is the first place's, as of ``nn.AdaptiveMaxPool2d``; else they share it, as of ``torch.amax``.
+        grid: as of :class:`Mean`.
     """
 
-    def __init__(self, first: bool):
-        super().__init__()
+    def __init__(self, first: bool, grid: Sequence[int] = ()):
+        super().__init__(grid)
         self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.grid:
+            pool = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[x.dim() - 3]
+            return as_vector(pool(x, self.grid), x.dim() - 2)
         flat = x.flatten(2)
         return as_vector(flat.max(2)[0] if self.first else flat.amax(2), x.dim() - 2)
 
     def extra_repr(self) -> str:
-        return f"first={self.first}"
+        return f"first={self.first}" + f", grid={self.grid}" * bool(self.grid)
 
 
 class Spread(nn.Module):

@@ -22,6 +22,7 @@ from distseg.models.moved import padded
 from distseg.models.pointwise import POINTWISE
 from distseg.models.reader import Reader, has_sizes
 from distseg.models.reducing import of_image
+from distseg.models.resize import ResizeTo
 from distseg.models.rules_channels import Channels
 from distseg.models.rules_moving import Moving
 from distseg.models.rules_places import Places
@@ -232,18 +233,24 @@ class Rules:
             return of_image(self, x, Mean)
         if all(c.shapes[0] == shape for c, shape in zip(self.current, x.shapes)):
             return x
+        if len(sizes) > 1 and all(len(set(along)) > 1 for along in zip(*(c.shapes[0][-self.dims :] for c in self.current))):
+            like, rules = self.followed(x, tuple(c.shapes[0][2:] for c in self.current))
+            return self.following(lambda: ResizeTo(rules, "area"), x, like, rules)
         if len(sizes) > 1:
-            raise self.refusal(f"pools to {output_size}, whose cells depend on the image's size: to a grid of so many cells, as (2, 2), it is known")
+            raise self.refusal(f"pools to {output_size}, whose cells depend on the image's size along some dims alone: to a grid of so many cells, as (2, 2), it is known")
         (grid,) = sizes
-        return self.emit(lambda _: Mean(grid), [x], axes=(x.axes[0], x.axes[1], *(axis._replace(cell=n, places=()) for axis, n in zip(x.axes[2:], grid))))
+        return _to_grid(self, x, Mean(grid))
 
     adaptive_avg_pool1d = adaptive_avg_pool3d = adaptive_avg_pool2d
 
     def adaptive_max_pool2d(self: Reader, input, output_size, return_indices=False):
         x = self.map(input)
-        if return_indices or {c.shapes[0][2:] for c in self.current} != {(1,) * self.dims}:
-            raise self.refusal(f"takes the maxima of a grid of {output_size}, or their places: of the whole image, as by nn.AdaptiveMaxPool2d(1), it is known")
-        return of_image(self, x, lambda: Max(first=True))
+        sizes = {c.shapes[0][2:] for c in self.current}
+        if return_indices or len(sizes) > 1:
+            raise self.refusal(f"takes the maxima of a grid of {output_size} that grows with the image, or their places: of a grid of so many cells, as (2, 2), they are known")
+        if sizes == {(1,) * self.dims}:
+            return of_image(self, x, lambda: Max(first=True))
+        return _to_grid(self, x, Max(True, sizes.pop()))
 
     adaptive_max_pool1d = adaptive_max_pool3d = adaptive_max_pool2d
 
@@ -286,6 +293,11 @@ class Rules:
         if alpha == 1 and all(isinstance(x, Value) and not x.vector and x.dtype is None for x in both) and (input.shapes, input.axes) == (other.shapes, other.axes):
             return self.emit(lambda _: Sum(), both, axes=input.axes)
         return self.pointwise((input, other), {} if alpha == 1 else {"alpha": alpha})
+
+
+def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
+    """Return a grid of an image."""
+    return reader.emit(lambda _: layer, [x], axes=(x.axes[0], x.axes[1], *(axis._replace(cell=n, places=()) for axis, n in zip(x.axes[2:], layer.grid))))
 
 
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:

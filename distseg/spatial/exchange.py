@@ -39,6 +39,14 @@ class TrueReach(Reach):
         return self.exchange.window(tile, image)
 
 
+@dataclass(frozen=True)
+class HeldReach(TrueReach):
+    """The same where tiles exchange what else they need: of the image a tile has what is its own, and what maps that are moved against each other look at before any exchange."""
+
+    def window(self, tile: Box, image: Sequence[int]) -> Box:
+        return self.exchange.held(tile, image)
+
+
 class Exchange:
     """The tiles of this rank among those of all ranks that share an image.
 
@@ -85,6 +93,11 @@ class Exchange:
         cell, first = layout.cell_of(tile), [number for number in self.graph.readers[0] if self.graph[number].first == 0]
         taken = [layout.part(number, cell).taken for number in first if number in layout.points]
         return reduce(Box.hull, taken, layout.made(0, cell))
+
+    def held(self, tile: Box, image: Sequence[int]) -> Box:
+        """Return the pixels of an image that a tile has before it exchanges anything."""
+        layout = self.layout(image)
+        return layout.made(0, layout.cell_of(tile)).hull(tile)
 
     def layers(self, maps: list[dict[int, Tensor]], context: Context, first: int) -> Callable[[int, nn.Module], list[Tensor]]:
         """What computes a layer, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.

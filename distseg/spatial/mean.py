@@ -59,8 +59,7 @@ class DistributedMean(DistributedNorm):
             return [own]
         region = None if self.context.per_window else self.context.region(index, self.stride, x.shape[2:])
         size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
-        spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(self.grid, size)]
-        return [Box(*zip(*part)).relative_to(held).intersection(own) for part in product(*spans)]
+        return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
     def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
         """The vector of the images of a window."""
@@ -99,7 +98,7 @@ class DistributedMax(DistributedMean):
         self.first = largest.first
 
     def plain(self, x: Tensor) -> Tensor:
-        return Max(self.first)(x)
+        return Max(self.first, self.grid)(x)
 
     def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
         """What is owned, in cells of ``x`` and of the map, and the map's size."""
@@ -109,19 +108,34 @@ class DistributedMax(DistributedMean):
         region = self.context.region(index, self.stride, x.shape[2:])
         return own, region.owned.intersection(region.held), region.size
 
+    def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
+        """Return what is owned of each part of the image, in cells of a window and of the map."""
+        if not self.grid:
+            return [(own, place)]
+        move = [a - b for a, b in zip(own.start, place.start)]
+        there = [place.intersection(part) for part in parts_of(self.grid, size)]
+        return [(box.shifted(move), box) for box in there]
+
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
-        own, *place = self.where(x, index)
-        count, found = torch.tensor(float(own.pixels), dtype=torch.float64, device=x.device), []
-        for image, row in zip(x[(..., *own.slices)], self.rows(index)):
-            values = image.flatten(1)
-            largest = values.amax(1) if own.pixels else values.new_full(values.shape[:1], -math.inf)
+        own, place, size = self.where(x, index)
+        rows = self.rows(index)
+        return [
+            self._contribution(image, row * self.number + n, there, size)
+            for n, (part, there) in enumerate(self._parts(own, place, size))
+            for image, row in zip(x[(..., *part.slices)], rows)
+        ]  # fmt: skip
+
+    def _contribution(self, image: Tensor, row: int, place: Box, size: Sequence[int]) -> "Contribution":
+        """Return what cells of an image, which lie at a place of a map, add to a row of the statistics."""
+        count, values = torch.tensor(float(place.pixels), dtype=torch.float64, device=image.device), image.flatten(1)
+        if not place.pixels:
+            largest = values.new_full(values.shape[:1], -math.inf)
+            said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
+        else:
+            largest = values.amax(1)
             there = values == largest.unsqueeze(1)
-            if not own.pixels:
-                said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
-            else:
-                said = numbers_of(*place).to(x.device)[there.byte().argmax(1)] if self.first else there.sum(1)
-            found.append(Contribution(row, Moments(count, largest.double(), said.double()), own.pixels))
-        return found
+            said = numbers_of(place, size).to(image.device)[there.byte().argmax(1)] if self.first else there.sum(1)
+        return Contribution(row, Moments(count, largest.double(), said.double()), place.pixels)
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         rows = sorted({part.row for part in parts})
@@ -139,13 +153,15 @@ class DistributedMax(DistributedMean):
         return add(total, self.comm), statistics
 
     def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple[Box, Box, tuple[int, ...]]) -> Tensor:
-        (total, statistics), (own, *place), dx = shares, where, torch.zeros_like(x)
-        for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
-            if self.first:
-                there, share = numbers_of(*place).to(x.device) == statistics.m2[i].unsqueeze(1), total[i]
-            else:
-                there, share = image.flatten(1) == statistics.mean[i].unsqueeze(1), total[i] / statistics.m2[i]
-            of_image += (there * share.unsqueeze(1)).view(image.shape).to(x.dtype)
+        (total, statistics), (own, place, size), dx = shares, where, torch.zeros_like(x)
+        for n, (part, there) in enumerate(self._parts(own, place, size)):
+            for image, of_image, i in zip(x[(..., *part.slices)], dx[(..., *part.slices)], rows):
+                row = i * self.number + n
+                if self.first:
+                    here, share = numbers_of(there, size).to(x.device) == statistics.m2[row].unsqueeze(1), total[row]
+                else:
+                    here, share = image.flatten(1) == statistics.mean[row].unsqueeze(1), total[row] / statistics.m2[row]
+                of_image += (here * share.unsqueeze(1)).view(image.shape).to(x.dtype)
         return dx
 
 
@@ -161,6 +177,12 @@ class DistributedSpread(Spread):
             return super().forward(like, x)
         region = self.context.region(self.context.current, self.stride, like.shape[2:])
         return self.part(x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])])
+
+
+def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
+    """Return the parts of a map as ``F.adaptive_avg_pool2d`` cuts it, which may share cells."""
+    spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(grid, size)]
+    return [Box(*zip(*part)) for part in product(*spans)]
 
 
 def _nothing(x: Tensor) -> Moments:

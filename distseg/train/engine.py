@@ -35,7 +35,7 @@ from distseg.plan.stages import partition_of, schedule_of
 from distseg.spatial.borders import Borders
 from distseg.spatial.context import Context
 from distseg.spatial.conv import weights_apart
-from distseg.spatial.exchange import Exchange, TrueReach
+from distseg.spatial.exchange import Exchange, HeldReach, TrueReach
 from distseg.spatial.in_time import Block, InTime, block_of
 from distseg.spatial.graph import graph_of, reach_for
 from distseg.spatial.norm import live_layers
@@ -324,7 +324,8 @@ def order_in_time(config: Config, linear: bool, live: bool) -> str:
 def read_around(config: Config, reach: Reach, exchange: Exchange | None) -> Reach:
     """What is read of an image for a tile of it."""
     if exchange and exchange.exchanges and not tiles_in_time(config):
-        return Reach((0,) * len(reach.halo), reach.stride)
+        nothing = (0,) * len(reach.halo)
+        return HeldReach(nothing, reach.stride, exchange) if exchange.graph.sized else Reach(nothing, reach.stride)
     if exchange and exchange.graph.sized:
         return TrueReach(reach.halo, reach.stride, exchange)
     return reach

@@ -570,6 +570,7 @@ _KINDS = {
     "<class 'bool'>": "true or false",
     "<class 'str'>": "text",
     "<class 'list'>": "a list such as [a, b]",
+    "<class 'dict'>": "a mapping such as {name: value}",
     "<class 'NoneType'>": "null",
 }
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from mpi4py import MPI
 from torch import nn
 
 
@@ -156,3 +157,29 @@ class Spectral(nn.Module):
         y = self.cubes(x[:, None])
         y = self.plane(y.reshape(y.size(0), -1, *y.shape[3:]))
         return F.interpolate(y, size=x.shape[2:], mode="bilinear")
+
+
+class OfRank(nn.Module):
+    """Computes something else on each rank."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x) * (1 + MPI.COMM_WORLD.rank)
+
+
+class OfWidth(OfRank):
+    """Computes something else of images of one width."""
+
+    def forward(self, x):
+        return self.conv(x) * 2 if x.shape[-1] == 44 else self.conv(x)
+
+
+def stays(in_channels, out_channels):
+    """A list of PyTorch's layers with a norm that stays in evaluation, as frozen parts do."""
+    frozen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval()
+    frozen.train = lambda mode=True: frozen
+    frozen[1].running_mean += 0.5
+    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Dropout2d(1.0), frozen, nn.Dropout(1.0), nn.ReLU(), nn.Conv2d(4, out_channels, 3, padding=1))

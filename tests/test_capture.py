@@ -264,6 +264,11 @@ def frames(m, x):
     return y.view(len(x), 3, 3, *x.shape[2:]).max(2)[0].repeat(1, 2, 1, 1) * x
 
 
+def autocasting(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return x * 2
+
+
 def split_attention(x):
     """As ResNeSt's."""
     y = x.view(len(x), 2, 3, *x.shape[2:])
@@ -311,6 +316,13 @@ REFUSED = {
     "a part of data in place": (lambda m, x: (x.data[:, 1].zero_(), x)[1], r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place"),
     "data that is old": (lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)), "reads a tensor that was overwritten in place"),
     "another's running statistics": (lambda m, x: F.batch_norm(m.norm(x), m.norm.running_mean, m.norm.running_var, training=True), "is called on the running statistics of another module"),
+    "autocast": (autocasting, r"mul in the model \(test_capture.py, line \d+\) runs under an autocast of its own"),
+    "a gradient": (lambda m, x: x if m.scale.grad is None else x * 2, r"the model \(test_capture.py, line \d+\) reads the gradient of a tensor"),
+    "running statistics": (lambda m, x: m.norm(x) * m.norm.running_var.view(-1, 1, 1), r"view in the model .* reads norm.running_var, which a norm moves once a step"),
+    "a count of passes": (lambda m, x: m.norm(x) * min(1, m.norm.num_batches_tracked.item()), r"reads norm.num_batches_tracked, which a norm moves once a step"),
+    "a choice by type": (lambda m, x: x * 2 if x.dtype == torch.float32 else x + 1, "what code calls must not depend on the type of a tensor"),
+    "a norm by type": (lambda m, x: F.layer_norm(x.movedim(1, -1), (6,), eps=torch.finfo(x.dtype).eps).movedim(-1, 1), "is told .*, as the type of a tensor says"),
+    "large values in evaluation": (lambda m, x: F.relu(x) if m.training else F.relu6(x), "in evaluation it computes something else than in training"),
     "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
     "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, r"(bool|item) in the model \(test_capture.py, line \d+\) looks at the numbers of a tensor"),
     "a number": (lambda m, x: x * x.mean().item(), r"item in the model .* looks at the numbers of a tensor"),
@@ -369,6 +381,21 @@ def test_networks_that_want_large_images_are_compared_on_such():
     with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
         Deep()(torch.zeros(1, 2, 64, 64))
     assert distseg.capture(Deep()).of_image
+
+
+def test_numbers_by_the_type_of_a_tensor():
+    """Of a type's smallest and largest numbers, in the type that a run computes in."""
+
+    def function(m, x):
+        masked = x.masked_fill(x < 0, torch.finfo(x.dtype).min / 1e38).clamp(min=-torch.finfo(x.dtype).eps)
+        return masked + torch.log(x.abs() + torch.finfo(x.dtype).tiny)
+
+    torch.manual_seed(0)
+    model = Called(function)
+    network = distseg.capture(model)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.zeros(1, 2, 8, 8, dtype=dtype)
+        torch.testing.assert_close(network.to(dtype)(x), model.to(dtype)(x))
 
 
 class Small(nn.Module):

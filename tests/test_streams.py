@@ -6,11 +6,13 @@ from dataclasses import replace
 import made_streams
 import pytest
 import torch
+from made_store import random_store
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.config import ModelConfig
+from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.extents import Extents
+from distseg.train.loop import train
 from distseg.verify import verify
 
 WAYS = {  # of each number of ranks
@@ -79,3 +81,27 @@ def test_running_statistics_are_pytorchs(name, places):
             torch.testing.assert_close(own[n], b, rtol=1e-12, atol=1e-12)
         if n.endswith("num_batches_tracked"):
             assert own[n] == places
+
+
+@pytest.mark.parallel(2)
+def test_ranks_that_compute_something_else_are_told(comm):
+    with pytest.raises(ValueError, match="the ranks do not agree: what the network calls is .* on rank 0 and .* on rank 1"):
+        error_of("OfRank", comm, dict(samples=2))
+
+
+@pytest.mark.parallel([1, 2])
+def test_frozen_parts_and_dropouts_of_all_of_a_list_of_layers(comm):
+    for way in WAYS[comm.size]:
+        assert error_of("stays", comm, way) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_size_with_which_a_network_does_something_else_is_told_before_work(comm, tmp_path):
+    """Also where it is neither the smallest nor the largest image."""
+    store = comm.bcast(str(tmp_path / "store.h5"))
+    if comm.rank == 0:
+        random_store(store, train=[(24, 36), (40, 64), (12, 44), (8, 12)], val=[(32, 32)])
+    comm.barrier()
+    plan = Config(model=ModelConfig("made_streams:OfWidth"), data=DataConfig(store=store), train=TrainConfig(epochs=1, output=f"{store}-run"), mesh=MeshConfig(comm.size, reducer="mpi"))
+    with pytest.raises(ValueError, match="with 1 image of 12x44 pixels this network does something else than with others"):
+        train(plan, comm)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distseg.altered import altered, known
 from distseg.models.bands import bands_of, dims_of, is_told, tell
+from distseg.models.by_type import WIDE, numbers_by_type, with_numbers
 from distseg.models.compare import TooSmall, check_same
 from distseg.models.hidden import check_left, picture
 from distseg.models.layers import hollow
@@ -33,7 +34,7 @@ _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number o
 
 def as_network(model: nn.Module) -> nn.Module:
     """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
-    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and not _stands_twice(model) and hook_on_gradients(model) is None:
+    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and not _stands_twice(model) and not _stays_in_evaluation(model) and hook_on_gradients(model) is None:
         return model
     try:
         return capture(model)
@@ -63,6 +64,11 @@ def _stands_twice(model: nn.Module) -> bool:
     """Tell whether a flat network has a norm or dropout at several places, whose statistics and masks belong to a place."""
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)
+
+
+def _stays_in_evaluation(model: nn.Module) -> bool:
+    """Tell whether a module has a way of its own to go over to training, as frozen parts have that stay in evaluation."""
+    return any("train" in vars(module) or "eval" in vars(module) or type(module).train is not nn.Module.train for module in model.modules())
 
 
 _OF_A_PLACE = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.modules.dropout._DropoutNd)
@@ -107,7 +113,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
 
     def seen(sizes: Sequence[tuple[int, ...]], before: list[Trace]) -> list[Trace]:
-        return [*before, *(trace(empty, channels, size, batch=2 + n % 2) for n, size in enumerate(sizes, len(before)))]
+        return [*before, *(with_numbers(trace(empty, channels, size, batch=2 + n % 2), numbers) for n, size in enumerate(sizes, len(before)))]
 
     sizes = [tuple(_UNITS[0] * n for n in counts[:dims]) for counts in _COUNTS]
     channels, whole = _first_trace(empty, likeliest, sizes[0])
@@ -126,6 +132,8 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 
     read = partial(Reader, rule=made, source=passed)
     look(sizes[0], 2)
+    numbers = numbers_by_type({WIDE: whole, **_in_other_types(model, channels, sizes[0])})
+    whole = with_numbers(whole, numbers)
     refused = found = None
     for unit in _UNITS:
         sizes = [tuple(unit * n for n in counts[:dims]) for counts in _COUNTS]
@@ -146,14 +154,14 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
             break
     look(sizes[0], 2)
     network = found.network(model)
-    network.multiple = multiple
+    network.multiple, network.fingerprint = multiple, whole.fingerprint
     for module in (model, network):
         tell(module, channels, dims)
 
     @cache
     def check(size: tuple[int, ...], images: int) -> None:
         with generators_kept():
-            seen_now = trace(empty, channels, size, images)
+            seen_now = with_numbers(trace(empty, channels, size, images), numbers)
             look(size, images)
         seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
@@ -166,6 +174,15 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     except TooSmall:
         check_same(model, found.network, channels, (2 * side,) * dims)
     return network
+
+
+def _in_other_types(model: nn.Module, channels: int, size: Sequence[int]) -> dict[torch.dtype, Trace]:
+    """Return traces in the types of runs, where the network runs in them."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with suppress(CanNotCapture):
+            found[dtype] = trace(hollow(model).to(dtype), channels, size)
+    return found
 
 
 def _guessed(model: nn.Module) -> list[int]:

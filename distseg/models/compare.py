@@ -74,9 +74,12 @@ def check_same(model: nn.Module, network_of: Callable[[nn.Module], Network], cha
     network = network_of(twin)
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(next(twin.parameters()).device)  # vectors' norms want two images
+    wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(image)  # what clamps large numbers shows
     _check_mode(twin.eval(), network.eval(), image, _evaluated(model, twin, image))
+    _check_mode(twin, network, wide)
     with suppress(RuntimeError):  # deep norms may want larger images in training; that they get none is told with the images
         _check_mode(twin.train(), network.train(), image)
+        _check_mode(twin, network, wide)
 
 
 def doubled(model: nn.Module) -> nn.Module:

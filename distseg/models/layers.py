@@ -12,6 +12,7 @@ import copy
 import math
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 
@@ -419,6 +420,21 @@ class Fixed(NamedTuple):
         return self is other
 
 
+@dataclass(frozen=True)
+class ByType:
+    """In the arguments of a :class:`Step`: a number that the user's code takes by the type of a tensor, as ``torch.finfo(x.dtype).eps``."""
+
+    each: tuple[tuple[torch.dtype, float], ...]
+
+    def of(self, dtype: torch.dtype) -> float:
+        """Return the number beside a tensor of this type; of types that were not seen that of float32."""
+        numbers = dict(self.each)
+        return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))
+
+    def __repr__(self) -> str:
+        return f"({' or '.join(f'{number:g}' for _, number in self.each)}, as the type of a tensor says)"
+
+
 def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None) -> Tensor:
     """What the last step makes; constants go where ``like`` is, by default where the layer is."""
     at_hand, like = list(maps), next(layer.parameters(), None) if like is None else like
@@ -448,6 +464,9 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None)
             return getattr(layer, tree.name)
         case Fixed():
             return _beside(tree.tensor, like)
+        case ByType():
+            beside = next(iter(maps), like)
+            return tree.of(torch.float32 if beside is None else beside.dtype)
         case tuple():
             return tuple(_filled(layer, x, maps, like) for x in tree)
         case dict():

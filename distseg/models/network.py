@@ -6,6 +6,7 @@ Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +39,7 @@ class Network(nn.Module):
         of_image: the result is a vector of each image.
         names: where it was captured (:mod:`distseg.models.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
         check: raises an error where the user's module would do something else with so many images of a size.
+        fingerprint: where it was captured, a digest of the calls of the user's forward pass.
         dropouts: of its layers that are dropouts, by the number of the call of such a function in the user's forward pass.
 
     Raises:
@@ -55,6 +57,7 @@ class Network(nn.Module):
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
         self.check: Callable[[Sequence[int], int], None] | None = None
+        self.fingerprint = ""
         before = IMAGE
         for name, layer in layers.items():
             sources = tuple(reads.get(name, (before,)))
@@ -169,6 +172,11 @@ refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why modules were not captured (:func:`distseg.models.capture.as_network`)."""
 inexact: WeakSet[nn.Module] = WeakSet()
 """Modules that no way of computing them gives exactly: they draw random numbers, or passes leave something behind."""
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """Return a digest of what a network computes, which is equal on ranks that compute the same."""
+    return getattr(model, "fingerprint", "") or hashlib.sha256(str(model).encode()).hexdigest()[:12]
 
 
 def is_followed(model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from distseg.models.arranging import filled_up, whole
 from distseg.models.depth import through
 from distseg.models.folding import Deep, Folded, of_joined, unfolded
 from distseg.models.image_weights import convolved
-from distseg.models.layers import Fill, FramesNorm, Max, Mean, Sum, VectorNorm
+from distseg.models.layers import ByType, Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.moved import padded
 from distseg.models.pointwise import POINTWISE
 from distseg.models.reader import Reader, has_sizes
@@ -44,6 +44,8 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 
 def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
+    if name not in POINTWISE | _ARITHMETIC and (numbers := found_in((args, kwargs), ByType)):
+        raise reader.refusal(f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere write the number")
     if rule := _RULES.get(name):
         try:
             return rule(reader, *args, **kwargs)
@@ -54,6 +56,9 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     if name in POINTWISE:
         return reader.pointwise(args, kwargs)
     raise reader.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
+
+
+_ARITHMETIC = set("add mul multiply div true_divide __add__ __radd__ __mul__ __rmul__ __truediv__".split())
 
 
 class Rules:

@@ -6,6 +6,8 @@ kernels behind it. So hooks, parametrizations, functions and subclasses are seen
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,13 +94,19 @@ class Trace:
     channels: int
     parameters: frozenset[str] = frozenset()
 
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all calls, which is equal in processes whose passes make the same ones."""
+        told = repr([(c.module, c.name, c.shapes, c.args, c.kwargs) for c in self.calls])
+        return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", told).encode()).hexdigest()[:12]
+
 
 @torch.enable_grad()
 def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) -> Trace:
     """The calls of a forward pass in training.
 
     Args:
-        model: without memory (:func:`distseg.models.layers.hollow`), in float64, so that casts to the usual types are seen.
+        model: without memory (:func:`distseg.models.layers.hollow`). In float64 it makes float64 wherever its code asks for float32.
 
     Raises:
         CanNotCapture: the model fails at this size, or does what can't be followed.
@@ -114,6 +122,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
         raise
     except Exception as e:
         raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
+    check_statistics(recorder.calls)
     if not isinstance(result, Tensor):
         raise CanNotCapture(returned(result, last_line_of(lambda: run(model, image))))
     value = recorder.value_of(result, "the network's result")
@@ -135,6 +144,28 @@ def returned(result: Any, line: str | None = None) -> str:
     kind = f"a {type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
     where, such = f" ({line})" if line else "", f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}" if names else ""
     return f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights{such}, or write a module around it whose forward returns one"
+
+
+def check_statistics(calls: Sequence[Called]) -> None:
+    """Refuse a pass that looks at running statistics which its own norms move: they move once a step, not with each pass.
+
+    Raises:
+        Hidden: naming the call.
+    """
+    moved: set[str] = set()
+    for call in calls:
+        given = dict(zip(_OF_BATCH_NORM, call.args)) | call.kwargs
+        if call.name == "batch_norm" and given.get("training"):
+            moved |= {x.name for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Kept)}
+    moved |= {f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".") for name in moved}
+    for call in calls:
+        read = [kept.name for kept in found_in((call.args, call.kwargs), Kept) if kept.name in moved]
+        counts = getattr(call.function, "__name__", "") in ("add_", "__iadd__") and all(name.endswith("num_batches_tracked") for name in read)
+        if read and call.name != "batch_norm" and not counts:
+            raise Hidden(f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: compute that in the training loop")
+
+
+_OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 @contextmanager
@@ -211,11 +242,15 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Called] = []
         self._model = model
+        self._wide = image.dtype == torch.float64
         self._known: dict[int, _Known] = {}
         self._views: dict[int, tuple[Tensor, Any]] = {}  # of tensors that are parts of others by an index: the other, and the index
         self._sharing: dict[int, dict[int, _Known]] = {}  # those of one memory together
         self._apart: dict[int, dict[int, str]] = {}  # by memory, tensors that don't tell others of their changes (x.data), and where they were taken
         self.inside: list[str] = []
+        norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training and m.track_running_stats}
+        self._counted = {f"{name}.{own}".lstrip(".") for name, m in norms.items() for own in m._buffers}
+        self._autocast = torch.is_autocast_enabled("cpu")
         self._drawn: list[bool] | None = None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -241,7 +276,7 @@ class _Recorder(TorchFunctionMode):
         raise CanNotCapture(f"saved_tensors_hooks in {self._where} may change what the backward pass computes with: leave it out")
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        function, args, kwargs = unnarrowed(function, args, kwargs or {})
+        function, args, kwargs = unnarrowed(function, args, kwargs or {}) if self._wide else (function, args, kwargs or {})
         name = _name_of(function)
         if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
             raise CanNotCapture(f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch")
@@ -258,6 +293,7 @@ class _Recorder(TorchFunctionMode):
             drawn, self._drawn = self._drawn, None
         made = found_in(result, Tensor)
         changed = {key for key, x in given.items() if x._version != versions[key]}
+        self._check_types(name)
         self._check_graded(name, [given[key] for key in changed])
         self._check(name, args, drawn)
         if _plain(name) == "__setitem__" and isinstance(self._value_or_none(args[0]), (Made, type(None))):
@@ -293,6 +329,8 @@ class _Recorder(TorchFunctionMode):
     def _looked_at(self, given: Sequence[Tensor]) -> str:
         """Return the message about a function that wants to know the numbers of tensors."""
         kept = next((known.value.name for x in given if (known := self._known.get(id(x))) and isinstance(known.value, Kept)), None)
+        if kept in self._counted:
+            raise Hidden(f"{self._where} reads {kept}, which a norm moves once a step, not with each pass: compute that in the training loop")
         return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
@@ -308,6 +346,13 @@ class _Recorder(TorchFunctionMode):
         if _plain(name) in _HOOKS or name.endswith("grad_fn.__get__") and is_users(sys._getframe(2).f_code):
             what = "grad_fn" if name.endswith("__get__") else _plain(name)
             raise CanNotCapture(f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+
+    def _check_types(self, name: str) -> None:
+        """Refuse what depends on the type that a run computes in, or on how far the step is."""
+        if torch.is_autocast_enabled("cpu") != self._autocast:
+            raise CanNotCapture(f"{_plain(name)} in {self._where} runs under an autocast of its own: leave types to train.precision")
+        if name.endswith(".grad.__get__") and is_users(sys._getframe(2).f_code):
+            raise Hidden(f"{self._where} reads the gradient of a tensor, which depends on what was computed before: compute it in the training loop")
 
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
         """Refuse a change, without gradients, of what a gradient goes through: it would go through what was there before."""
@@ -363,7 +408,8 @@ class _Recorder(TorchFunctionMode):
             given = dict(zip(("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"), args)) | kwargs
             if given.get("mode") in _SMOOTH:
                 return function(**given | dict(mode="nearest", align_corners=None, antialias=False))
-        return widened(function(*args, **kwargs), args, kwargs)
+        result = function(*args, **kwargs)
+        return widened(result, args, kwargs) if self._wide else result
 
     def _note(self, x: Tensor, value: Made, rebound: set[int]) -> None:
         known = self._known.get(id(x))
@@ -426,7 +472,7 @@ class _Recorder(TorchFunctionMode):
 
     def _constant(self, x: Tensor) -> Made:
         """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
-        found = widened(x.detach().clone())
+        found = widened(x.detach().clone()) if self._wide else x.detach().clone()
         self.calls.append(Called("tensor", partial(_itself, found), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), True, (found.dtype,)))
         self._know(x, Made(len(self.calls) - 1))
         return Made(len(self.calls) - 1)

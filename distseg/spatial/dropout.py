@@ -17,7 +17,7 @@ DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
 
 def channel_mask(p: float, k: int, channels: int) -> Tensor:
     """(C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
-    return torch.from_numpy((rng.uniform(k, channels) >= p) / (1 - p))
+    return torch.from_numpy((rng.uniform(k, channels) >= p) / _share_kept(p))
 
 
 def image_mask(p: float, k: int) -> Tensor:
@@ -30,7 +30,12 @@ def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Bo
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
         position = position.unsqueeze(-1) * n + torch.arange(a, b, device=device)
-    return (rng.uniform_at(k, position) >= p).to(dtype) / (1 - p)
+    return (rng.uniform_at(k, position) >= p).to(dtype) / _share_kept(p)
+
+
+def _share_kept(p: float) -> float:
+    """Return 1 - p, and 1 where nothing is kept that could be divided by it."""
+    return 1 - p if p < 1 else 1.0
 
 
 class KeyedDropout(nn.Module):

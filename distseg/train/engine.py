@@ -9,6 +9,7 @@ from typing import Callable, ContextManager, Sequence
 import torch
 from torch import nn
 
+from distseg.agree import agree
 from distseg.check import check_settings
 from distseg.comm.collective import add
 from distseg.comm.staging import upload
@@ -23,7 +24,7 @@ from distseg.models.bands import channels_of
 from distseg.models.hidden import check_exact
 from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
-from distseg.models.network import channels_of_maps, flat_layers, refusals
+from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
@@ -78,6 +79,7 @@ class Engine(Descent):
             freeze(model, config.optim)
             check_trainable(model)
             check_exact(model, image)
+            told = fingerprint_of(model)
             own_memory(model)
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
@@ -89,6 +91,7 @@ class Engine(Descent):
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
+        agree(mesh.world, {"what the network calls": told}, "Let its forward pass not follow the order of a set, the process, or the rank")
         super().__init__(config, mesh, model, self.device)
         budget = self._budget(config.run.memory) if activations and config.run.memory is not None else None
         with together(mesh.world):

@@ -77,7 +77,7 @@ class Run:
             self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
-            for size in {min(sizes.values(), key=math.prod), max(sizes.values(), key=math.prod)}:
+            for size in sorted(set(sizes.values()))[world.rank :: world.size]:  # ranks share the work
                 check_calls(self.model, size, config.data.images)
             if config.train.method != "patchgd":  # whose norms see patches
                 check_norms(config, self.model, sizes)

@@ -67,15 +67,22 @@ struct Runs {
         if (s.channels_last && period < 64) period *= (64 + period - 1) / period;
         lanes = s.channels_last ? period : std::min(period, s.width);
     }
-    int64_t plane(int64_t run) const { return run % rows / s.height; }
-    int64_t row(int64_t run) const { return run % rows % s.height; }
-    int64_t channel(int64_t run) const { return run / rows; }  // where channels come first
-    int64_t offset(int64_t run, const Strides& t) const { return channel(run) * t.channel + plane(run) * t.plane + row(run) * t.row; }
     int64_t values(int64_t pixels) const { return s.channels_last ? pixels * s.channels : pixels; }
-    bool owned(int64_t run) const {
-        int64_t d = plane(run), h = row(run);
-        return s.own[0] <= d && d < s.own[1] && s.own[2] <= h && h < s.own[3];
+};
+
+// One of them, told on from the one before: a division for each would take as long as a short run.
+struct Run {
+    const Shape& s;
+    int64_t channel, plane, row;  // the channel where channels come first, else 0
+    Run(const Runs& runs, int64_t number) : s(runs.s), channel(number / runs.rows), plane(number % runs.rows / runs.s.height), row(number % runs.rows % runs.s.height) {}
+    void advance() {
+        if (++row < s.height) return;
+        row = 0;
+        if (++plane < s.depth) return;
+        plane = 0, ++channel;
     }
+    int64_t offset(const Strides& t) const { return channel * t.channel + plane * t.plane + row * t.row; }
+    bool owned() const { return s.own[0] <= plane && plane < s.own[1] && s.own[2] <= row && row < s.own[3]; }
 };
 
 // Parameters of channels as the inner loops want them: a period of values, or one.
@@ -101,6 +108,11 @@ template <class F> static void each_thread(const Runs& runs, F work) {
     int64_t threads = std::max<int64_t>(1, std::min(runs.s.threads, runs.count));
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t t = 0; t < threads; ++t) work(t, runs.count * t / threads, runs.count * (t + 1) / threads);
+}
+
+template <class F> static inline void each_run(const Runs& runs, int64_t first, int64_t last, F f) {
+    Run run(runs, first);
+    for (int64_t r = first; r < last; ++r, run.advance()) f(run);
 }
 
 // ---- moments -------------------------------------------------------------------------------------------------------
@@ -177,8 +189,9 @@ template <class T> static void moments(const Shape& s, const Strides& sx, const 
     Runs runs(s);
     std::vector<MomentsOfRuns<T, A>> parts(std::max<int64_t>(1, s.threads), MomentsOfRuns<T, A>(runs));
     each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
-        for (int64_t r = first; r < last; ++r)
-            if (runs.owned(r)) parts[t].add(x + runs.offset(r, sx) + runs.values(s.own[4]), s.own[5] - s.own[4], runs.channel(r) * !s.channels_last);
+        each_run(runs, first, last, [&](const Run& run) {
+            if (run.owned()) parts[t].add(x + run.offset(sx) + runs.values(s.own[4]), s.own[5] - s.own[4], run.channel);
+        });
         parts[t].flush();
     });
     Moments all(s.channels);
@@ -207,11 +220,11 @@ static void forward(const Shape& s, const Strides& sx, const Strides& sy, const 
     Runs runs(s);
     each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
         Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
-        for (int64_t r = first; r < last; ++r) {
-            int64_t n = runs.values(s.width);
-            auto run = [&](auto p, auto a, auto b) { normalise(x + runs.offset(r, sx), y + runs.offset(r, sy), n, s.channels_last ? runs.period : n, p, a, b, A(slope)); };
-            with(runs, runs.channel(r), run, p, a, b);
-        }
+        int64_t n = runs.values(s.width);
+        each_run(runs, first, last, [&](const Run& run) {
+            auto part = [&](auto p, auto a, auto b) { normalise(x + run.offset(sx), y + run.offset(sy), n, s.channels_last ? runs.period : n, p, a, b, A(slope)); };
+            with(runs, run.channel, part, p, a, b);
+        });
     });
 }
 
@@ -240,8 +253,8 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
     each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
         Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
         std::vector<A> s1(runs.period), s2(runs.period);
-        int64_t added = 0, apart = s.channels_last ? s.channels : 1;
-        auto flush = [&](int64_t channel) {
+        int64_t added = 0, channel = 0, apart = s.channels_last ? s.channels : 1, whole = runs.values(s.width), step = FLUSH * runs.period;
+        auto flush = [&] {
             for (int64_t j = 0; j < runs.lanes; ++j) {
                 parts[t][channel + j % apart] += s1[j];
                 parts[t][s.channels + channel + j % apart] += s2[j];
@@ -249,18 +262,18 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
             }
             added = 0;
         };
-        for (int64_t r = first; r < last; ++r) {
-            int64_t c = s.channels_last ? 0 : runs.channel(r), whole = runs.values(s.width), step = FLUSH * runs.period;
-            const T *gr = g + runs.offset(r, sg), *xr = x + runs.offset(r, sx);
+        each_run(runs, first, last, [&](const Run& run) {
+            if (run.channel != channel) flush();
+            channel = run.channel;
+            const T *gr = g + run.offset(sg), *xr = x + run.offset(sx);
             for (int64_t i = 0; i < whole; i += step) {
                 int64_t n = std::min(step, whole - i);
-                with(runs, c, [&](auto p, auto a, auto b) { add_sums(gr + i, xr + i, n, runs.period, p, a, b, A(slope), s1.data(), s2.data()); }, p, a, b);
+                with(runs, channel, [&](auto p, auto a, auto b) { add_sums(gr + i, xr + i, n, runs.period, p, a, b, A(slope), s1.data(), s2.data()); }, p, a, b);
                 added += n;
-                if (added >= step) flush(c);
+                if (added >= step) flush();
             }
-            if (!s.channels_last && (r + 1 == last || runs.channel(r + 1) != c)) flush(c);
-        }
-        if (s.channels_last) flush(0);
+        });
+        flush();
     });
     for (int64_t c = 0; c < s.channels; ++c) {
         sum[c] = weighted[c] = 0;
@@ -288,19 +301,19 @@ static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const
     std::vector<A> zeros(s.channels);
     each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
         Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias), k(runs, tilt), h(runs, shift), none(runs, zeros.data());
-        for (int64_t r = first; r < last; ++r) {
+        each_run(runs, first, last, [&](const Run& r) {
             auto part = [&](int64_t begin, int64_t end, const Parameter<A>& tilt, const Parameter<A>& shift) {
                 int64_t i = runs.values(begin), n = runs.values(end - begin);
                 auto run = [&](auto p, auto a, auto b, auto k, auto h) {
-                    add_gradient(g + runs.offset(r, sg) + i, x + runs.offset(r, sx) + i, dx + runs.offset(r, sd) + i, n, s.channels_last ? runs.period : n, p, a, b, A(slope), k, h);
+                    add_gradient(g + r.offset(sg) + i, x + r.offset(sx) + i, dx + r.offset(sd) + i, n, s.channels_last ? runs.period : n, p, a, b, A(slope), k, h);
                 };
-                if (n > 0) with(runs, runs.channel(r), run, p, a, b, tilt, shift);
+                if (n > 0) with(runs, r.channel, run, p, a, b, tilt, shift);
             };
-            int64_t begin = runs.owned(r) ? s.own[4] : s.width, end = runs.owned(r) ? s.own[5] : s.width;
+            int64_t begin = r.owned() ? s.own[4] : s.width, end = r.owned() ? s.own[5] : s.width;
             part(0, begin, none, none);
             part(begin, end, k, h);
             part(end, s.width, none, none);
-        }
+        });
     });
 }
 

@@ -99,34 +99,56 @@ def norm_forward(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
         y; mean and sum of squared deviations (2, rows, channels or groups) float64; and what :func:`norm_backward` takes.
     """
     last = lies_last(x)
-    x, result = _in_runs(x, last), torch.empty_like(x)
-    x, y = _merged(last, x, result)
-    images, channels = x.shape[:2]
-    statistics = torch.empty(2, norm.rows(images), norm.groups or channels, dtype=torch.float64)
-    numbers = torch.empty(images, 5, channels, dtype=torch.float64)
-    keys = None if norm.keys is None else (ctypes.c_uint64 * images)(*norm.keys)
+    x = _in_runs(x, last)
+    y = torch.empty_like(x)
+    plan = _plan(norm[:5], norm.keys is not None, last, x.shape, (x.stride(), y.stride()), torch.get_num_threads())
+    channels = x.shape[1]
+    statistics = torch.empty(2, norm.rows(len(x)), norm.groups or channels, dtype=torch.float64)
+    numbers = torch.empty(plan.images, 5, channels, dtype=torch.float64)
+    keys = None if norm.keys is None else (ctypes.c_uint64 * plan.images)(*norm.keys)
     weight, bias = _widened(weight, x), _widened(bias, x)
     _function("norm_forward", x.dtype)(
-        ctypes.byref(_shape(x, last)), ctypes.byref(_of(norm, images)), ctypes.byref(_strides(x)), ctypes.byref(_strides(y)), x.stride(0), y.stride(0), x.data_ptr(), y.data_ptr(),
-        keys, _address(weight), _address(bias), statistics.data_ptr(), statistics.data_ptr() + 4 * statistics.numel(), numbers.data_ptr(),
-    )  # fmt: skip
-    return result, statistics, numbers
+        *plan.told, x.data_ptr(), y.data_ptr(), keys, _address(weight), _address(bias), statistics.data_ptr(), statistics.data_ptr() + 4 * statistics.numel(), numbers.data_ptr()
+    )
+    return y, statistics, numbers
 
 
 def norm_backward(g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, and of weight and bias, (C,) float64."""
     last = lies_last(x)
     g, x = _in_runs(g, last), _in_runs(x, last)
-    result = torch.empty_like(x)
-    g, x, dx = _merged(last, g, x, result)
-    images, channels = x.shape[:2]
+    dx, channels = torch.empty_like(x), x.shape[1]
+    plan = _plan(norm[:5], norm.keys is not None, last, x.shape, (g.stride(), x.stride(), dx.stride()), torch.get_num_threads())
     found = torch.empty(2, channels, dtype=torch.float64)
-    weight = _widened(weight, x)
+    weight, numbers = _widened(weight, x), numbers.expand(plan.images, -1, -1).contiguous()
     _function("norm_backward", x.dtype)(
-        ctypes.byref(_shape(x, last)), ctypes.byref(_of(norm, images)), ctypes.byref(_strides(g)), ctypes.byref(_strides(x)), ctypes.byref(_strides(dx)),
-        g.stride(0), x.stride(0), dx.stride(0), g.data_ptr(), x.data_ptr(), dx.data_ptr(), _address(weight), numbers.data_ptr(), found.data_ptr(), found.data_ptr() + 8 * channels,
-    )  # fmt: skip
-    return result, found[0], found[1]
+        *plan.told, g.data_ptr(), x.data_ptr(), dx.data_ptr(), _address(weight), numbers.data_ptr(), found.data_ptr(), found.data_ptr() + 8 * channels
+    )
+    return dx, found[0], found[1]
+
+
+class _Plan(NamedTuple):
+    """What a kernel of whole images is told but for addresses: their form, the norm, how each tensor lies in memory, and from one image to the next."""
+
+    images: int
+    told: tuple
+
+
+@lru_cache(4096)
+def _plan(norm: tuple, keyed: bool, last: bool, shape: Sequence[int], strides: Sequence[Sequence[int]], threads: int) -> _Plan:
+    """Return that of tensors of this shape, which lie so; worked out once, as it would take as long as a small map."""
+    norm = Norm(*norm)
+    tensors = _merged(last, *(torch.empty_strided(shape, each, device="meta") for each in strides))
+    if norm.joint and not keyed:
+        tensors = _as_one(tensors)
+    images, form = len(tensors[0]), _shape_of(tuple(tensors[0].shape[1:]), last, None, threads)
+    structures = form, _Norm(images, norm.groups, norm.joint, norm.eps, norm.slope, norm.p), *map(_strides, tensors)
+    return _Plan(images, (*map(ctypes.byref, structures), *(x.stride(0) for x in tensors)))
+
+
+def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same as planes of one image, as they share statistics: of small maps an image each would take longer than its pixels. Volumes have planes of their own."""
+    return images if images[0].dim() > 4 else [x.transpose(0, 1)[None] for x in images]
 
 
 def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
@@ -134,13 +156,12 @@ def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
     return [x.flatten(2) for x in images] if not last and all(x.is_contiguous() for x in images) else images
 
 
-def _of(norm: Norm, images: int) -> _Norm:
-    return _Norm(images, norm.groups, norm.joint, norm.eps, norm.slope, norm.p)
-
-
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     """In the type that the kernel computes in."""
-    return None if parameter is None else parameter.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    if parameter is None:
+        return None
+    wanted = torch.promote_types(x.dtype, torch.float32)
+    return parameter if parameter.dtype == wanted and parameter.is_contiguous() else parameter.detach().to(wanted).contiguous()
 
 
 def _address(x: Tensor | None) -> int | None:

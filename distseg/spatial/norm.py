@@ -19,6 +19,7 @@ own, which on today's machines are what a norm costs.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Iterable, NamedTuple
 
 import torch
@@ -329,9 +330,9 @@ class _WholeNorm(torch.autograd.Function):
         found = norm.whole(x)
         count = x.shape[2:].numel() * (len(x) if found.joint else 1) * (x.shape[1] // found.groups if found.groups else 1)
         norm._check_count(count)
-        y, (mean, m2), ctx.numbers = compiled.norm_forward(x, found, weight, bias)
+        y, statistics, ctx.numbers = compiled.norm_forward(x, found, weight, bias)
         if norm.tracks and norm.training and norm.context.tracking:
-            norm.note(Moments(torch.tensor(count, dtype=torch.float64), mean[0], m2[0]))
+            norm.note(Moments(_number(count), *statistics[:, 0]))
         ctx.norm = found
         ctx.save_for_backward(weight, x)
         return y
@@ -341,6 +342,12 @@ class _WholeNorm(torch.autograd.Function):
         weight, x = ctx.saved_tensors
         dx, *gradients = compiled.norm_backward(g, x, ctx.norm, weight, ctx.numbers)
         return None, *(None if weight is None else d.to(weight.dtype) for d in gradients), dx
+
+
+@lru_cache(1024)
+def _number(count: int) -> Tensor:
+    """Return a count as a tensor, which nobody writes to."""
+    return torch.tensor(count, dtype=torch.float64)
 
 
 class _JointNorm(torch.autograd.Function):
@@ -541,13 +548,13 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     channels = [m.mean.numel() for m in seen]
     counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
     mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
-    total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
+    total = mine if groups_comm.size == 1 else combine(mine.unpacked(gather(mine.packed(), groups_comm)))
     variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
     for (n, _), mean, var in zip(turns, total.mean.flatten().split(channels), variances.flatten().split(channels)):
         running = n.running
         running.running_mean.lerp_(mean.to(running.running_mean), n.momentum)
         running.running_var.lerp_(var.to(running.running_var), n.momentum)
-        running.num_batches_tracked += 1
+        running.num_batches_tracked.add_(1)
         n.seen.clear()
     for n in norms:
         for field in RUNNING if n.keeper else ():  # as checkpoints have them, by each place's name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from functools import partial
+from functools import cached_property, partial
 from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -72,7 +72,7 @@ class TiledModel(nn.Module):
         self.live_in_training = bool(self.norms)
         self._frees: dict[tuple, dict[int, list[int]]] = {}
 
-    @property
+    @cached_property
     def norms(self) -> list[DistributedNorm]:
         return [m for m in self.model.modules() if isinstance(m, DistributedNorm)]
 
@@ -93,6 +93,7 @@ class TiledModel(nn.Module):
             if position not in positions:
                 _put(self.model, name, Elsewhere(layer))
         self.layers = [layer for _, layer in flat_layers(self.model)]
+        del self.norms
 
     def begin_at(self, ranges: Sequence[range]) -> None:
         """Stages are these layers: what they are handed is another's, so nothing is done to it in place."""
@@ -156,6 +157,8 @@ class TiledModel(nn.Module):
             inputs = self.inputs[number]
             if isinstance(layer, DistributedNorm):
                 return layer.joint([had[inputs[0]] for had in maps])
+            if isinstance(layer, Folded):
+                return [had[inputs[0]] for had in maps]
             return [self._one(layer, *(had[source] for source in inputs), index=i, store=stores[i]) for i, had in enumerate(maps)]
 
         return compute

@@ -26,7 +26,15 @@ from distseg.comm.staging import upload
 from distseg.config import LossConfig
 
 
-class CrossEntropy:
+class Term:
+    """A part of a loss."""
+
+    def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the sums of each image, (B, sums)."""
+        return torch.stack([self.of(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))])
+
+
+class CrossEntropy(Term):
     sums, linear = 2, True
     takes = ("class_weights", "label_smoothing")
 
@@ -44,6 +52,13 @@ class CrossEntropy:
         )
         return torch.stack((total, self.counts(labels)[1].to(total)))
 
+    def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.weights is not None or labels[0].numel() > 1:
+            return super().rows(logits, labels)
+        c, labels = self.config, labels.flatten()
+        total = F.cross_entropy(logits.flatten(1), labels.long(), ignore_index=c.ignore_index, reduction="none", label_smoothing=c.label_smoothing)
+        return torch.stack((total, (labels != c.ignore_index).to(total)), 1)
+
     def counts(self, labels: Tensor) -> Tensor:
         valid = labels != self.config.ignore_index
         if self.weights is None:
@@ -57,7 +72,7 @@ class CrossEntropy:
         return _ratio(table[:, 0].sum(), table[:, 1].sum())
 
 
-class PixelMean:
+class PixelMean(Term):
     """A loss that is the plain mean of a value per valid pixel."""
 
     sums, linear = 2, True
@@ -129,7 +144,7 @@ class AbsoluteError(SquaredError):
         return (logits.squeeze(1) - labels).abs()
 
 
-class Dice:
+class Dice(Term):
     linear = False
     takes = ("dice_over", "smooth")
 
@@ -186,8 +201,7 @@ class Loss:
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(B, outputs * C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = logits.chunk(len(self.outputs), 1)
-        return torch.stack([torch.cat([term.of(z[b : b + 1], labels[b : b + 1]) for z in each for _, term in self.terms]) for b in range(len(logits))])
+        return torch.cat([term.rows(z, labels) for z in logits.chunk(len(self.outputs), 1) for _, term in self.terms], 1)
 
     def counts(self, labels: Tensor) -> Tensor:
         """The part of :meth:`rows` that labels determine, zeros elsewhere; float64."""

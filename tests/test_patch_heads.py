@@ -19,6 +19,7 @@ from distseg.data.store import Store, StoreWriter
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
 from distseg.mesh import Mesh
+from distseg.models.network import user_names
 from distseg.models.patch_heads import AttentionHead, GridHead, make_head
 from distseg.models.patch_zoo import network_of, with_grid
 from distseg.train.optim import learning_rate
@@ -301,11 +302,67 @@ def mapped(features, outputs):
     return nn.Conv2d(features, outputs, 1)
 
 
+def several_grids(path):
+    """A store of two images, with grids of 4x4 and 2x4 patches of 16x16."""
+    with StoreWriter(path, ["dark", "bright"], 1) as writer:
+        for k, size in enumerate([(64, 64), (32, 64)]):
+            pixels = np.random.default_rng(k).integers(0, 200, (1, *size)).astype(np.uint8)
+            writer.add_image(f"image{k}", size, np.uint8, "train", False, label=k).write(Box.whole(size), pixels)
+    return path
+
+
+class Normed(nn.Module):
+    """A head of the user's whose norm takes the cells of all grids together."""
+
+    def __init__(self, features, outputs):
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(features, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, outputs)
+
+    def pooled(self, y):
+        return self.last(torch.linalg.vector_norm(torch.relu(y).flatten(2).softmax(2), dim=2))
+
+    def forward(self, z):
+        return self.pooled(self.norm(self.conv(z)))
+
+
+def cut(x):
+    """All patches of an image (1, height, width), row by row."""
+    return x.unfold(1, 16, 16).unfold(2, 16, 16).flatten(1, 2).movedim(0, 1)
+
+
+def test_a_norm_of_several_grids_is_of_all_their_cells(tmp_path):
+    """All patches at once: gradients, and running statistics, of a plain program that puts the cells of both images into one norm."""
+    from mpi4py import MPI
+
+    store = Store(several_grids(tmp_path / "s.h5"))
+    plan = published(tmp_path, 1, head="test_patch_heads:Normed", sampled=1.0, inner=1, head_channels=None)
+    plan = replace(plan, data=replace(plan.data, images=2))
+    network, mesh = network_of(plan, store.bands, len(store.classes)).double(), Mesh(MPI.COMM_SELF)
+    plain = nn.ModuleDict({"backbone": backbone(store.bands, 256), "head": Normed(256, 2)}).double()
+    plain.load_state_dict(user_names(network.state_dict().items(), network))
+    engine = PatchEngine(plan, mesh, network, precision="fp64")
+    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    engine.gradients.zero()
+    found = engine.backward(images, engine.fill(images), 0)
+    grids = [[n // 16 for n in size] for size in images.sizes]
+    patches = [cut(torch.from_numpy(store.read_normalised(s.image, s.box)).double()) for s in images.samples]
+    features = plain["backbone"](torch.cat(patches)).split([len(p) for p in patches])
+    maps = [plain["head"].conv(z.T.unflatten(1, grid)[None]).flatten(2) for z, grid in zip(features, grids)]
+    cells = plain["head"].norm(torch.cat(maps, 2)[..., None])[..., 0].split([m.shape[2] for m in maps], 2)
+    loss = F.cross_entropy(torch.cat([plain["head"].pooled(y) for y in cells]), images.labels)
+    loss.backward()
+    assert sorted(map(tuple, grids)) == [(2, 4), (4, 4)] and abs(found - loss.item()) <= TOLERANCE
+    own = user_names(engine.network.named_parameters(), engine.network)
+    for name, wanted in plain.named_parameters():
+        assert (own[name].grad - wanted.grad).norm() <= TOLERANCE * max(wanted.grad.norm(), 1e-3), name
+    statistics = user_names(engine.network.head.state_dict().items(), engine.network.head)
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert (statistics[name] - plain["head"].state_dict()[name]).norm() <= TOLERANCE, name
+
+
 def test_images_of_several_grids(tmp_path, refused):
     """One head takes them together, or refuses them before work."""
-    with StoreWriter(tmp_path / "s.h5", ["dark", "bright"], 1) as writer:
-        for k, size in enumerate([(64, 64), (32, 64)]):
-            writer.add_image(f"image{k}", size, np.uint8, "train", False, label=k).write(Box.whole(size), np.full((1, *size), 90 * k, np.uint8))
+    several_grids(tmp_path / "s.h5")
     flags = ["--data.store", str(tmp_path / "s.h5"), "--train.output", str(tmp_path / "run"), "--train.method", "patchgd", "--patchgd.patch", "16x16", "--patchgd.features", "8"]
     flags += ["--model.name", "distseg.models.classifier:residual", "--model.depth", "2", "--model.base_channels", "4", "--data.images", "2", "--train.epochs", "1"]
     assert "an image of 32x64 pixels has a grid of 2x4 patches, but this patchgd.head is made for 4x4" in refused("train", *flags, "--patchgd.head", "conv4")

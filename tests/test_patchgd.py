@@ -15,6 +15,7 @@ from test_images import done, write_store
 from distseg import rng
 from distseg.cli import main
 from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
+from distseg.data.loader import read_pixels
 from distseg.data.store import Store, StoreWriter
 from distseg.extents import Extents
 from distseg.geometry.tile import Box
@@ -274,3 +275,21 @@ def test_patches_cover_an_image():
             assert box.size == tuple(patch)
             seen[box.slices] += 1
         assert seen.min() > 0
+
+
+def test_patches_of_held_images_are_those_that_are_read(tmp_path):
+    """Overlapping ones of odd sizes, turned and coloured; images are held only where a round computes a good part of them."""
+    from mpi4py import MPI
+
+    store, plan = Store(write_store(tmp_path / "s.h5", size=(45, 61))), config(tmp_path, step=Extents("11x13"), sampled=1)
+    plan = replace(plan, data=replace(plan.data, augment=["flip", "colour"]))
+    mesh = Mesh(MPI.COMM_SELF)
+    few, many = (PatchEngine(p, mesh, network_of(p, store.bands, len(store.classes))) for p in (plan, replace(plan, patchgd=replace(plan.patchgd, sampled=0.3))))
+    read, held = (next(iter(PatchLoader(store, plan, mesh).epoch(0))) for _ in range(2))
+    boxes = patches_of((45, 61), (16, 16), (11, 13))
+    few._read(read, [(0, 0), (1, 3)])
+    many._read(held, [(i, p) for i in (0, 1) for p in range(6)])
+    assert not read._held and len(held._held) == 2
+    for i in (0, 1):
+        assert torch.equal(read.read(i, list(boxes)), held.read(i, list(boxes)))
+        assert torch.equal(held.read(i, [boxes[3]])[0], torch.from_numpy(read_pixels(store, [read.samples[i]], boxes[3])[0]))

@@ -108,9 +108,23 @@ class ChunkReader:
             Damage: of a chunk that the box touches.
             OSError: the disk can't be read there.
         """
-        out = np.empty(box.size, self.dtype)
-        for index, outside, inside in _touched(box, self.chunk):
-            out[outside] = self.load(index)[inside]
+        return self.read_boxes([box])[0]
+
+    def read_boxes(self, boxes: Sequence[Box]) -> np.ndarray:
+        """Return the pixels of boxes of one size, (boxes, *box.size); a chunk that several of them touch is loaded once.
+
+        Raises:
+            Damage, OSError: as :meth:`read`.
+        """
+        out = np.empty((len(boxes), *boxes[0].size), self.dtype)
+        wanted: dict[tuple[int, ...], list[tuple]] = {}
+        for number, box in enumerate(boxes):
+            for index, outside, inside in _touched(box, self.chunk):
+                wanted.setdefault(index, []).append(((number, *outside), inside))
+        for index, parts in wanted.items():
+            chunk = self.load(index)
+            for outside, inside in parts:
+                out[outside] = chunk[inside]
         return out
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:

@@ -64,6 +64,12 @@ def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
     return np.stack([_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box)))) for s in samples])
 
 
+def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
+    """The same of boxes of one size of one sample: (boxes, bands, *size) float32."""
+    pixels = store.read_normalised_boxes(sample.image, [_source(sample, box) for box in boxes])
+    return _coloured(sample, sample.turn.apply(pixels)).swapaxes(0, 1)
+
+
 def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """(B, *box.size) uint8; of whole images (B, 1, ...), int64 or float32."""
     if store.of_images:

@@ -118,14 +118,26 @@ class Store:
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """Pixels (bands, *box.size) as they are stored; means of them float32."""
-        self._check(name, box)
+        return self.read_boxes(name, [box])[:, 0]
+
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
+        """Return the same of boxes of one size side by side, (bands, boxes, *size)."""
+        for box in boxes:
+            self._check(name, box)
         k = self.shrink
-        found = self.reader(name, "pixels").read(Box((0, *(k * a for a in box.start)), (self.bands, *(k * b for b in box.stop))))
-        return found if k == 1 else shrunken(found, k)
+        stored = [Box((0, *(k * a for a in box.start)), (self.bands, *(k * b for b in box.stop))) for box in boxes]
+        found = self.reader(name, "pixels").read_boxes(stored)
+        return (found if k == 1 else np.stack([shrunken(pixels, k) for pixels in found])).swapaxes(0, 1)
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
         """(pixels - mean) / std in float32, (bands, *box.size); 0, the mean, where there is no data."""
         return normalised(self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box))
+
+    def read_normalised_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
+        """Return the same of boxes of one size side by side, (bands, boxes, *size)."""
+        valid = [self.valid(name, box) for box in boxes]
+        valid = None if valid[0] is None else np.stack(valid)
+        return normalised(self.read_boxes(name, boxes), self.mean, self.std, self.nodata(name), valid)
 
     def valid(self, name: str, box: Box) -> np.ndarray | None:
         """Return where the image's validity mask says that there is data, (*box.size) bool; None where it has no mask, or data everywhere."""

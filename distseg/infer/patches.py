@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Callable, ContextManager, Iterator, Protocol, Sequence
 
 import numpy as np
@@ -33,8 +35,13 @@ class Images(Protocol):
 
     sizes: list[tuple[int, ...]]
 
-    def read(self, image: int, box: Box) -> Tensor:
-        """(C, *box.size)"""
+    def read(self, image: int, boxes: list[Box]) -> Tensor:
+        """Return patches of one size, (boxes, C, *size)."""
+
+
+def read_pairs(images: Images, pairs: Sequence[tuple[int, Box]]) -> Tensor:
+    """Return patches of several images, (pairs, C, *patch); those of an image stand side by side."""
+    return torch.cat([images.read(i, [box for _, box in those]) for i, those in groupby(pairs, itemgetter(0))])
 
 
 class Filler:
@@ -92,7 +99,7 @@ class Filler:
         pairs = [(i, p) for i, those in enumerate(boxes) for p in range(len(those))]
         mine = pairs[comm.rank :: comm.size]
         chunks = [mine[a : a + self.at_once] for a in range(0, len(mine), self.at_once)]
-        read = (torch.stack([images.read(i, boxes[i][p]) for i, p in chunk]) for chunk in chunks)
+        read = (read_pairs(images, [(i, boxes[i][p]) for i, p in chunk]) for chunk in chunks)
         with self.evaluating():
             found = [self.features(x, (0,) * len(x)) for x in prefetch(read, 1)]
         return list(shared(torch.cat(found) if found else None, len(pairs), comm, self.device).split([len(those) for those in boxes]))
@@ -181,5 +188,5 @@ class OneScene:
     def sizes(self) -> list[tuple[int, ...]]:
         return [tuple(self.scene.size)]
 
-    def read(self, image: int, box: Box) -> Tensor:
-        return torch.from_numpy(self.scene.read(box))
+    def read(self, image: int, boxes: list[Box]) -> Tensor:
+        return torch.stack([torch.from_numpy(self.scene.read(box)) for box in boxes])

@@ -22,18 +22,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distseg import rng
 from distseg.comm.collective import Alone, add
 from distseg.config import Config
-from distseg.data.loader import bytes_of, read_labels, read_pixels
+from distseg.data.loader import bytes_of, read_labels, read_patches
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store import Store
 from distseg.geometry.tile import Box
-from distseg.infer.patches import Filler, PatchPredictor, shared
+from distseg.infer.patches import Filler, PatchPredictor, read_pairs, shared
 from distseg.launch import together
 from distseg.loss import Loss
 from distseg.mesh import Mesh
@@ -42,6 +43,9 @@ from distseg.models.patches import PatchNetwork, check_patches, patches_of
 from distseg.spatial.context import Context
 from distseg.train.descent import Descent
 from distseg.train.optim import freeze
+
+
+_HELD = 8  # times the pixels that are computed together, images are kept in memory for a step: the maps made of those take more
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,33 @@ class Patches:
     def labels(self) -> Tensor:
         return torch.tensor([self.store.label(sample.image) for sample in self.samples])
 
-    def read(self, image: int, box: Box) -> Tensor:
-        """(C, *box.size)"""
-        self.note(bytes_of(self.store, [self.samples[image]], box.pixels, 0))
-        return torch.from_numpy(read_pixels(self.store, [self.samples[image]], box)[0])
+    @cached_property
+    def _held(self) -> list[Tensor]:
+        return []
+
+    def hold(self) -> None:
+        """Read the images whole, if they have not been: patches are then cut out of them."""
+        if not self._held:
+            self._held.extend([self.read(i, [Box.whole(size)])[0] for i, size in enumerate(self.sizes)])
+
+    def read(self, image: int, boxes: list[Box]) -> Tensor:
+        """Return patches of one size, (boxes, C, *size)."""
+        if self._held:
+            return torch.stack([self._held[image][(..., *box.slices)] for box in boxes])
+        self.note(len(boxes) * bytes_of(self.store, [self.samples[image]], boxes[0].pixels, 0))
+        return torch.from_numpy(read_patches(self.store, self.samples[image], boxes))
+
+    @cached_property
+    def _orders(self) -> dict[int, tuple[int, np.ndarray]]:
+        return {}
+
+    def order(self, image: int, key: int, count: int) -> np.ndarray:
+        """Return the random order of an image's patches that belongs to a key; the last one is kept, as several iterations take a part of it."""
+        known, order = self._orders.get(image, (None, None))
+        if known != key:
+            order = rng.permutation(key, count)
+            self._orders[image] = key, order
+        return order
 
     def read_labels(self, image: int, box: Box) -> Tensor:
         """Of pixels, (*box.size)."""
@@ -227,9 +254,9 @@ class PatchEngine(Descent):
             count = len(self.network.patches(size))
             share = self._drawn_of(count)
             turn, at = divmod(j, math.ceil(count / share))
-            order = rng.permutation(rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count)
+            order = images.order(i, rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count)
             start = min(at * share, count - share)  # the last ones of an order may have come before
-            found += [(i, int(p)) for p in sorted(order[start : start + share])]
+            found += [(i, p) for p in sorted(order[start : start + share].tolist())]
         return found
 
     def _mine(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -237,7 +264,10 @@ class PatchEngine(Descent):
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
         """This rank's patches of the pairs, (patches, C, *patch)."""
-        return torch.stack([images.read(i, self.network.patches(images.sizes[i])[p]) for i, p in self._mine(pairs)])
+        boxes = [(i, self.network.patches(images.sizes[i])[p]) for i, p in self._mine(pairs)]
+        if sum(map(math.prod, images.sizes)) <= _HELD * sum(box.pixels for _, box in boxes):
+            images.hold()
+        return read_pairs(images, boxes)
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
         """Of the dropout masks of this rank's patches."""

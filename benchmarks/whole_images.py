@@ -3,7 +3,8 @@
 ``--parts compare``: the same small backbone on UltraMNIST for the same time of a processor by each method, and how many test images it then gets right; with ``--pretrain``
 its convolutions were trained before on digits alone, as the backbones of the paper's program were on ImageNet.
 ``--parts memory``: the peak of a process after a step, against the image's size. ``--parts time``: an exact step against plain PyTorch's, and filling Z against the
-backbone alone. Every case of the first two is a job of its own, on one thread.
+backbone alone. ``--parts step``: a step of PatchGD against a plain program of the same arithmetic (:mod:`benchmarks.patch_step`). Every case of the first two is a job of
+its own, on one thread.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import save_file
 
+from benchmarks import patch_step
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
@@ -56,7 +58,7 @@ _TIMES = 6  # that a case is evaluated while it trains
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--parts", nargs="*", choices=["compare", "memory", "time"], default=["compare", "memory", "time"])
+    parser.add_argument("--parts", nargs="*", choices=list(_PARTS), default=list(_PARTS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--size", type=int, default=256, help="side of the images compared on (default: %(default)s)")
     parser.add_argument("--digits", type=int, nargs=2, default=[1, 1], help="of an image, at least and at most (default: %(default)s)")
@@ -87,13 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in options.parts:
-            parts[part] = {"compare": _compare, "memory": _memory, "time": _time}[part](options, Path(folder))
+            parts[part] = _PARTS[part](options, Path(folder))
     rows = [{"part": part, **row} for part, those in parts.items() for row in those]
     shown = [{key: value for key, value in row.items() if key != "curve"} for row in rows]
     notes = (
         f"backbone {_BACKBONE}{f', its convolutions trained on digits alone for {options.pretrain:g} s before' if options.pretrain else ''}, base {options.base}, maximum over the image; {'-'.join(map(str, options.digits))} digits an image, so {10 if options.digits[1] == 1 else 28} classes; batches of 8, Adam {options.rate:g};\n"
         "exact by 2: micro-batches of 2 images, in which batch norm takes its statistics; downscale: by 4; crops: half the side, the label of the whole image; patchgd: patches of a quarter of the side, a quarter of them in each of 4 inner iterations;\n"
-        f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by {options.filled} at once where that is timed"
+        f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by {options.filled} at once where that is timed;\n"
+        "step: patches of 64x64 of images of 512x512, an eighth of them in each of 8 inner iterations, cnn head, Adam, float32, processor seconds of one thread; the plain program has the images in memory"
     )
     report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, (lambda path: draw(parts, path)) if {"compare", "memory"} & set(parts) else None)
 
@@ -296,9 +299,25 @@ def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     @torch.no_grad()
     def alone() -> None:
         for a in range(0, len(boxes), together):
-            backbone(torch.stack([batch.read(0, box) for box in boxes[a : a + together]]))
+            backbone(batch.read(0, boxes[a : a + together]))
 
     return {"the backbone alone": alone, "fill": lambda: engine.fill(batch)}
+
+
+def _step(options: argparse.Namespace, folder: Path) -> list[dict]:
+    """A step of PatchGD, in turns with the plain program's."""
+
+    def store(case: patch_step.Case) -> str:
+        path = folder / f"{case.side}.step.h5"
+        if not path.exists():
+            _prepare(path, case.side, (max(case.images for case in cases), 0, 0), (1, 1))
+        return str(path)
+
+    cases = patch_step.QUICK if options.quick else patch_step.CASES
+    return patch_step.compare(cases, repeats_of(options), store)
+
+
+_PARTS = {"compare": _compare, "memory": _memory, "time": _time, "step": _step}
 
 
 def draw(parts: dict[str, list[dict]], path: Path) -> None:

@@ -103,6 +103,8 @@ SAME = {
     "two batches": lambda m, x: (lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True))(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
     "spectra": lambda m, x: spectra(m, x),
     "a depth of one": lambda m, x: F.conv3d(x.unsqueeze(2), m.fc.weight[:, :, None, None, None].expand(-1, -1, 1, 3, 3), m.fc.bias, padding=(0, 1, 1)).squeeze(2),
+    "stacked batches": lambda m, x: two_batches(m, torch.stack([x, x.tanh()], 0).view(-1, *x.shape[1:])).view(2, len(x), *x.shape[1:]).mean(0),
+    "batches of chunks": lambda m, x: (lambda y: y[: len(x)] - y[len(x) :])(two_batches(m, torch.cat(x.repeat(1, 2, 1, 1).chunk(2, 1), 0))),
     "norms of frames": lambda m, x: (lambda y: F.group_norm(F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]).view_as(x))(x.reshape(len(x) * 2, 3, *x.shape[2:])),
     "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
     "recurrence over channels": lambda m, x: over_channels(m, x),

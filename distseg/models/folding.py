@@ -172,6 +172,10 @@ def _taken_apart(reader: "Reader", rule: Callable[..., Any], x: Value, args: tup
         if any([shape[0] for shape in call.shapes] != [n] * count for call, n in zip(reader.current, batches)):
             raise reader.refusal(_MIXED)
         return tuple(_group(reader, x, n) for n in range(count))
+    if name in ("view", "reshape", "unflatten"):
+        stacked = (Axis(cell=count), Axis(True), *x.axes[1:])
+        alike = all(call.shapes[0][:2] == (count, n) for call, n in zip(reader.current, batches)) and reader.made(x) == stacked
+        return replace(x, axes=stacked, joined=False) if alike else None
     if name != "__getitem__":
         return None
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -47,6 +47,8 @@ def reshaped(reader: Reader, x: Value) -> Value:
         axes = None
     if axes is not None and order_of(axes) == order_of(x.axes):
         return replace(x, axes=axes)  # no number moves
+    if x.rank > 2 and x.axes[0].cell > 1 and x.axes[0].of_channels and x.axes[1] == Axis(True) and axes == (Axis(True, x.axes[0].cell), *x.axes[2:]):
+        return replace(x, axes=axes, joined=True)  # batches that were stacked
     made = None if x.vector else regrouped(reader, x)
     if made is None:
         raise not_reshaped(reader, x)

@@ -56,6 +56,24 @@ def ranked(m, x):
     return y + (x.relu() * 0.5).round().flatten(2).topk(7)[0].sum(2)[..., None, None]  # many equal ones
 
 
+def statistics(m, x):
+    n, c, h, w = x.shape
+    y = x / (x.norm(3, dim=(2, 3), keepdim=True) + x.flatten(2).norm(float("-inf"), -1)[..., None, None]) + F.layer_norm(x.flatten(2), (h * w,)).view_as(x)
+    y = y + F.lp_pool2d(x, 2, x.shape[2:]) + x / (torch.count_nonzero(x > 0, dim=(2, 3)) + 1)[..., None, None]
+    least, most = torch.aminmax(x.flatten(2), dim=2)
+    y = y * (most - least).view(n, c, 1, 1) + x.flatten(1).max(1)[0].view(-1, 1, 1, 1) * (x > 0.9).flatten(2).any(-1)[..., None, None] * (x < 2).flatten(2).all(2).view(n, c, 1, 1)
+    y = y + x * F.layer_norm(x.view(n, 3, 2, h, w), (2, h, w)).view_as(x)
+    return y + x * (F.normalize(x.flatten(1), dim=1) * (h * w)).view_as(x)
+
+
+def of_vectors(m, x):
+    v, u = x.mean((2, 3)), x.amax((2, 3))
+    y = x * F.pairwise_distance(v, u).view(-1, 1, 1, 1) + m.fc.weight[v.argmax(1)][..., None, None] * F.bilinear(v, u, m.kernels.flatten(2)[..., :6])[..., None, None]
+    i = torch.triu_indices(6, 6, offset=4)
+    y = y + torch.bmm(v.unsqueeze(2), u.unsqueeze(1))[:, i[0], i[1]].sum(1).view(-1, 1, 1, 1) + x.gather(1, v.argsort(dim=1)[..., None, None].expand_as(x))
+    return y + torch.tensordot(x, m.vector.view(6, 1), dims=([1], [0])).permute(0, 3, 1, 2) + torch.tensordot(v, m.each.repeat(2, 2), 1)[..., None, None]
+
+
 def image_weights(m, x):
     n, c, h, w = x.shape
     s = m.fc(x.mean((2, 3)))
@@ -80,5 +98,5 @@ def of(function):
     return lambda in_channels, out_channels: Made(function, in_channels, out_channels)
 
 
-FUNCTIONS = dict(numbers=numbers, numpy_words=numpy_words, ranked=ranked, image_weights=image_weights, experts=experts)
+FUNCTIONS = dict(numbers=numbers, numpy_words=numpy_words, ranked=ranked, statistics=statistics, of_vectors=of_vectors, image_weights=image_weights, experts=experts)
 globals().update({f"with_{name}": of(function) for name, function in FUNCTIONS.items()})

@@ -297,7 +297,7 @@ REFUSED = {
     "mean of rows": (lambda m, x: x - x.mean(2, keepdim=True), "mean .* takes a mean over rows or columns of the image alone"),
     "maximum of rows": (lambda m, x: x / x.amax(3, keepdim=True), "amax .* takes a maximum over rows or columns of the image alone"),
     "sum of rows": (lambda m, x: x / x.sum(2, keepdim=True), "sum .* takes a sum over rows or columns of the image alone"),
-    "another norm": (lambda m, x: x / x.norm(p=3, dim=(2, 3), keepdim=True), "norm .* takes a norm of order 3"),
+    "another norm": (lambda m, x: x / x.norm(p=0, dim=(2, 3), keepdim=True), "norm .* takes a norm of order 0"),
     "a grid that grows": (lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 8, 4)), x.shape[2:]), "pools to .* whose cells depend on the image's size"),
     "a size of nothing": (lambda m, x: F.interpolate(F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]), "makes .* as many as no other map has, and no fraction of one"),
     "a factor of nothing": (lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5 + 1 / x.shape[2]), size=x.shape[2:]), "has a scale factor that follows the image's size|no fraction of one"),

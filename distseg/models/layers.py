@@ -367,7 +367,9 @@ class Formula(nn.Module):
 
 def _as_read(x: Tensor, read: Read) -> Tensor:
     x = x if read.axes is None else opened(x, read.axes)
-    return x if read.dtype is None else x.to(read.dtype)
+    if read.dtype is None:
+        return x
+    return (x if read.dtype == torch.bool else x.round()).to(read.dtype)  # a count comes of means, and so of rounding
 
 
 class Derived(nn.Module):

@@ -21,14 +21,14 @@ from distseg.models.statistics import Largest, LogSumExp, Products, Variance
 from distseg.models.values import Value
 
 
-def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn.Module], of_channels: Callable[..., Tensor] | None, what: str) -> Value:
+def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn.Module], of_channels: Callable[..., Tensor] | None, what: str, part: int = 0) -> Value:
     """Return a statistic over dims of channels, of all places, or of both.
 
     Args:
         args: those of the call, for channels alone.
         make: gives the layer that takes it over all places.
         of_channels: takes it of a vector over ``dim``; None: over places and channels together it is not known.
-        what: the statistic, for errors.
+        what: the statistic, for errors; ``part``: which of the call's results it is.
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -40,7 +40,7 @@ def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn
     vector = of_image(reader, x, make)
     if rest:
         vector = reader.applied(partial(of_channels, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest))
-    return formed(reader, vector)
+    return formed(reader, vector, part)
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
@@ -115,13 +115,42 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
     """Return the norm over all places, perhaps with some channels, with dims of length 1 in their place."""
     over = all_places(reader, x, dim, "a norm")
     rest = tuple(d for d in over if x.axes[d].cell != 1)
-    if p in (float("inf"),):
-        return _then(reader, of_image(reader, reader.applied(torch.abs, [x], "size"), partial(Max, first=False), "largest"), torch.amax if not rest else None, rest)
-    if p not in (1, 2, "fro", None):
-        raise reader.refusal(f"takes a norm of order {p}: of order 1, 2 and inf it is known")
-    each = reader.applied(torch.abs if p == 1 else torch.square, [x], "squares" if p != 1 else "size")
+    if p in (float("inf"), float("-inf")):
+        each = reader.applied(torch.abs if p > 0 else _less_than_nothing, [x], "size")
+        found = _then(reader, of_image(reader, each, partial(Max, first=False), "largest"), torch.amax if not rest else None, rest)
+        return found if p > 0 else reader.applied(torch.neg, [found], "least")
+    if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
+        raise reader.refusal(f"takes a norm of order {p}: of a number other than 0 it is known")
+    squares = p in (2, "fro", None)
+    each = reader.applied(torch.square if squares else torch.abs if p == 1 else _Power(p), [x], "squares" if squares else "size" if p == 1 else "powers")
     total = _then(reader, of_image(reader, each, partial(Mean, total=True), "total"), torch.sum, rest)
-    return total if p == 1 else reader.applied(root, [total], "root")
+    return total if p == 1 else reader.applied(root if squares else _Root(p), [total], "root")
+
+
+def _less_than_nothing(x: Tensor) -> Tensor:
+    return -x.abs()
+
+
+class _Power:
+    """Powers of what numbers are without their sign."""
+
+    __name__ = "power"
+
+    def __init__(self, p: float):
+        self.p = p
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.abs() ** self.p
+
+
+class _Root(_Power):
+    """Roots, whose gradient is 0 where they are of 0."""
+
+    __name__ = "root"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        some = x > 0
+        return x.where(some, 1) ** (1 / self.p) * some
 
 
 def _then(reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]) -> Value:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from distseg.models.arranging import filled_up, whole
+from distseg.models.axes import places_of
 from distseg.models.depth import through
 from distseg.models.folding import Deep, Folded, of_joined, unfolded
 from distseg.models.image_weights import convolved
@@ -136,11 +137,11 @@ class Rules:
             return self.formula((x, over, weight, bias, eps), {})
         if weight is not None or bias is not None:
             raise self.refusal("normalises places of the image with weights, one for each place: over channels, or without weights (elementwise_affine=False), it is known")
-        if not x.plain or len(over) not in (self.dims, self.dims + 1):
+        kept = x.axes[: x.rank - len(over)]
+        cells = [axis.cell for axis in kept if axis.cell != 1]
+        if x.vector or sorted(places_of(x.axes[len(kept) :])) != list(range(self.dims)) or any(axis.mixed for axis in kept):
             raise self.refusal(f"normalises some dims of {x!r}: over channels, over all places, or over both, it is known")
-        if len(over) == self.dims:
-            return self.layer((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1], x, x.channels, eps)
-        return self.layer(nn.GroupNorm, x, 1, x.channels, eps, False)
+        return self.layer(nn.GroupNorm, x, math.prod(cells), x.channels, eps, False, axes=x.axes)
 
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
         x, over = self.value(input), tuple(normalized_shape)
@@ -262,8 +263,11 @@ class Rules:
     def lp_pool2d(self: Reader, input, norm_type, kernel_size, stride=None, ceil_mode=False):
         x, p = self.map(input), float(norm_type)
         kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
-        settings = self.fixed_all(dict(kernel_size=self.each(kernel_size), stride=self.each(stride or kernel_size)))
         powers = self.applied(partial(torch.pow, exponent=p), [x], "powers")
+        if has_sizes(kernel_size) and whole(self, kernel_size, x):
+            total = of_image(self, powers, partial(Mean, total=True), "total")
+            return self.applied(partial(_rooted, count=1, p=p), [total], "root")
+        settings = self.fixed_all(dict(kernel_size=self.each(kernel_size), stride=self.each(stride or kernel_size)))
         means = self.layer(kind, powers, ceil_mode=ceil_mode, **settings)
         return self.applied(partial(_rooted, count=math.prod(settings["kernel_size"]), p=p), [means], "root")
 

@@ -156,6 +156,8 @@ class Channels:
         return over_channels(self, input, (input, dim, keepdim) if dim is not None else (input,), dim, "multiplies all places of the image with each other: over channels it is known")
 
     def __getitem__(self: Reader, input, index):
+        if not isinstance(input, Value) and isinstance(index, Value) and index.dtype == torch.int64:
+            return self.formula((input, index), {})  # some of the vectors that the network has learnt
         index, x = index if isinstance(index, tuple) else (index,), self.value(input)
         if (made := cut_to(self, x, index)) is not None:
             return made

@@ -61,7 +61,7 @@ class Statistics:
             return self.pointwise((input, dim), {})
         x = self.value(input)
         if isinstance(dim, int) and not self.of_channels(dim, x):
-            return reduced(self, x, dim, (), partial(Max, first=True), None, "a maximum")
+            return reduced(self, x, dim, (), partial(Max, first=True), _first, "a maximum")
         if dim is None:
             return reduced(self, x, None, (), partial(Max, first=False), None, "a maximum")
         return tuple(self.formula((x, dim, keepdim), {}, part) for part in (0, 1))
@@ -73,6 +73,24 @@ class Statistics:
         if isinstance(dim, int) and self.of_channels(dim, x):
             return tuple(self.formula((x, dim, keepdim), {}, part) for part in (0, 1))
         return _least(self, x, dim, Max(first=isinstance(dim, int)))
+
+    def aminmax(self: Reader, input, *, dim=None, keepdim=False):
+        x = self.value(input)
+        if dim is None or self.of_channels(dim, x):
+            raise self.refusal("takes minima and maxima over channels: write it as torch.amin and torch.amax")
+        return _least(self, x, dim, Max(first=False)), reduced(self, x, dim, (), partial(Max, first=False), None, "a maximum", 1)
+
+    def any(self: Reader, input, dim=None, keepdim=False):
+        return _of_truth(self, input, dim, keepdim, False)
+
+    def all(self: Reader, input, dim=None, keepdim=False):
+        return _of_truth(self, input, dim, keepdim, True)
+
+    def count_nonzero(self: Reader, input, dim=None):
+        x = self.value(input)
+        if self.of_channels(dim, x):
+            return self.formula((x, dim), {})
+        return reduced(self, self.applied(_truth, [x], "truth"), dim, (), partial(Mean, total=True), torch.sum, "a count")
 
     def var(self: Reader, input, dim=None, unbiased=None, keepdim=False, *, correction=None):
         return _deviation(self, (input, dim, unbiased, keepdim), correction, False)
@@ -103,6 +121,23 @@ class Statistics:
         if not self.of_channels(dim, self.value(x)):
             raise self.refusal("compares places of the image: over channels it is known")
         return self.pointwise((x1, x2, dim, eps), {})
+
+    def pairwise_distance(self: Reader, x1, x2, p=2.0, eps=1e-6, keepdim=False):
+        return over_channels(self, x1 if isinstance(x1, Value) else x2, (x1, x2, p, eps, keepdim), -1)
+
+    def bilinear(self: Reader, input1, input2, weight, bias=None):
+        maps = [self.value(x) for x in (input1, input2)]
+        if not all(self.of_channels(-1, x) for x in maps):
+            raise self.refusal("multiplies places of the image with weights, one for each place: over channels it is known")
+        return self.formula((*maps, weight, bias), {})
+
+    def tensordot(self: Reader, a, b, dims=2, out=None):
+        first = isinstance(a, Value)
+        x = self.value(a if first else b)
+        if isinstance(a, Value) and isinstance(b, Value):
+            raise self.refusal("multiplies two tensors of the image: write it as torch.einsum")
+        along = dims[0 if first else 1] if isinstance(dims, tuple) else tuple(range(-dims, 0) if first else range(dims))
+        return over_channels(self, x, (a, b, dims), along)
 
     def matmul(self: Reader, input, other):
         return matmul(self, input, other)
@@ -161,6 +196,11 @@ class Statistics:
 
     argmin = argmax
 
+    def argsort(self: Reader, input, dim=-1, descending=False, stable=False):
+        if not self.of_channels(dim, self.value(input)):
+            raise self.refusal(_RANKED)
+        return self.formula((input, dim, descending), {})
+
     def cdist(self: Reader, x1, x2, p=2.0, compute_mode="use_mm_for_euclid_dist_if_necessary"):
         return distances(self, x1, x2, p, compute_mode)
 
@@ -172,12 +212,31 @@ def _is_tensor(x: Any) -> bool:
     return not isinstance(x, (int, tuple)) and x is not None
 
 
+def _first(x: torch.Tensor, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    """Return the largest values along one dim, of equal ones the first."""
+    return x.max(*dim, keepdim=keepdim)[0]
+
+
+def _truth(x: torch.Tensor) -> torch.Tensor:
+    return (x != 0).to(torch.float64)
+
+
+def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
+    """Return whether any, or every, number is other than 0."""
+    x = reader.value(x)
+    if reader.of_channels(dim, x):
+        return reader.formula((x, dim, keepdim), {})
+    truth = reader.applied(_truth, [x], "truth")
+    return _least(reader, truth, dim, Max(first=False)) if every else reduced(reader, truth, dim, (), partial(Max, first=False), torch.amax, "a maximum")
+
+
 def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
     return x / norm.clamp_min(eps)
 
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
-    made = reduced(reader, reader.applied(torch.neg, [x], "turned"), dim, (), partial(Max, first=largest.first), None, "a minimum")
+    over_both = _first if largest.first else None
+    made = reduced(reader, reader.applied(torch.neg, [x], "turned"), dim, (), partial(Max, first=largest.first), over_both, "a minimum")
     return reader.applied(torch.neg, [made], "back")
 
 

@@ -5,6 +5,8 @@ import itertools
 import logging
 import os
 import random
+import re
+import statistics
 import threading
 import time
 import uuid
@@ -27,8 +29,40 @@ from distseg.models.hidden import check_exact
 from distseg.models.network import is_followed, refusals
 
 P = 0.001  # so rare that a pass hardly ever shows it
-CALLS, METER, LAST = 0, SimpleNamespace(passes=0), {}
+CALLS, METER, LAST, TURN, SCALES = 0, SimpleNamespace(passes=0), {}, [False], itertools.cycle([1.0, 1.5])
 DICE = random.Random(3)
+
+
+class Helper:
+    """What a module keeps, or a file has: its methods count elsewhere."""
+
+    count = 0
+
+    def tick(self):
+        type(self).count += 1
+
+    def globally(self):
+        global CALLS
+        CALLS += 1
+
+    def __call__(self, *_):
+        self.globally()
+
+    def __getitem__(self, key):
+        self.globally()
+
+    @property
+    def next(self):
+        METER.passes += 1
+
+
+class Other(nn.Module):
+    """A class of modules, of which no network has one."""
+
+    count = 0
+
+
+HELPER = HOOK = Helper()
 
 
 class Kept(nn.Module):
@@ -48,6 +82,9 @@ class Kept(nn.Module):
         self.meter, self.nested = SimpleNamespace(total=0.0), {"a": [{"passes": 0}]}
         self.pythons, self.numpys, self.old, self.torchs = random.Random(0), default_rng(0), np.random.RandomState(0), torch.Generator()
         self.plain, self.array = torch.zeros(3), np.zeros(3)
+        self.helper, self.kind = Helper(), Helper
+        if function is by_a_hook:
+            self.last.register_forward_hook(HOOK)
 
     def forward(self, x):
         x = self.function(self, F.relu(self.first(x)))
@@ -97,6 +134,54 @@ def by_helper(m, x):
 
 def of_class(m, x):
     type(m).count += 1
+    return x
+
+
+def of_a_class_of_modules(m, x):
+    Other.count += 1
+    return x
+
+
+def of_a_class_attribute(m, x):
+    m.kind.count += 1
+    return x
+
+
+def imports(m, x):
+    import made_outside
+
+    made_outside.tick()
+    return x
+
+
+def imports_from(m, x):
+    from made_outside import tick
+
+    tick()
+    return x
+
+
+def imports_by_name(m, x):
+    __import__("made_outside").tick()
+    return x
+
+
+def by_a_hook(m, x):
+    return x
+
+
+def in_turn(m, x):
+    TURN[0] = not TURN[0]
+    return x * (1 + TURN[0])
+
+
+def of_a_library(m, x):
+    statistics.passes = getattr(statistics, "passes", 0) + 1
+    return x
+
+
+def of_a_library_class(m, x):
+    nn.Conv2d.passes = getattr(nn.Conv2d, "passes", 0) + 1
     return x
 
 
@@ -229,6 +314,22 @@ STATE = {
     "a hook": (hook, "changes _forward_hooks of block"),
     "a mode": (lambda m, x: (m.history.append(m.training), x)[1], "changes history of the model"),
 }
+REACHED = {
+    "a method of an attribute": (lambda m, x: (m.helper.tick(), x)[1], "changes count of class Helper"),
+    "a method of a global": (lambda m, x: (HELPER.globally(), x)[1], "changes CALLS of test_hidden_state.py"),
+    "an operator": (lambda m, x: (m.helper[0], x)[1], "changes CALLS of test_hidden_state.py"),
+    "a property": (lambda m, x: (HELPER.next, x)[1], "changes METER of test_hidden_state.py"),
+    "an object as a hook": (by_a_hook, "changes CALLS of test_hidden_state.py"),
+    "a class as an attribute": (of_a_class_attribute, "changes count of class Helper"),
+    "a class of modules": (of_a_class_of_modules, "changes count of class Other"),
+    "a file that is imported": (imports, "changes passes of made_outside.py"),
+    "a function that is imported": (imports_from, "changes passes of made_outside.py"),
+    "a file that is imported by name": (imports_by_name, "changes passes of made_outside.py"),
+    "a library": (of_a_library, "changes passes of statistics"),
+    "a class of PyTorch's": (of_a_library_class, "changes passes of class Conv2d"),
+    "every other pass, of the file": (in_turn, "changes TURN of test_hidden_state.py"),
+    "in turn": (lambda m, x: x * next(SCALES), "changes SCALES of test_hidden_state.py"),
+}
 DRAWN = {
     "rand": lambda: torch.rand(()) < P,
     "item": lambda: torch.rand(1).item() < P,
@@ -305,11 +406,11 @@ def left_out_by_own(draw, m, x):
     return m.kept(x, m.training and draw(m))
 
 
-CASES = {f"state: {name}": case for name, case in STATE.items()}
+CASES = {f"state: {name}": case for name, case in (STATE | REACHED).items()}
 CASES |= {f"draw: {name}": (partial(left_out, draw), "draws random numbers|takes random numbers from the system") for name, draw in DRAWN.items()}
 CASES |= {f"own generator: {name}": (partial(left_out_by_own, draw), words) for name, (draw, words) in OWN.items()}
 CASES |= {f"asked: {name}": (partial(left_out, ask), f"({words}).* asks the machine") for name, (ask, words) in ASKED.items()}
-FEW = [f"asked: {name}" for name in ASKED if name != "the time"]  # which whole images have by the same way
+FEW = [*(f"state: {name}" for name in REACHED), *(f"asked: {name}" for name in ASKED if name != "the time")]  # which whole images have by the same way
 UNUSED = {"draw: unused": (lambda m, x: (torch.rand(3), x)[1], "rand in the model .* draws random numbers")}
 
 
@@ -325,7 +426,7 @@ def test_what_a_pass_does_besides_is_refused(name, attends):
     assert not is_followed(network)
     with pytest.raises(ValueError, match=f"can't be trained exactly: .*({words})") as refused:
         check_exact(network, (40, 56))
-    assert "test_hidden_state.py, line" in str(refused.value), refused.value
+    assert re.search(r"(test_hidden_state|made_outside)\.py, line", str(refused.value)), refused.value
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
 

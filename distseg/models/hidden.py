@@ -73,7 +73,9 @@ def check_left(made: Callable[[], nn.Module], before: Picture, after: Picture, l
     if not kept:
         used, fresh = made(), made()
         wanted = last(fresh)
-        there, same = picture(fresh, loose=True), True
+        there = picture(fresh, loose=True)
+        same = alike(last(fresh), wanted)
+        kept += there.changed(picture(fresh, loose=True))
         for other in others:
             with suppress(Exception):  # an image of another size, which it may not take
                 other(used)

@@ -1,23 +1,35 @@
-"""What the code of a module's forward pass reads outside the module: globals, attributes of its classes, variables of functions around.
+"""What the code of a module's forward pass reads outside the module: globals, attributes of classes and files, variables of functions around.
 
-Code is read, not run: the names in its byte code are looked up where Python would look them up.
+Code is read, not run: the names in its byte code are looked up where Python would look them up, and in every class and file that the
+code comes by. Objects that it comes by are followed: into the functions of their classes, and what they hold.
 """
 
 from __future__ import annotations
 
+import collections
+import dis
 import functools
+import importlib.util
+import sys
 import types
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from distseg.models.passes import is_library, is_users
 
 ITSELF = "itself"
 """The name under which a function is found in its own home: with its closure, its defaults and its attributes."""
-_FEW = 100  # parts of a container in which functions are looked for
-_BEGINS = ("forward", "__call__", "__getattr__", "__setattr__")
+_FEW = 100  # parts of a container that are followed
+_MANY = 100_000  # values that are followed
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, Tensor, np.ndarray, np.generic)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_MADE = {"__init__", "__new__", "__init_subclass__", "__del__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "__getstate__", "__setstate__"}
+"""Functions that no pass calls of modules that are there."""
+_FIXED = (type, types.ModuleType, types.FunctionType, staticmethod, classmethod, property)
+_OURS = {"torch", "distseg", "builtins", "numpy", "abc", "typing"}
 
 
 @dataclass
@@ -27,107 +39,179 @@ class Home:
     Attributes:
         owner: the class, function or file, as messages have it.
         names: of values that may change; not of functions, classes and modules.
+        which: tells classes and files of one name apart.
     """
 
     owner: str
     holder: Mapping[str, Any]
     names: dict[str, None] = field(default_factory=dict)
+    which: int = 0
 
 
 def homes_of(model: nn.Module) -> list[Home]:
     """Return the mappings outside a model's modules that the code of their forward passes reads, with the names it reads there."""
     search = _Search()
-    for kind in dict.fromkeys(map(type, model.modules())):
-        search.in_class(kind, _BEGINS)
-    for module in model.modules():
-        for value in vars(module).values():
-            for function in _functions_in(value):
-                search.in_function(function, type(module))
+    search.follow(model.modules())
+    search.run()
     return list(search.homes.values())
 
 
+def fields_of(x: Any) -> dict[str, Any]:
+    """Return the attributes that an object has itself, in its ``__dict__`` and in slots."""
+    found = dict(getattr(x, "__dict__", None) or {})
+    return found | {name: getattr(x, name) for name in _slot_names(type(x)) if hasattr(x, name)}
+
+
+@functools.cache
+def _slot_names(kind: type) -> tuple[str, ...]:
+    listed = ((slots,) if isinstance(slots, str) else tuple(slots) for slots in (vars(base).get("__slots__", ()) for base in kind.__mro__))
+    return tuple(name for names in listed for name in names if name not in ("__dict__", "__weakref__"))
+
+
 class _Search:
+    """Goes from value to value; ``_spaces`` are the classes and modules in which all names that any code reads are looked up."""
+
     def __init__(self):
         self.homes: dict[int, Home] = {}
-        self._done: set[tuple[int, int]] = set()
+        self._queue: collections.deque[Any] = collections.deque()
+        self._done: dict[int, Any] = {}  # which are held, so that no other takes their identity
+        self._names: dict[str, None] = {}
+        self._spaces: list[type | types.ModuleType] = []
+        self._noted: set[tuple[int, str]] = set()
 
-    def in_class(self, kind: type, names: tuple[str, ...]) -> None:
-        """Look up names in a class and what it comes from."""
-        for base in kind.__mro__:
-            if not _is_ours(base.__module__):
-                for name in names:
-                    if name in vars(base):
-                        self._note(f"class {base.__name__}", base, name, vars(base)[name], kind)
+    def follow(self, values: Iterable[Any]) -> None:
+        self._queue.extend(value for value in values if not isinstance(value, _PLAIN))
 
-    def _note(self, owner: str, holder: Any, name: str, value: Any, kind: type | None) -> None:
-        """Go on in functions; keep the names of other values."""
-        for function in _functions_in(value):
-            self.in_function(function, kind)
-        if isinstance(value, (type, types.ModuleType, types.FunctionType, staticmethod, classmethod, property)):
+    def run(self) -> None:
+        while self._queue:
+            while self._queue:
+                self._look(self._queue.popleft())
+            for space in self._spaces:
+                self._in_class(space) if isinstance(space, type) else self._in_module(space)
+
+    def _look(self, value: Any) -> None:
+        """Follow what a value is, or holds."""
+        empty = isinstance(value, _CONTAINERS) and not value and type(value).__module__ in ("builtins", "collections")
+        if empty or id(value) in self._done or len(self._done) > _MANY:
             return
-        mapping = holder if isinstance(holder, dict) else vars(holder)
-        self.homes.setdefault(id(holder), Home(owner, mapping)).names[name] = None
-
-    def in_function(self, function: types.FunctionType, kind: type | None) -> None:
-        if (id(function), id(kind)) in self._done or not is_users(function.__code__) or is_library(function.__code__.co_filename):
-            return
-        self._done.add((id(function), id(kind)))
-        self.homes.setdefault(id(function), Home(f"function {function.__qualname__}", {ITSELF: function}, {ITSELF: None}))
-        for cell in function.__closure__ or ():
-            if cell != types.CellType():
-                for inner in _functions_in(cell.cell_contents):
-                    self.in_function(inner, kind)
-        names = tuple(dict.fromkeys(_names(function.__code__)))
-        if kind is not None:
-            self.in_class(kind, names)
-        file = function.__code__.co_filename.rpartition("/")[2]
-        for name in names:
-            if name in function.__globals__:
-                self._in_global(file, function.__globals__, name, names)
-
-    def _in_global(self, file: str, holder: dict, name: str, names: tuple[str, ...]) -> None:
-        value = holder[name]
-        if isinstance(value, type):
-            if not issubclass(value, nn.Module):  # modules of the model are looked at by themselves
-                self.in_class(value, (*names, *_BEGINS))
-        elif isinstance(value, types.ModuleType):
-            if _is_plain_module(value):
-                for inner in names:
-                    if inner in vars(value):
-                        self._note(value.__name__, vars(value), inner, vars(value)[inner], None)
+        self._done[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            self._in_function(value)
+        elif isinstance(value, (type, types.ModuleType)):
+            self._spaces.append(value)
+            self.follow([type(value)] if type(value) is not type else [])
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.follow([value.__func__])
+        elif isinstance(value, types.MethodType):
+            self.follow([value.__func__, value.__self__])
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.follow([value.__self__])
+        elif isinstance(value, property):
+            self.follow([value.fget, value.fset])
+        elif isinstance(value, functools.partial):
+            self.follow([value.func, *value.args, *value.keywords.values()])
         else:
-            self._note(file, holder, name, value, None)
+            self._in_object(value)
+
+    def _in_object(self, value: Any) -> None:
+        """Follow the class of an object, its attributes, and its parts if they are few."""
+        kind = type(value)
+        if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
+            self.follow(value.values() if isinstance(value, dict) else list(value))
+        if isinstance(value, nn.Module) or kind.__module__ == "types" or not _is_library_class(kind):
+            self.follow([kind, *fields_of(value).values()])
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.follow([value.__wrapped__])
+
+    def _in_function(self, function: types.FunctionType) -> None:
+        if not is_users(function.__code__) or is_library(function.__code__.co_filename):
+            self.follow([getattr(function, "__wrapped__", None)])
+            return
+        self.homes[id(function)] = Home(f"function {function.__qualname__}", {ITSELF: function}, {ITSELF: None})
+        self.follow(cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
+        self.follow([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()])
+        self.follow(_imported(function))
+        file = function.__code__.co_filename.rpartition("/")[2]
+        for name in dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names):
+            self._names[name] = None
+            if name in function.__globals__:
+                self._note(file, function.__globals__, name, function.__globals__[name])
+
+    def _in_class(self, kind: type) -> None:
+        """Look up names in a class and what it comes from, and the functions that operators and statements call."""
+        for base in kind.__mro__:
+            if _is_library_class(base):
+                self._in_library(f"class {base.__name__}", base)
+                continue
+            for name, value in list(vars(base).items()):
+                if name in self._names or name == "forward" or _is_operator(name, value):
+                    if name not in _MADE or not issubclass(kind, nn.Module):
+                        self._note(f"class {base.__name__}", base, name, value)
+
+    def _in_module(self, module: types.ModuleType) -> None:
+        if not _is_plain_module(module):
+            self._in_library(module.__name__, module)
+            return
+        for name in self._names.keys() & vars(module).keys():
+            self._note(module.__name__, vars(module), name, vars(module)[name])
+
+    def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
+        """Keep the names of values, which a pass may set there; what a library does itself is its own."""
+        for name in self._names.keys() & vars(holder).keys():
+            if isinstance(vars(holder)[name], _SET):
+                self._note(owner, holder if isinstance(holder, type) else vars(holder), name, vars(holder)[name])
+
+    def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
+        """Follow a value; keep its name if it may change."""
+        if (id(holder), name) in self._noted:
+            return
+        self._noted.add((id(holder), name))
+        self.follow([value])
+        if not isinstance(value, _FIXED):
+            mapping = holder if isinstance(holder, dict) else vars(holder)
+            self.homes.setdefault(id(holder), Home(owner, mapping, which=id(holder))).names[name] = None
 
 
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions that a value of a class or module stands for, or holds, as a dict of hooks does."""
-    if isinstance(value, types.FunctionType):
-        yield value
-        yield from _functions_in(getattr(value, "__wrapped__", None))
-    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
-        yield from _functions_in(value.__func__)
-    elif isinstance(value, property):
-        yield from _functions_in((value.fget, value.fset))
-    elif isinstance(value, functools.partial):
-        yield from _functions_in((value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, (dict, list, tuple)) and 0 < len(value) <= _FEW:
-        for part in value.values() if isinstance(value, dict) else value:
-            if callable(part) and not isinstance(part, type):
-                yield from _functions_in(part)
+_SET = (bool, int, float, str, *_CONTAINERS)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code, and code inside it, looks up."""
-    yield from code.co_names
+def _is_operator(name: str, value: Any) -> bool:
+    return name.startswith("__") and name.endswith("__") and isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code, and code inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "distseg", "builtins", "numpy", "abc", "typing")
+def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """Yield the modules that a function imports, as far as they are there: by a statement, or by a name that it gives to an importing function."""
+    for code in _codes(function.__code__):
+        if _IMPORT in code.co_code[::2]:
+            steps = list(dis.get_instructions(code))
+            for level, step in ((steps[n - 2].argval, step) for n, step in enumerate(steps) if step.opcode == _IMPORT):
+                package = function.__globals__.get("__package__")
+                name = step.argval if not level else importlib.util.resolve_name("." * level + step.argval, package) if package else ""
+                yield from _there(name, name.partition(".")[0])
+        if {"__import__", "import_module"} & {*code.co_names}:
+            yield from _there(*(constant for constant in code.co_consts if isinstance(constant, str)))
+
+
+def _there(*names: str) -> Iterator[types.ModuleType]:
+    return (sys.modules[name] for name in names if isinstance(sys.modules.get(name), types.ModuleType))
+
+
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+def _is_library_class(kind: type) -> bool:
+    root = str(kind.__module__).partition(".")[0]
+    return root in _OURS or root in sys.stdlib_module_names
 
 
 def _is_plain_module(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return bool(file) and not _is_ours(module.__name__) and not is_library(file)
+    return bool(file) and module.__name__.partition(".")[0] not in _OURS and not is_library(file)

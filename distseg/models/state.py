@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distseg.models.reachable import ITSELF, homes_of
+from distseg.models.reachable import ITSELF, fields_of, homes_of
 
 _DEPTH = 12  # of containers in containers that are looked into
 _MANY = 200_000  # values that are looked at in one slot
@@ -49,16 +49,18 @@ class Slot:
         owner: the module by its name, or the class, function or file, as messages have it.
         holder: the mapping; ``name`` is looked up in it.
         field: which mapping of a module that is: ``__dict__``, ``_parameters``, ``_buffers`` or ``_modules``; None: it is no module's.
+        which: tells classes and files of one name apart.
     """
 
     owner: str
     holder: Mapping[str, Any]
     name: str
     field: str | None = None
+    which: int = 0
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.owner, self.name
+    def key(self) -> Hashable:
+        return (self.owner, self.name, self.which) if self.which else (self.owner, self.name)
 
     @property
     def tensor(self) -> bool:
@@ -91,8 +93,8 @@ class Picture:
     ``values`` are held, so that no new object takes the identity of one that is gone.
     """
 
-    slots: dict[tuple[str, str], Slot]
-    prints: dict[tuple[str, str], Hashable]
+    slots: dict[Hashable, Slot]
+    prints: dict[Hashable, Hashable]
     values: list[Any]
 
     def changed(self, later: "Picture") -> list[Slot]:
@@ -102,7 +104,7 @@ class Picture:
         return [later.slots.get(key) or self.slots[key] for key in differ]
 
 
-    def without(self, keys: Collection[tuple[str, str]]) -> "Picture":
+    def without(self, keys: Collection[Hashable]) -> "Picture":
         """Return the picture without these slots."""
         left = {key: slot for key, slot in self.slots.items() if key not in keys}
         return Picture(left, {key: self.prints[key] for key in left}, self.values)
@@ -132,7 +134,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
                 found += [Slot(owner, value, own, attribute) for own in value]
             else:
                 found.append(Slot(owner, vars(module), attribute, "__dict__"))
-    return found + [Slot(home.owner, home.holder, name) for home in homes_of(model) for name in home.names]
+    return found + [Slot(home.owner, home.holder, name, None, 0 if name == ITSELF else home.which) for home in homes_of(model) for name in home.names]
 
 
 class _Children(Mapping):
@@ -218,8 +220,7 @@ class _Printer:
         foreign = type(x).__module__.partition(".")[0] in ("torch", "threading", "_thread", "logging", "weakref")
         if id(x) in self.known or foreign and not isinstance(x, nn.Module):
             return self._which(x)
-        fields = dict(getattr(x, "__dict__", {}))
-        fields |= {name: getattr(x, name) for name in _slot_names(type(x)) if hasattr(x, name)}
+        fields = fields_of(x)
         if not fields and type(x).__module__ in _WITHIN:
             try:
                 return again(x.__reduce__()[1:])
@@ -240,14 +241,6 @@ class _Printer:
         else:
             content = _sum_of(x), which
         return TensorPrint(tuple(x.shape), x.dtype, x.requires_grad, content)
-
-
-def _slot_names(kind: type) -> list[str]:
-    return [name for base in kind.__mro__ for name in _listed(vars(base).get("__slots__", ())) if name not in ("__dict__", "__weakref__")]
-
-
-def _listed(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:

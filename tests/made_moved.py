@@ -191,7 +191,21 @@ def grids(m, x):
     return x * F.interpolate(F.adaptive_max_pool2d(F.relu(x - 0.5), (3, 2)), x.shape[2:], mode="bilinear") + y
 
 
-SIZED = [grids, unet, cropped_skip, on_both_sides, down_to_multiple, in_front, patch_merging, other_strides]
+def means_of_parts(m, x):
+    y = F.conv2d(x, m.deep.weight).mean((2, 3), keepdim=True)
+    return x * (x[:, :, 3:, :-5].mean((2, 3), keepdim=True) + y) + x * x[:, :, ::2, 1::2].amax((2, 3), keepdim=True)
+
+
+def windows_of_a_shifted_grid(m, x):
+    n, c, h, w = x.shape
+    y = F.pad(x, (2, 2 - w % 4 + 4, 2, 2 - h % 4 + 4))
+    rows, columns = y.shape[2:]
+    t = y.view(n, c, rows // 4, 4, columns // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, c)
+    t = ((t @ t.transpose(1, 2) * c**-0.5).softmax(-1) @ t).view(n, rows // 4, columns // 4, 4, 4, c)
+    return t.permute(0, 5, 1, 3, 2, 4).reshape(n, c, rows, columns)[:, :, 2 : h + 2, 2 : w + 2]
+
+
+SIZED = [means_of_parts, windows_of_a_shifted_grid, grids, unet, cropped_skip, on_both_sides, down_to_multiple, in_front, patch_merging, other_strides]
 WHOLE = [negative_pads, differences, sobel, shifts, narrowed, tokens, kernels_of_places, local_attention, unfolded_dims, unpooled, zeros_between, rows_between]
 IN_BLOCKS = {focus: 2, unshuffled: 2, space_to_depth: 2, depth_last: 2, attention_in_windows: 4, means_of_blocks: 2, patches: 4, folded: 4}
 FUNCTIONS = {f.__name__: f for f in (*SIZED, *WHOLE, *IN_BLOCKS)} | {f"multiple_{mode}": up_to_multiple(mode) for mode in ("constant", "reflect")}

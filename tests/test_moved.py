@@ -64,6 +64,7 @@ REFUSED = {
     "anywhere": (lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)), "grid_sample .* takes places of the image that a grid says, which may lie anywhere"),
     "overlapping maxima": (lambda m, x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0], "returns the places of the maxima of windows that overlap"),
     "changed places": (lambda m, x: (lambda y, i: F.max_unpool2d(y, i + 1, 2))(*F.max_pool2d(x, 2, return_indices=True)), "max_unpool2d .* takes places that are none of a max pooling"),
+    "circular": (lambda m, x: F.pad(x, (1, 1, 0, 0), mode="circular")[..., 1:-1], r"pad in the model \(test_moved.py, line \d+\) is circular padding, which joins opposite borders"),
     "both": (lambda m, x: F.pad(x, (0, 1, 0, 0, 0, 1))[:, :6], "pads channels and places at once"),
 }
 

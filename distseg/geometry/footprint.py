@@ -19,9 +19,16 @@ Span = tuple[int, int]
 
 
 class Footprint:
-    """What all footprints answer; ``sized``: the cells hang on the sizes of both maps; ``beyond``: they may lie in the padding."""
+    """What all footprints answer.
+
+    Attributes:
+        sized: the cells hang on the sizes of both maps.
+        beyond: they may lie in the padding.
+        alike: all cells are one and the same, so that a tile has what it needs.
+    """
 
     sized = False
+    alike = False
     beyond = False
     mirrored = False
 

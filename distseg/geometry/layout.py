@@ -201,6 +201,8 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
     """Whether some tile's result looks at cells that the tile does not own."""
+    if node.footprints and node.along(dim).alike:
+        return False
     spans = [taken_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 

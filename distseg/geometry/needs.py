@@ -89,7 +89,8 @@ def _held(graph: Sequence[Node], numbers: Sequence[int], dim: int, sizes: Sequen
         for source in node.inputs[1:]:
             hold(source, [inside(span, sizes[source]) for span in made])
         taken = [taken_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in made]
-        hold(node.first, owned[node.first] if number in points else taken)
+        has = number in points or node.footprints and node.along(dim).alike
+        hold(node.first, owned[node.first] if owned and has else taken)
     return held
 
 

@@ -134,6 +134,7 @@ class Share(Footprint):
     """
 
     follow: Follow = Follow()
+    alike: ClassVar[bool] = True
 
     def size(self, n: int) -> int:
         return self.follow.size(n)

@@ -60,9 +60,12 @@ def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     if len({m - n for n, m in zip(before, after)}) == 1:
         return None
     for unit in range(2, _LARGEST_MULTIPLE + 1):
-        for plus in (unit - 1, 0):
-            if all((n + plus) // unit * unit == m for n, m in zip(before, after)):
-                return Follow(plus=plus, over=unit, unit=unit)
+        if any(m % unit for m in after):
+            continue
+        least, most = max(m - n for n, m in zip(before, after)), min(m + unit - n for n, m in zip(before, after)) - 1
+        if least <= most:
+            plus = next((n for n in (unit - 1, 0) if least <= n <= most), least)
+            return Follow(plus=plus, over=unit, unit=unit)
     return None
 
 

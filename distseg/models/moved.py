@@ -72,14 +72,14 @@ def fitted(reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "consta
     """Return a map with places added or left out; ``sides``: how many, in each trace."""
     if not any(n for pairs in sides for pair in pairs for n in pair):
         return x
+    if mode == "circular":
+        raise reader.refusal("is circular padding, which joins opposite borders of the image: use zeros, reflect or replicate")
     sizes = tuple(tuple(n + a + b for n, (a, b) in zip(size, pairs)) for size, pairs in zip(x.sizes, sides))
     if len(set(map(tuple, sides))) == 1:
         flat = [n for pair in reversed(sides[0]) for n in pair]
-        kind = {"constant": "Constant", "reflect": "Reflection", "replicate": "Replication", "circular": "Circular"}[mode]
+        kind = {"constant": "Constant", "reflect": "Reflection", "replicate": "Replication"}[mode]
         layer = getattr(nn, f"{kind}Pad{reader.dims}d")
         return reader.emit(lambda _: layer(flat, *((value,) if mode == "constant" else ())), [x], axes=x.axes, sizes=sizes)
-    if mode == "circular":
-        raise reader.refusal("pads the image with its opposite borders, by numbers that depend on its size: use zeros, reflect or replicate")
     fronts = [_front(reader, [pairs[d] for pairs in sides]) for d in range(reader.dims)]
     like, rules = reader.followed(x, sizes)
     return reader.following(lambda: FitTo(rules, fronts, mode, value), x, like, rules, tuple(fronts), axes=x.axes, sizes=sizes)

@@ -93,9 +93,11 @@ class Positions(LooksAtSize):
 
     def part(self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]) -> Tensor:
         """Return the values of some ``places`` of a map of this size, in type and batch like ``x``."""
+        wide = torch.is_autocast_enabled(x.device.type)  # half precision has no whole numbers beyond 256
         with torch.autocast(x.device.type, enabled=False):
             y = _Values(self, self.source(tuple(image)), x, size, places).cut(self.plan.wanted)
-        y = y.to(x.device, x.dtype if y.is_floating_point() else torch.promote_types(x.dtype, torch.float32))
+        dtype = x.dtype if y.is_floating_point() and not wide else torch.promote_types(x.dtype, torch.float32)
+        y = y.to(x.device, dtype)
         return self._closed(y[(None,) * (len(self.axes) - y.dim())], len(x), [len(r) for r in places])
 
     def _closed(self, y: Tensor, images: int, size: Sequence[int]) -> Tensor:

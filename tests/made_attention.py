@@ -80,3 +80,46 @@ class Pixels(nn.Module):
 
 def pixels(in_channels, out_channels):
     return Pixels(in_channels, out_channels)
+
+
+class Unknown(nn.Module):
+    """A convolution, and a function that nobody follows."""
+
+    def __init__(self, in_channels, out_channels, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(in_channels, out_channels, 3, 1, 1), function
+
+    def forward(self, x):
+        return self.function(self.conv(x))
+
+
+def attending(in_channels, out_channels):
+    return Unknown(in_channels, out_channels, _attending)
+
+
+def looking(in_channels, out_channels):
+    return Unknown(in_channels, out_channels, lambda x: torch.special.i0e(x).mean((2, 3)))
+
+
+def dropping(in_channels, out_channels):
+    layer = nn.TransformerDecoderLayer(out_channels, 1, 4)
+    return Unknown(in_channels, out_channels, Dropping(layer))
+
+
+class Dropping(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        means = x.mean((2, 3))[None]
+        return x * self.layer(means, means)[0, :, :, None, None]
+
+
+def unknown(in_channels, out_channels):
+    return Unknown(in_channels, out_channels, torch.special.i0e)
+
+
+def _attending(x):
+    tokens = x.flatten(2).transpose(1, 2)
+    return F.scaled_dot_product_attention(tokens, tokens, tokens).transpose(1, 2).reshape(x.shape)

@@ -99,3 +99,19 @@ def test_what_is_not_known_is_named(name):
     function, why = REFUSED[name]
     with pytest.raises(CanNotCapture, match=why):
         distseg.capture(Called(function))
+
+
+@pytest.mark.parallel(1)
+def test_dropout_of_weights_is_named(comm):
+    model = ModelConfig(f"{made_attention.__name__}:dropping", in_channels=3, out_channels=3)
+    with pytest.raises(ValueError, match=r"in function.layer.self_attn .* drops weights of attention at random.*set its dropout to 0"):
+        verify(replace(config(), model=model), comm, Extents("33x41"))
+
+
+@pytest.mark.parallel(1)
+@pytest.mark.parametrize(("name", "offered"), [("attending", False), ("looking", False), ("unknown", True)])
+def test_a_halo_is_offered_where_one_may_be_enough(comm, name, offered):
+    model = ModelConfig(f"{made_attention.__name__}:{name}", in_channels=3, out_channels=3)
+    with pytest.raises(ValueError, match="split samples only") as refused:
+        verify(replace(config(tiles_per_rank=(2, 2)), model=model), comm, Extents("33x41"))
+    assert ("or set spatial.halo" in str(refused.value)) == offered

@@ -20,6 +20,7 @@ from distseg.models.arranging import turned
 from distseg.models.axes import Axes, Axis, places_of
 from distseg.models.reader import Reader
 from distseg.models.reducing import product, softmax
+from distseg.models.trace import IN_ATTENTION
 from distseg.models.values import Value
 
 ATTENTION = (
@@ -27,7 +28,6 @@ ATTENTION = (
     " image do not have them; known are queries, or keys, whose number does not grow with the"
     " image: parameters, means, cells of a grid"
 )
-_DRAWS = "drops weights of attention at random: set its dropout to 0, and use nn.Dropout on its result"
 
 
 def attention(
@@ -43,7 +43,7 @@ def attention(
     q, k, v = (reader.axes_of(x) for x in (query, key, value))
     scale = 1 / math.sqrt(q[-1].cell) if scale is None else scale
     if not all(axes[-1].of_channels for axes in (q, k, v)) or places_of(q[-2:-1]) and places_of(k[-2:-1]):
-        raise reader.refusal(ATTENTION)
+        raise reader.refusal(ATTENTION, everywhere=True)
     _check_bias(reader, bias, q, k)
     lead = _common(reader, (q[:-2], k[:-2], v[:-2]))
     scores_axes, made_axes = (*lead, q[-2], k[-2]), (*lead, q[-2], v[-1])
@@ -53,7 +53,7 @@ def attention(
         attend = partial(_attended, scale=scale)
         return reader.applied(attend, (query, key, value, bias), "", made_axes), shares
     if k[-2] != v[-2] or k[-2] != Axis(places=tuple(range(reader.dims))) or not q[-2].of_channels:
-        raise reader.refusal(ATTENTION)
+        raise reader.refusal(ATTENTION, everywhere=True)
     if v[:-2] != lead or not isinstance(value, Value):
         raise reader.refusal("has other heads, or images, of its values than of its queries and keys")
     score = partial(_scores, scale=scale, soft=False)
@@ -104,7 +104,7 @@ def scaled_dot_product(
 ) -> Value:  # fmt: skip
     """Return what ``F.scaled_dot_product_attention`` makes."""
     if dropout_p:
-        raise reader.refusal(_DRAWS)
+        raise reader.refusal(IN_ATTENTION)
     if is_causal or enable_gqa:
         raise reader.refusal("is causal, or shares keys among heads: plain attention is known")
     made, _ = attention(reader, query, key, value, attn_mask, scale, False)
@@ -118,7 +118,7 @@ def multi_head(
 ) -> tuple[Value, ...]:  # fmt: skip
     """Return what ``F.multi_head_attention_forward`` makes, as ``nn.MultiheadAttention`` calls it."""
     if dropout_p and training:
-        raise reader.refusal(_DRAWS)
+        raise reader.refusal(IN_ATTENTION)
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
     if any(x is not None for x in others) or add_zero_attn or is_causal:
         raise reader.refusal("has keys of its own, or a mask of keys: plain attention is known")

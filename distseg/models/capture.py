@@ -20,7 +20,7 @@ from distseg.models.by_type import WIDE, numbers_by_type, with_numbers
 from distseg.models.compare import TooSmall, check_same
 from distseg.models.hidden import check_left, picture
 from distseg.models.layers import hollow
-from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals
+from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals, unbounded
 from distseg.models.passes import generators_kept, scripted
 from distseg.models.reader import DIFFERENT, Reader
 from distseg.models.rules import made
@@ -42,6 +42,8 @@ def as_network(model: nn.Module) -> nn.Module:
         refusals[model] = str(e)
         if isinstance(e, Hidden):
             inexact.add(model)
+        if e.everywhere:
+            unbounded.add(model)
         return model
 
 
@@ -146,6 +148,8 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
             if str(e) == DIFFERENT:
                 break
     if found is None:
+        call = whole.calls[whole.result.call]
+        refused.everywhere = refused.everywhere or len(call.shapes[whole.result.part]) != 2 + dims  # a vector of the image
         raise refused  # at multiples of the smaller one
     for smaller in (2**k for k in range(unit.bit_length() - 1)):
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]

@@ -26,7 +26,7 @@ from distseg.models.machine import ASKS, asked
 from distseg.models.network import inexact, is_followed, refusals
 from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
 from distseg.models.state import WHOLE, Picture, Slot, picture_of, print_of
-from distseg.models.trace import DRAWS, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
+from distseg.models.trace import DRAWS, IN_ATTENTION, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
 
 Pass = Callable[[nn.Module], Any]
 """A forward pass; what it returns can be compared."""
@@ -232,9 +232,12 @@ def passed(image: Tensor, model: nn.Module) -> Any:
     """
     inside: list[str] = []
     drawn: list[str] = []
+    modules = dict(model.named_modules())
 
     def note(name: str, line: str, does: str = DRAWS) -> None:
-        drawn.append(f"{name} in {inside and inside[-1] or WHOLE} ({line}) {does}")
+        where = inside and inside[-1] or WHOLE
+        does = IN_ATTENTION if isinstance(modules.get(where), nn.MultiheadAttention) else does
+        drawn.append(f"{name} in {where} ({line}) {does}")
 
     with ExitStack() as stack:
         for context in (skip_store({}), checkpoints_ignored(), eager(), calling(model, inside)):

@@ -170,6 +170,8 @@ def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Why modules were not captured (:func:`distseg.models.capture.as_network`)."""
+unbounded: WeakSet[nn.Module] = WeakSet()
+"""Modules among these that compute each place of all of the image, which no halo is enough for."""
 inexact: WeakSet[nn.Module] = WeakSet()
 """Modules that no way of computing them gives exactly: they draw random numbers, or passes leave something behind."""
 

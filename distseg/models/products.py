@@ -51,11 +51,11 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
     left, right = a.axes[-1], b.axes[-2]
     if left.of_channels and right.of_channels:
         if a.axes[-2].places and b.axes[-1].places:
-            raise reader.refusal(BETWEEN_PLACES)
+            raise reader.refusal(BETWEEN_PLACES, everywhere=True)
         return None
     lone = [left.places, right.places] == [tuple(range(reader.dims))] * 2 and left.cell == right.cell == 1
     if not lone or a.axes[:-2] != b.axes[:-2] or places_of(a.axes[:-1]) or places_of(b.axes[:-2] + b.axes[-1:]) or not a.axes[-2].of_channels or not b.axes[-1].of_channels:
-        raise reader.refusal(BETWEEN_PLACES)
+        raise reader.refusal(BETWEEN_PLACES, everywhere=True)
     axes = (*a.axes[:-1], b.axes[-1])
     return product(reader, a, b, math.prod(axis.cell for axis in a.axes[:-2]), axes)
 
@@ -89,7 +89,7 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
     """
     axes = [reader.axes_of(x) for x in (a, b)]
     if places_of(axes[0][-2:-1]) and places_of(axes[1][-2:-1]):
-        raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"))
+        raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
     if not all(of[-1].of_channels for of in axes):
         raise reader.refusal("measures distances of channels over places of the image: of places over channels it is known")
     if places_of((*axes[0][-2:-1], *axes[1][-2:-1])) and mode == "use_mm_for_euclid_dist_if_necessary":
@@ -142,7 +142,7 @@ def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[An
     batches = {label for label, axis in found.items() if axis.batch}
     places = [d for axis in found.values() for d in axis.places]
     if len(batches) > 1 or len(set(places)) < len(places):
-        raise reader.refusal(BETWEEN_PLACES if len(batches) < 2 else "multiplies images of a batch with each other, which are computed apart")
+        raise reader.refusal(BETWEEN_PLACES if len(batches) < 2 else "multiplies images of a batch with each other, which are computed apart", everywhere=True)
     return found
 
 

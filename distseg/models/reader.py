@@ -199,8 +199,8 @@ class Reader:
             self._detached[made] = self.applied(Tensor.detach, [value], "detached")
         return self._detached[made]
 
-    def refusal(self, why: str) -> CanNotCapture:
-        return CanNotCapture(f"{self.call} {why}")
+    def refusal(self, why: str, everywhere: bool = False) -> CanNotCapture:
+        return CanNotCapture(f"{self.call} {why}", everywhere)
 
     def map(self, x: Any) -> Value:
         """An argument that is to be a map (N, C, *size)."""

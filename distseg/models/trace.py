@@ -29,7 +29,15 @@ from distseg.models.wide import unnarrowed, widened
 
 
 class CanNotCapture(ValueError):
-    """What keeps a network from being captured."""
+    """What keeps a network from being captured.
+
+    Args:
+        everywhere: what it computes at a place depends on all of the image, so that no halo is enough.
+    """
+
+    def __init__(self, why: str, everywhere: bool = False):
+        super().__init__(why)
+        self.everywhere = everywhere
 
 
 class Hidden(CanNotCapture):
@@ -562,6 +570,10 @@ def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
 INSTEAD = (
     "use nn.Dropout, whose masks belong to pixels; to leave a layer out now and then, multiply its result by a 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / keep, "
     "as timm's DropPath does"
+)
+IN_ATTENTION = (
+    "drops weights of attention at random, others on each rank and for each part of an image: set its dropout to 0"
+    " (nn.TransformerEncoderLayer and nn.TransformerDecoderLayer have 0.1), and use nn.Dropout on its result"
 )
 DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
 BY_VALUE = "parts of an image do not have those of the whole, so what code does must not depend on them; compute with tensors alone, as by torch.where or masks"

@@ -24,7 +24,7 @@ from distseg.models.bands import channels_of
 from distseg.models.hidden import check_exact
 from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
-from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals
+from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals, unbounded
 from distseg.pipeline.build import autocast, own_part, place_stages, used_reach
 from distseg.pipeline.devices import DevicePipeline, check_there, devices_of
 from distseg.pipeline.execute import Pipeline
@@ -228,7 +228,8 @@ def check_parts(config: Config, model: nn.Module) -> None:
     except ValueError as e:
         if config.spatial.halo is not None:
             return
-        raise ValueError(f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples), or set spatial.halo, which may be an approximation") from None
+        halo = "" if model in unbounded else ", or set spatial.halo, which may be an approximation"
+        raise ValueError(f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples){halo}") from None
     if (setting := _stands_alone(config.spatial)) and (sized := next((node.name for node in graph if node.sized), None)):
         raise ValueError(f"{setting}, so that windows go through the network as images of their own, but layer {sized} places its cells by the size of the whole image: leave {setting.split()[0]} out")
 

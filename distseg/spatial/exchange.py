@@ -21,6 +21,7 @@ from distseg.extents import Extents
 from distseg.geometry.graph import Graph
 from distseg.geometry.layout import Layout, Part
 from distseg.geometry.tile import Box, Reach, check_grid, split
+from distseg.models.resize import VectorAt
 from distseg.spatial.context import Context
 from distseg.spatial.conv import exchanged_convolution
 from distseg.spatial.local import cropped, fill_of, framed, fuses, run
@@ -128,7 +129,7 @@ class Exchange:
         """One layer on all pieces: where it looks further than they have, after an exchange."""
         node = self.graph[number]
         xs, haves = [had[node.first] for had in maps], [part.held for part in parts]
-        concerned = [i for i, layout in enumerate(layouts) if number in layout.points]
+        concerned = [i for i, layout in enumerate(layouts) if number in layout.points and not isinstance(getattr(layer, "inner", None), VectorAt)]  # all tiles have a vector
         if concerned:
             frames = [framed(layer, parts[i]) for i in concerned]
             mine = [_autocast(layer, xs[i]) for i in concerned]

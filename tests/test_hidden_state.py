@@ -1,6 +1,11 @@
 """A forward pass that draws random numbers, or leaves something behind, is refused by name: captured, and as the user's module on whole images."""
 
+import array
+import contextvars
+import ctypes
 import datetime
+import enum
+import io
 import itertools
 import logging
 import os
@@ -81,6 +86,7 @@ class Kept(nn.Module):
         self.history, self.recent, self.seen, self.counter, self.kinds = [], deque(maxlen=3), set(), itertools.count(), Counter()
         self.meter, self.nested = SimpleNamespace(total=0.0), {"a": [{"passes": 0}]}
         self.pythons, self.numpys, self.old, self.torchs = random.Random(0), default_rng(0), np.random.RandomState(0), torch.Generator()
+        self.sobol = torch.quasirandom.SobolEngine(1)
         self.plain, self.array = torch.zeros(3), np.zeros(3)
         self.helper, self.kind = Helper(), Helper
         if function is by_a_hook:
@@ -314,7 +320,48 @@ STATE = {
     "a hook": (hook, "changes _forward_hooks of block"),
     "a mode": (lambda m, x: (m.history.append(m.training), x)[1], "changes history of the model"),
 }
-REACHED = {
+class Named(dict):
+    """A dict with attributes of its own."""
+
+
+class Modes(enum.Enum):
+    PLAIN = 1
+
+
+NAMED, NUMBERS, BYTES, PLACE = Named(), array.array("i", [0]), io.BytesIO(), threading.local()
+NUMBER, CONTEXT = ctypes.c_int(0), contextvars.ContextVar("passes", default=0)
+
+
+def counted(holder, m, x):
+    """Count in an attribute."""
+    holder = holder(m)
+    holder.passes = getattr(holder, "passes", 0) + 1
+    return x
+
+
+def of_an_array(m, x):
+    NUMBERS[0] += 1
+    return x
+
+
+def of_c(m, x):
+    NUMBER.value += 1
+    return x
+
+
+PRINTED = {
+    "an attribute of a weight": (partial(counted, lambda m: m.block.weight), "changes weight of block"),
+    "an attribute of a buffer": (partial(counted, lambda m: m.ema), "changes ema of the model"),
+    "an attribute of a dict": (partial(counted, lambda m: NAMED), "changes NAMED of test_hidden_state.py"),
+    "an attribute of an enum": (partial(counted, lambda m: Modes.PLAIN), "changes PLAIN of class Modes"),
+    "of a thread": (partial(counted, lambda m: PLACE), "changes PLACE of test_hidden_state.py"),
+    "an array of Python's": (of_an_array, "changes NUMBERS of test_hidden_state.py"),
+    "a number of C's": (of_c, "changes NUMBER of test_hidden_state.py"),
+    "a file in memory": (lambda m, x: (BYTES.write(b"0"), x)[1], "changes BYTES of test_hidden_state.py"),
+    "a context": (lambda m, x: (CONTEXT.set(CONTEXT.get() + 1), x)[1], "changes CONTEXT of test_hidden_state.py"),
+    "Sobol's points": (lambda m, x: x * (1 + m.sobol.draw(1).item()), "changes sobol of the model"),
+}
+REACHED = PRINTED | {
     "a method of an attribute": (lambda m, x: (m.helper.tick(), x)[1], "changes count of class Helper"),
     "a method of a global": (lambda m, x: (HELPER.globally(), x)[1], "changes CALLS of test_hidden_state.py"),
     "an operator": (lambda m, x: (m.helper[0], x)[1], "changes CALLS of test_hidden_state.py"),

@@ -7,11 +7,15 @@ code of the modules reads (:mod:`distseg.models.reachable`); and in each slot a 
 from __future__ import annotations
 
 import collections
+import contextvars
 import enum
 import functools
 import hashlib
 import random
+import sys
+import threading
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Callable, Collection, Hashable, Mapping, NamedTuple
 
@@ -28,7 +32,12 @@ _PLAIN = {type(None), bool, int, str}
 _EMPTY = {dict, list, tuple, set, collections.OrderedDict}
 _ATOMS = (type(None), bool, int, str, bytes, range, slice, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.layout, np.dtype, enum.Enum)
 _FUNCTIONS = (types.FunctionType, types.LambdaType)
-_WITHIN = ("itertools", "builtins", "collections")  # modules whose iterators say by ``__reduce__`` how far they are
+_SUBCLASSED = (int, str, bytes, float, complex, enum.Enum)  # atoms whose subclasses can have attributes
+_BARE = (*_PLAIN, *_EMPTY, float, complex, bytes, np.ndarray, types.FunctionType, types.MethodType, types.BuiltinFunctionType)  # they have none that are not looked at
+_FOREIGN = {"torch", "threading", "_thread", "logging", "weakref", "multiprocessing"}
+_OPEN = (nn.Module, threading.local, torch.quasirandom.SobolEngine)  # of these modules, but looked into
+_LARGE = 10_000_000  # bytes of a file in memory or the like, which are not looked at
+_VALUES = (*_SUBCLASSED, Mapping, list, tuple, set, frozenset, collections.deque, np.ndarray, Tensor)  # which subclasses give attributes
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 
 
@@ -176,22 +185,24 @@ class _Printer:
         kind = type(x)
         if kind in _PLAIN or kind in _EMPTY and not x:
             return kind, kind in _PLAIN and x
-        if isinstance(x, _ATOMS):
+        if isinstance(x, _ATOMS) and (kind in _BARE or not isinstance(x, _SUBCLASSED)):
             return kind.__name__, x if isinstance(x, Hashable) else repr(x)
-        if isinstance(x, (float, complex)):
-            return type(x).__name__, repr(x)  # a NaN is equal to itself
+        if kind in (float, complex):
+            return kind.__name__, repr(x)  # a NaN is equal to itself
         self.left -= 1
         if id(x) in self.seen or depth <= 0 or self.left <= 0:
             return "seen", type(x).__name__
-        if isinstance(x, Tensor):
-            return self._tensor(x)
         self.seen.add(id(x))
+        again = lambda part: self(part, depth - 1)  # noqa: E731
         try:
-            return type(x).__name__, self._inside(x, lambda part: self(part, depth - 1))
+            inside = self._tensor(x) if isinstance(x, Tensor) else self._inside(x, again)
+            return kind.__name__, inside, again(fields) if kind not in _BARE and isinstance(x, _VALUES) and (fields := fields_of(x)) else None
         finally:
             self.seen.discard(id(x))
 
     def _inside(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        if isinstance(x, _SUBCLASSED):
+            return x.name if isinstance(x, enum.Enum) else x.real if isinstance(x, int) else repr(x)
         if isinstance(x, (np.ndarray, np.generic)):
             return x.shape, str(x.dtype), again(x.tolist()) if x.dtype.hasobject else _digest(x.tobytes())
         if isinstance(x, GENERATORS):
@@ -217,16 +228,15 @@ class _Printer:
         return self._object(x, again)
 
     def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
-        foreign = type(x).__module__.partition(".")[0] in ("torch", "threading", "_thread", "logging", "weakref")
-        if id(x) in self.known or foreign and not isinstance(x, nn.Module):
+        root = type(x).__module__.partition(".")[0]
+        if id(x) in self.known or root in _FOREIGN and not isinstance(x, _OPEN):
             return self._which(x)
-        fields = fields_of(x)
-        if not fields and type(x).__module__ in _WITHIN:
-            try:
-                return again(x.__reduce__()[1:])
-            except Exception:  # an iterator that cannot say it, by whatever it raises
-                return self._which(x)
-        return again(fields) if fields else self._which(x)
+        if isinstance(x, contextvars.ContextVar):
+            return again(x.get(None))
+        if fields := fields_of(x):
+            return again(fields)
+        said = _said(x) if root in sys.stdlib_module_names else None
+        return self._which(x) if said is None else again(said)
 
     def _which(self, x: Any) -> Hashable:
         """Return which object a value is."""
@@ -241,6 +251,31 @@ class _Printer:
         else:
             content = _sum_of(x), which
         return TensorPrint(tuple(x.shape), x.dtype, x.requires_grad, content)
+
+
+def _said(x: Any) -> Any:
+    """Return what an object of Python's own library says of what it holds, or of how far it is; None if it does not."""
+    for ask in (_memory_of, _reduced, _remaining, _position):
+        with suppress(Exception):  # by whatever it cannot say it
+            return ask(x)
+    return None
+
+
+def _memory_of(x: Any) -> bytes | None:
+    memory = memoryview(x)
+    return memory.tobytes() if memory.nbytes <= _LARGE else None
+
+
+def _reduced(x: Any) -> tuple:
+    return x.__reduce_ex__(2)[1:]
+
+
+def _remaining(x: Any) -> int:
+    return x.__length_hint__()
+
+
+def _position(x: Any) -> int:
+    return x.tell()
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:

@@ -102,6 +102,7 @@ SAME = {
     "filters of each channel": lambda m, x: F.conv2d(F.pad(x.reshape(-1, 1, *x.shape[2:]), (1, 1, 1, 1), mode="replicate"), m.fc.weight[0].view(1, 1, 2, 3)[..., :2, :3].mean(2, keepdim=True).expand(-1, -1, 3, -1)).view_as(x),
     "two batches": lambda m, x: (lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True))(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
     "spectra": lambda m, x: spectra(m, x),
+    "series of pixels": lambda m, x: series(m, x),
     "a depth of one": lambda m, x: F.conv3d(x.unsqueeze(2), m.fc.weight[:, :, None, None, None].expand(-1, -1, 1, 3, 3), m.fc.bias, padding=(0, 1, 1)).squeeze(2),
     "stacked batches": lambda m, x: two_batches(m, torch.stack([x, x.tanh()], 0).view(-1, *x.shape[1:])).view(2, len(x), *x.shape[1:]).mean(0),
     "batches of chunks": lambda m, x: (lambda y: y[: len(x)] - y[len(x) :])(two_batches(m, torch.cat(x.repeat(1, 2, 1, 1).chunk(2, 1), 0))),
@@ -249,6 +250,16 @@ def spectra(m, x):
     y = F.max_pool3d(F.conv3d(y, m.fc.weight[:, :2, None, None, None].expand(-1, -1, 3, 1, 1), stride=(2, 1, 1), padding=(1, 0, 0), groups=2), (1, 3, 3), (1, 1, 1), (0, 1, 1))
     y = F.group_norm(F.instance_norm(y, weight=m.vector), 2, m.vector, m.vector)
     return y.flatten(1, 2)[:, 1:7] + x
+
+
+def series(m, x):
+    """Each pixel's bands as a series of its own (1D networks on spectra)."""
+    n, c, h, w = x.shape
+    y = F.conv1d(x.permute(0, 2, 3, 1).reshape(n * h * w, 1, c), m.fc.weight[:4, None, :3], m.fc.bias[:4], padding=1)
+    y = F.batch_norm(y, None, None, m.vector[:4], m.vector[2:], True).relu()
+    y = F.max_pool1d(F.group_norm(F.conv1d(y, m.fc.weight[:, :4, None].expand(-1, -1, 3)), 2, m.vector, m.vector), 2)
+    y = torch.cat([F.adaptive_avg_pool1d(y, 1), F.interpolate(y, size=3)], 2).mean(-1)
+    return y.view(n, h, w, 6).permute(0, 3, 1, 2)
 
 
 def two_batches(m, y):

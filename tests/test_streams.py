@@ -6,12 +6,16 @@ from dataclasses import replace
 import made_streams
 import pytest
 import torch
+import torch.nn.functional as F
 from made_store import random_store
 from test_exact import TOLERANCE, config
+from torch import nn
 
 import distseg
 from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.extents import Extents
+from distseg.models.capture import as_network
+from distseg.spatial.graph import graph_of
 from distseg.train.loop import train
 from distseg.verify import verify
 
@@ -105,3 +109,19 @@ def test_a_size_with_which_a_network_does_something_else_is_told_before_work(com
     plan = Config(model=ModelConfig("made_streams:OfWidth"), data=DataConfig(store=store), train=TrainConfig(epochs=1, output=f"{store}-run"), mesh=MeshConfig(comm.size, reducer="mpi"))
     with pytest.raises(ValueError, match="with 1 image of 12x44 pixels this network does something else than with others"):
         train(plan, comm)
+
+
+class Turning(nn.Module):
+    """Padding that joins both sides of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+
+    def forward(self, x):
+        return self.conv(F.pad(x, (1, 1, 1, 1), mode="circular"))
+
+
+def test_a_layer_that_has_no_tiles_is_told_with_its_line():
+    with pytest.raises(ValueError, match=r"CircularPad2d.*test_streams.py, line \d+"):
+        graph_of(as_network(Turning()))

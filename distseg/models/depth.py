@@ -65,7 +65,7 @@ def through(reader: "Reader", rule: Callable[..., Any], found: Deep, args: tuple
     x, calls = found.value, reader.current
     name, before = calls[0].name, x.axes[2].cell
     if name == "batch_norm":
-        return _normed(reader, rule, x, args, kwargs)
+        return over_depth(reader, rule, x, args, kwargs)
     given = dict(inspect.signature(rule).bind(reader, *args, **kwargs).arguments)
     setting = {name: _three(given[name], reader.dims + 1) for name in ("kernel_size", "stride", "padding", "dilation") if given.get(name) not in (None, ()) and name in given}
     first = {name: value[0] if isinstance(value, tuple) else value for name, value in setting.items()}
@@ -93,7 +93,7 @@ def _three(setting: Any, dims: int) -> Any:
     return setting if isinstance(setting, str) else given * dims if len(given) == 1 else given
 
 
-def _normed(reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict) -> Value:
+def over_depth(reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict) -> Value:
     """Return a batch norm, whose places of that dim are as images of the batch."""
     order = [0, 2, 1, *range(3, x.rank)]
     y = turned(reader, x, order)

@@ -44,6 +44,16 @@ def is_deep(x: Value, name: str) -> bool:
     return there and x.axes[3:] == tuple(Axis(places=(d,)) for d in range(x.dims)) and name in _DEEP
 
 
+def is_alone(x: Value, name: str) -> bool:
+    """Tell whether each pixel is an image of its own in the user's code, (N * H * W, C, T), for a function that looks at one image at a time: it is one of single cells."""
+    return x.axes[0] == Axis(True, 1, tuple(range(x.dims))) and x.rank > 2 and all(axis.of_channels for axis in x.axes[1:]) and name in _OF_ONE_IMAGE
+
+
+_OF_ONE_IMAGE = {f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool") for dims in (1, 2)} | {
+    *("group_norm instance_norm interpolate pad local_response_norm").split()
+}
+
+
 @dataclass(frozen=True)
 class Folding:
     """What the dim of the batch has besides images: ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``."""

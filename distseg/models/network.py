@@ -38,6 +38,7 @@ class Network(nn.Module):
         multiple: of so many pixels are the sizes of its images.
         of_image: the result is a vector of each image.
         names: where it was captured (:mod:`distseg.models.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
+        lines: where it was captured, the line of the user's code that each layer comes from.
         check: raises an error where the user's module would do something else with so many images of a size.
         fingerprint: where it was captured, a digest of the calls of the user's forward pass.
         dropouts: of its layers that are dropouts, by the number of the call of such a function in the user's forward pass.
@@ -56,6 +57,7 @@ class Network(nn.Module):
         self.multiple, self.of_image = 1, False
         self.names: dict[str, str] = {}
         self.dropouts: dict[int, Dropped] = {}
+        self.lines: dict[str, str] = {}
         self.check: Callable[[Sequence[int], int], None] | None = None
         self.fingerprint = ""
         before = IMAGE

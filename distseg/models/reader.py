@@ -57,6 +57,7 @@ class Reader:
         self.positions: dict[tuple, Value] = {}  # what was made of the image's size alone, by what it is and the dims that it has
         self.layers: dict[str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]] = {}
         self.names: dict[str, str] = {}
+        self.lines: dict[str, str] = {}
         self.folding: Folding | None = None  # of the map of the call at hand
         self._detached: dict[Made, Value] = {}
         self.keepers: dict[str, str] = {}  # of running means by name, the module whose calls change them
@@ -114,7 +115,7 @@ class Reader:
         network.hold_unused({held[name]: tensor for name, tensor in unused.items()})
         self.names.update({f"{UNUSED}.{held[name]}": name for name in unused})
         network.names = {own: user for own, user in self.names.items() if own != user}
-        network.dropouts, network.of_image = self.dropouts, self.of_image
+        network.dropouts, network.of_image, network.lines = self.dropouts, self.of_image, self.lines
         return network
 
     def _let_go_of_unread(self, result: Value) -> None:
@@ -354,6 +355,7 @@ class Reader:
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
         assert name not in self.layers, name
         self.layers[name] = make, tuple(x.name for x in reads)
+        self.lines[name] = self.call.line
 
     def _name(self) -> str:
         """The module's, for the call that has its weights, or its only one; else its name and the function's."""

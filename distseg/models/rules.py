@@ -7,6 +7,7 @@ channels: :mod:`distseg.models.rules_channels`; for statistics: :mod:`distseg.mo
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 
 from distseg.models.arranging import filled_up, whole
-from distseg.models.axes import places_of
-from distseg.models.depth import through
-from distseg.models.folding import Deep, Folded, of_joined, unfolded
+from distseg.models.axes import Axis, places_of
+from distseg.models.depth import over_depth, through
+from distseg.models.folding import Deep, Folded, is_alone, of_joined, unfolded
 from distseg.models.image_weights import convolved
 from distseg.models.layers import ByType, Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.moved import padded
@@ -47,6 +48,9 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
     if name not in POINTWISE | _ARITHMETIC and (numbers := found_in((args, kwargs), ByType)):
         raise reader.refusal(f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere write the number")
+    tracks = name == "instance_norm" and any(x is not None for x in (*args[1:3], kwargs.get("running_mean")))
+    if args and isinstance(args[0], Value) and len(found_in((args, kwargs), Value)) == 1 and is_alone(args[0], name) and not tracks:
+        return reader.formula(args, kwargs)
     if rule := _RULES.get(name):
         try:
             return rule(reader, *args, **kwargs)
@@ -96,6 +100,9 @@ class Rules:
         x, settings = self.value(input), (running_mean, running_var, weight, bias, training, momentum, eps)
         if not training and running_mean is not None:
             return self.formula((x, *settings), {})
+        if x.rank == 3 and x.axes[0] == (True, 1, tuple(range(self.dims))) and all(axis.of_channels for axis in x.axes[1:]):  # series of all pixels
+            deep = replace(x, axes=(Axis(True), *x.axes[1:], *(Axis(places=(d,)) for d in range(self.dims))))
+            return replace(over_depth(self, vars(Rules)["batch_norm"], deep, (deep, *settings), {}), axes=x.axes)
         flat = x.rank == 2 and x.axes[0] == (True, 1, tuple(range(self.dims)))  # pixels of all images, (N * H * W, C)
         channels = x.channels if flat else _one_dim_of_channels(self, x)
         if isinstance(running_mean, Kept) and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module:

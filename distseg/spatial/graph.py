@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from distseg.geometry.graph import Graph
+from distseg.geometry.graph import Graph, Node
 from distseg.geometry.layout import reach_of
 from distseg.geometry.receptive import probed_reach
 from distseg.geometry.tile import Reach
 from distseg.models.bands import bands_of, dims_of
-from distseg.models.network import calls_of, is_flat, not_flat
+from distseg.models.network import Call, calls_of, is_flat, not_flat
 from distseg.spatial.local import node_of
 
 
@@ -45,5 +45,12 @@ def graph_of(model: nn.Module) -> Graph:
     """
     if not is_flat(model):
         raise ValueError(f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all")
-    dims = dims_of(model)
-    return Graph((node_of(call, dims) for call in calls_of(model)), getattr(model, "of_image", False))
+    dims, lines = dims_of(model), getattr(model, "lines", {})
+
+    def node(call: Call) -> Node:
+        try:
+            return node_of(call, dims)
+        except ValueError as e:
+            raise ValueError(f"{e} (it is called in {lines[call.name]})" if call.name in lines else str(e)) from None
+
+    return Graph(map(node, calls_of(model)), getattr(model, "of_image", False))

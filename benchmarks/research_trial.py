@@ -13,8 +13,10 @@ import re
 import struct
 import tempfile
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Iterator
 
 import numpy as np
 import torch
@@ -181,13 +183,27 @@ def _one_line(error: Exception) -> str:
 def _config(entry: Entry, layout: str, seed: int) -> Config:
     tiles, settings = LAYOUTS[layout]
     return Config(
-        model=ModelConfig(entry.target, in_channels=entry.bands, out_channels=CLASSES),
+        model=ModelConfig(
+            entry.target,
+            in_channels=entry.bands,
+            out_channels=CLASSES,
+            outputs=_weights(entry),
+        ),
         data=DataConfig(images=IMAGES),
         mesh=MeshConfig(tiles=Extents((1,) * entry.dims)),
         spatial=SpatialConfig(tiles_per_rank=Extents(tiles[entry.dims]), **settings),
         optim=OptimConfig("sgd"),
         train=TrainConfig(seed=seed),
     )
+
+
+def _weights(entry: Entry) -> dict[str, float] | None:
+    """Return the weight 1 for each output of a network that returns several, as a user says it."""
+    size = tuple(-(-n // 16) * 16 for n in SIZES[entry.dims])
+    made = entry.make(entry.bands, CLASSES).train()(torch.randn(IMAGES, entry.bands, *size))
+    if isinstance(made, Tensor):
+        return None
+    return {str(name): 1.0 for name in (made if isinstance(made, dict) else range(len(made)))}
 
 
 def _is_random(entry: Entry) -> bool:
@@ -228,10 +244,24 @@ def _plain_step(model: nn.Module, initial: dict[str, Tensor], pixels: Tensor, la
     """Return the loss and the gradients by name of one forward and backward pass."""
     model.load_state_dict(initial, strict=False)
     model.train().zero_grad()
-    loss = sum(_loss(logits, labels) for logits in _outputs(model(pixels)))
+    with _all_float64():
+        loss = sum(_loss(logits, labels) for logits in _outputs(model(pixels)))
     loss.backward()
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return loss.item(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained}
+
+
+@contextmanager
+def _all_float64() -> Iterator[None]:
+    """Let what a network's code makes of numbers, or casts by ``x.float()``, be float64 too."""
+    default, cast = torch.get_default_dtype(), Tensor.float
+    torch.set_default_dtype(torch.float64)
+    Tensor.float = Tensor.double
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        Tensor.float = cast
 
 
 def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -254,6 +284,9 @@ def _outputs(made) -> list[Tensor]:
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     labels = labels.flatten() if logits.dim() == 2 else labels
+    if logits.shape[2:] != labels.shape[1:]:
+        mode = ("linear", "bilinear", "trilinear")[logits.dim() - 3]
+        logits = F.interpolate(logits, size=labels.shape[1:], mode=mode)
     return F.cross_entropy(logits, labels, ignore_index=IGNORED)
 
 

@@ -71,6 +71,7 @@ SAME = {
     "parameters at all places": lambda m, x: x * (g := m.vector.expand(*x.shape[2:], -1).sigmoid().permute(2, 0, 1)) + torch.ones(x.shape[2:]).to(x) * g.mean((1, 2))[:, None, None],
     "traces": lambda m, x: x / (1 + torch.einsum("bii->b", torch.einsum("bcp,bdp->bcd", x.flatten(2), x.flatten(2)) / 100)[:, None, None, None]),
     "batch norm of all pixels": lambda m, x: pixels_normed(m, x.permute(0, 2, 3, 1).reshape(-1, 6)).view(len(x), *x.shape[2:], 6).permute(0, 3, 1, 2),
+    "a parameter of each image, longer": whole(lambda m, t: t + (m.fc.weight[None].repeat(len(t), 2, 1) * torch.arange(12.0)[:, None].to(t)).mean(1, True)),
     "a mask of parameters": whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, m.vector[None] > 0.1)),
     "a parameter of each image": whole(lambda m, t: t * m.vector[None, None].repeat(len(t), 1, 1) + m.fc.weight.expand(len(t), 6, 6).mean(1, True)),
 }
@@ -90,7 +91,6 @@ REFUSED = {
     "a causal mask": (whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, is_causal=True)), "is causal"),
     "distances of places": (lambda m, x: (lambda t: torch.cdist(t, t).mean(-1))(tokens(x)).view(len(x), 1, *x.shape[2:]).expand_as(x), "cdist .* compares places of the image with all others, as attention does"),
     "a mask of places": (whole(lambda m, t: F.scaled_dot_product_attention(t, m.fc.weight, m.fc.weight, t.sigmoid())), "has a mask that is computed from the image"),
-    "longer": (whole(lambda m, t: t + m.fc.weight[None].repeat(len(t), 2, 1).mean(1, True)), r"repeats a tensor of \(1, 6, 6\) along dims longer than 1"),
 }
 
 

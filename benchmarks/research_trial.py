@@ -253,14 +253,11 @@ def _plain_step(model: nn.Module, initial: dict[str, Tensor], pixels: Tensor, la
 
 @contextmanager
 def _all_float64() -> Iterator[None]:
-    """Let what a network's code makes of numbers, or casts by ``x.float()``, be float64 too."""
-    default, cast = torch.get_default_dtype(), Tensor.float
-    torch.set_default_dtype(torch.float64)
-    Tensor.float = Tensor.double
+    """Let casts by ``x.float()`` leave float64 as it is, as precision is a setting of a run."""
+    cast, Tensor.float = Tensor.float, Tensor.double
     try:
         yield
     finally:
-        torch.set_default_dtype(default)
         Tensor.float = cast
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import distseg
+from distseg.models.capture import as_network
 from distseg.models.layers import DropImage
 from distseg.models.network import check_calls
 from distseg.models.trace import CanNotCapture
@@ -394,6 +395,25 @@ def test_networks_that_want_large_images_are_compared_on_such():
     with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
         Deep()(torch.zeros(1, 2, 64, 64))
     assert distseg.capture(Deep()).of_image
+
+
+class Doubling(nn.Sequential):
+    def __call__(self, x):
+        return super().__call__(x * 2)
+
+
+class Shorter(nn.Sequential):
+    def __iter__(self):
+        return iter(list(self._modules.values())[:-1])
+
+
+def test_lists_of_layers_that_are_called_in_another_way():
+    torch.manual_seed(0)
+    conv, x = nn.Conv2d(2, 3, 3, padding=1), torch.randn(1, 2, 9, 8)
+    altered = nn.Conv2d(2, 3, 3, padding=1)
+    altered._conv_forward = lambda x, weight, bias: F.conv2d(x, weight * 2, bias, padding=1)
+    for model in (Doubling(conv, nn.Tanh()), Shorter(conv, nn.Tanh()), nn.Sequential(altered, nn.Tanh())):
+        torch.testing.assert_close(as_network(model)(x), model(x))
 
 
 def test_numbers_by_the_type_of_a_tensor():

@@ -155,7 +155,9 @@ class Call:
 
 def is_sequential(model: nn.Module) -> bool:
     """Whether its forward pass is that of nn.Sequential: one child after the other, and nothing else."""
-    return type(model).forward is nn.Sequential.forward and not hooked(model)
+    kind = type(model)
+    plain = all(getattr(kind, name, None) is getattr(nn.Sequential, name) for name in ("forward", "__call__", "__iter__"))
+    return plain and "forward" not in vars(model) and not hooked(model)
 
 
 def is_flat(model: nn.Module) -> bool:

@@ -8,11 +8,12 @@ from typing import Any, Sequence
 
 import torch
 
-from distseg.models.axes import Axis, places_of, without_places
+from distseg.models.axes import Axis, axes_of, places_of, without_places
 from distseg.models.layers import CutTo, Spread
+from distseg.models.lining import Turned, expanded_line, turned_line
 from distseg.models.reader import Reader, has_sizes, of_trace
 from distseg.models.trace import CanNotCapture, Kept, Made
-from distseg.models.values import Value
+from distseg.models.values import Sizes, Value
 
 
 def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
@@ -22,22 +23,12 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     places = places_of(axes)
     if list(places) != sorted(places):
         raise reader.refusal("turns the image: of its dims, channels alone may be turned among themselves, or come before or behind the places")
+    if x.line:
+        return turned_line(reader, x, order)
     cells = [d for d in order if x.axes[d].cell != 1]
     if cells == sorted(cells):
         return replace(x, axes=axes)
-    return reader.applied(_Turned(order), [x], "turned", axes)
-
-
-class _Turned:
-    """``torch.permute`` in one order; a class, so that layers with it can be copied and pickled."""
-
-    __name__ = "permute"
-
-    def __init__(self, order: Sequence[int]):
-        self.order = tuple(order)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x.permute(self.order)
+    return reader.applied(Turned(order), [x], "turned", axes)
 
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
@@ -46,6 +37,9 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
 
 def spread(reader: Reader, x: Value, **settings) -> Value:
     """Return a vector as the map that the call makes of it; a grid, resized by ``settings``."""
+    if x.line:
+        axes = axes_of([c.shapes[0] for c in reader.current], [t.batch for t in reader.traces], x.sizes)
+        return expanded_line(reader, x, axes or ())
     if settings:
         grid, sizes = x.grid, tuple(c.shapes[0][2:] for c in reader.current)
         if settings["mode"] == "area" or set(sizes) == {grid}:
@@ -143,7 +137,7 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
 
 def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
     """An entry for each dim, and None for each new one; None where one is of another kind."""
-    single = lambda i: i is None or i is Ellipsis or isinstance(i, (slice, int, Kept, Made)) or isinstance(i, tuple) and all(isinstance(n, int) for n in i)
+    single = lambda i: i is None or i is Ellipsis or isinstance(i, (slice, int, Kept, Made)) or isinstance(i, tuple) and all(isinstance(n, int) for n in i) or x.line and isinstance(i, Sizes)
     if sum(i is Ellipsis for i in index) > 1 or not all(map(single, index)) or any(isinstance(i, bool) for i in index):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))

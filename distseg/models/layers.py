@@ -200,12 +200,13 @@ class Spread(nn.Module):
 
     Args:
         grid: into how many parts the vector has each channel cut.
+        kept: the dims of the image that it has all places of (:class:`distseg.models.lines.AlongLines`).
         settings: ``mode`` and ``align_corners``.
     """
 
-    def __init__(self, grid: Sequence[int] = (), **settings):
+    def __init__(self, grid: Sequence[int] = (), kept: Sequence[int] = (), **settings):
         super().__init__()
-        self.grid, self.settings = tuple(grid), settings
+        self.grid, self.kept, self.settings = tuple(grid), tuple(kept), settings
 
     def forward(self, like: Tensor, x: Tensor) -> Tensor:
         size = like.shape[2:]
@@ -213,6 +214,9 @@ class Spread(nn.Module):
 
     def part(self, x: Tensor, size: Sequence[int], places: Sequence[range]) -> Tensor:
         """Of a map of this size only some ``places`` of each dim."""
+        if self.kept:
+            x = x.reshape(len(x), -1, *(n if d in self.kept else 1 for d, n in enumerate(size)))
+            x = x[(..., *(slice(a.start, a.stop) if d in self.kept else slice(None) for d, a in enumerate(places)))]
         if not self.grid:
             return x.expand(-1, -1, *map(len, places))
         y = x.reshape(len(x), -1, *self.grid)
@@ -228,14 +232,14 @@ class Spread(nn.Module):
         return F.interpolate(ones, size=(n, 1), mode=mode, align_corners=self.settings["align_corners"])[0, :, :, 0]
 
     def extra_repr(self) -> str:
-        return f"grid={self.grid}" * bool(self.grid)
+        return f"grid={self.grid}" * bool(self.grid) + f"kept={self.kept}" * bool(self.kept)
 
 
 class VectorNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm of vectors, as ``nn.BatchNorm1d`` of (N, C), or as ``nn.BatchNorm2d`` of (N, C, *grid): (N, C * parts, 1, ...) -> (N, C * parts, 1, ...).
 
     Args:
-        parts: of each channel.
+        parts: of each channel; 0 of a line, of which it follows the image's size.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -347,18 +351,22 @@ class Formula(nn.Module):
         register(self, tensors)
 
     def forward(self, *maps: Tensor) -> Tensor:
-        y = _computed(self, self.steps, map(_as_read, maps, self.reads), maps[0])
+        return self.computed(maps, self.steps, self.reads, self.made)
+
+    def computed(self, maps: Sequence[Tensor], steps: Sequence[Step], reads: Sequence[Read], made: Axes | None) -> Tensor:
+        """Return what steps make of maps, as a map with these axes."""
+        y = _computed(self, steps, map(_as_read, maps, reads), maps[0])
         y = y if self.part is None else y[self.part]
         if not y.is_floating_point():  # masks and numbers of channels are kept as what maps are
             y = y.to(torch.promote_types(maps[0].dtype, torch.float32))
-        if self.made is None:
+        if made is None:
             return y
-        y = closed(y, self.made, self._size(maps))
-        return y if of_images(self.made) else y.expand(len(maps[0]), *(-1 for _ in y.shape[1:]))
+        y = closed(y, made, self._size(maps, reads))
+        return y if of_images(made) else y.expand(len(maps[0]), *(-1 for _ in y.shape[1:]))
 
-    def _size(self, maps: Sequence[Tensor]) -> Sequence[int]:
+    def _size(self, maps: Sequence[Tensor], reads: Sequence[Read]) -> Sequence[int]:
         """Return the cells of the map among ``maps``; of vectors alone one."""
-        sizes = (x.shape[2:] for x, read in zip(maps, self.reads) if read.axes is None or places_of(read.axes))
+        sizes = (x.shape[2:] for x, read in zip(maps, reads) if read.axes is None or places_of(read.axes))
         return next(sizes, (1,) * (maps[0].dim() - 2))
 
     def extra_repr(self) -> str:

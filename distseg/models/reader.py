@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distseg.geometry.resize import Follow
-from distseg.models.axes import Axes, Axis, axes_of, channels_of, of_images, order_of, places_of, plain_axes
+from distseg.models.axes import Axes, Axis, axes_of, channels_of, is_line, line_of, of_images, order_of, places_of, plain_axes
 from distseg.models.constants import FACTORIES, FILLS, constant_of
 from distseg.models.folding import Deep, Folded, Folding, is_deep, knows
 from distseg.models.following import followed
 from distseg.models.inplace import out_of_place
 from distseg.models.joined import outputs_of
 from distseg.models.layers import Derived, DropImage, Fixed, Formula, MainOutput, Map, Own, Read, Step, VectorDropout, register, taken
+from distseg.models.lines import OfLines
+from distseg.models.lining import lines_spread, of_trace, told_by_size
 from distseg.models.measures import measured
 from distseg.models.network import IMAGE, UNUSED, Dropped, Network, reserved
 from distseg.models.placing import plan_of, with_positions
@@ -273,7 +275,8 @@ class Reader:
     def made(self, like: Value, part: int = 0) -> Axes:
         """What the dims of the call's result are, which has the places of the map that it is ``like``, or none."""
         shape = self.call.shapes[part]
-        axes = axes_of([c.shapes[part] for c in self.current], [t.batch for t in self.traces], like.sizes)
+        told = line_of if like.vector else axes_of
+        axes = told([c.shapes[part] for c in self.current], [t.batch for t in self.traces], like.sizes)
         if axes is None:
             raise self.refusal(f"makes a tensor of {shape} of {like!r}, whose dims are neither images, channels nor places: that is not known here")
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
@@ -350,7 +353,27 @@ class Reader:
         args = tuple(next(at) if isinstance(x, Value) else self._written(x, maps, own, steps, places) for x in operands)
         steps.append(Step(function, args, {}))
         axes, given = axes or maps[0].axes, tuple(map(_read_as, maps))
-        return self.emit(lambda found: Formula(tuple(steps), given, found, None, axes), maps, own, axes=axes, what=what)
+        return self._emit_formula(steps, given, None, axes, maps, own, what=what)
+
+    def _emit_formula(
+        self, steps: Sequence[Step], given: Sequence[Read], part: int | None, axes: Axes, maps: Sequence[Value], own: Mapping[str, Kept], what: str = ""
+    ) -> Value:  # fmt: skip
+        """A layer of functions of some maps, the steps; of lines it looks at the size of the map that they are of."""
+        kind, steps = Formula, tuple(steps)
+        if is_line(axes) or any(x.line for x in maps):
+            kind, maps = OfLines, [self.map_of_lines(maps, axes), *maps]
+        return self.emit(lambda found: kind(steps, given, found, part, axes), maps, own, part or 0, axes, what)
+
+    def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
+        """A map of the size that lines follow, of which functions of them look at the size."""
+        if not all(x.vector for x in lines):
+            raise self.refusal(f"joins {' and '.join(map(repr, lines))} in a way that is not known here: multiplied or added, place by place, they are known")
+        if {d for axis in axes for _, dims in axis.whole for d in dims} == set(range(self.dims)) and not _is_sum(axes):
+            raise self.refusal(f"makes {self.call.shapes[0]} of {lines[0]!r}, a map that each rank would have as a whole: made by adding or multiplying lines it is known")
+        found = self.same_places(lines[0].sizes)
+        if found is None:
+            raise self.refusal(f"is of {lines[0]!r}, which has the places of no map any longer")
+        return found
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
         assert name not in self.layers, name
@@ -426,17 +449,17 @@ class Reader:
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
         """Of a function that looks at single cells, of tensors that are broadcast."""
-        args, kwargs = with_positions(self, measured(self, args), kwargs)
+        args, kwargs = lines_spread(self, *with_positions(self, measured(self, args), kwargs))
         operands = found_in((args, kwargs), Value, Kept, Made)
         others = [(x, self.shape_of(x)) for x in operands if not isinstance(x, Value)]
         maps = [x for x in operands if isinstance(x, Value)]
         rank = max(x.rank for x in maps)
         for back in range(1, rank + 1):
-            there = [axis for x in maps if x.rank >= back and (axis := x.axes[-back]) != (False, 1, ())]
-            kinds = {(axis.batch, axis.places) for axis in there}
+            there = [axis for x in maps if x.rank >= back and (axis := x.axes[-back]) != Axis()]
+            kinds = {(axis.batch, axis.places, axis.whole) for axis in there}
             if len(kinds) > 1:
                 raise self.refusal(f"joins {' and '.join(map(repr, dict.fromkeys(maps)))}, whose dims are not alike")
-            places = any(axis.batch or axis.places for axis in there)
+            places = any(axis.batch or axis.places or axis.whole for axis in there)
             for x, shape in others:
                 if places and len(shape) >= back and shape[-back] != 1:
                     raise self.refusal(_EACH_PLACE.format(shape))
@@ -459,7 +482,7 @@ class Reader:
             raise self.refusal(f"makes {self.call.shapes[part or 0]} of {like!r}: it takes places of the image together in a way that is not known here")
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(f"makes {self.call.shapes[part or 0]} of {like!r}: single cells alone are known")
-        return self.emit(lambda found: Formula(tuple(steps), given, found, part, axes), maps, own, part or 0, axes)
+        return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _met(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
         """The arguments, with vectors where the maps are that they are joined with, and the maps among them."""
@@ -467,7 +490,7 @@ class Reader:
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose places are not alike")
         there = dict(zip(maps, self.meeting(maps)))
-        return self._replaced(args, there), self._replaced(kwargs, there), list(dict.fromkeys(there.values()))
+        return self.replaced(args, there), self.replaced(kwargs, there), list(dict.fromkeys(there.values()))
 
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
         """How a weight comes of parameters, which join ``own``."""
@@ -518,6 +541,8 @@ class Reader:
             case slice():
                 return slice(again(tree.start), again(tree.stop), again(tree.step))
             case Sizes():
+                if any(x.line for x in maps) and (told := told_by_size(tree.each, maps[0].sizes)) is not None:
+                    return told
                 raise self.refusal(f"has a number that depends on the image's size {tree}")
         return tree
 
@@ -553,7 +578,7 @@ class Reader:
         else:
             return None
         one_an_image = all(t.calls[found.call].shapes[0] == (t.batch, *(1,) * (x.rank - 1)) for t in self.traces)
-        if not one_an_image or divided not in (None, keep) or x.vector or x.axes[0] != (True, 1, ()):
+        if not one_an_image or divided not in (None, keep) or x.vector or x.axes[0] != Axis(True):
             return None
         before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
         kept, evaluated = (1.0 if divided is None else 1 / keep), (keep if before == keep and divided is None else 1.0)
@@ -586,6 +611,8 @@ class Reader:
         """A vector, where maps have as many places as ``sizes`` say."""
         if sizes == x.sizes:
             return x
+        if x.line:
+            raise self.refusal(f"joins {x!r} with what has other places than the map that it was made of")
         like, rules = self.followed(x, sizes)
         name = self._unique(f"{self._name()}_places")
         self._add(name, lambda _: VectorAt(rules), [x, like])
@@ -594,14 +621,14 @@ class Reader:
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
         """Vectors among maps, or among others of a smaller one's size, where those they are joined with are."""
-        sizes = next((x.sizes for x in maps if not x.vector), min((x.sizes for x in maps), key=lambda sizes: math.prod(sizes[0])))
+        sizes = next((x.sizes for x in sorted(maps, key=lambda x: (x.vector, not x.line)) if not x.vector or x.line), None) or min((x.sizes for x in maps), key=lambda sizes: math.prod(sizes[0]))
         return [self.resized(x, sizes) if x.vector else x for x in maps]
 
-    def _replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
+    def replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
         if isinstance(tree, tuple):
-            return tuple(self._replaced(x, by) for x in tree)
+            return tuple(self.replaced(x, by) for x in tree)
         if isinstance(tree, dict):
-            return {key: self._replaced(x, by) for key, x in tree.items()}
+            return {key: self.replaced(x, by) for key, x in tree.items()}
         return by.get(tree, tree) if isinstance(tree, Value) else tree
 
     def each(self, n: Any) -> Any:
@@ -628,8 +655,13 @@ def follows_size(calls: Sequence[Called]) -> bool:
 def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
     """Whether a value is what a network may make: a map of the image's size, or (N, C) or (N, C, 1, ...)."""
     if x.vector:
-        return x.rank > 1 and x.axes[0] == (True, 1, ()) and x.axes[1].cell == x.channels
+        return not x.line and x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].cell == x.channels
     return x.plain and x.sizes == tuple(map(tuple, sizes))
+
+
+def _is_sum(axes: Axes) -> bool:
+    """Whether places of several dims of the image lie behind each other along a dim, and not across."""
+    return not any(len(dims) > 1 for axis in axes for _, dims in axis.whole) and sum(bool(axis.whole) for axis in axes) == 1
 
 
 def _own_name(kept: Kept, own: dict[str, Kept]) -> str:
@@ -687,13 +719,6 @@ def has_sizes(tree) -> bool:
     if isinstance(tree, slice):
         return any(map(has_sizes, (tree.start, tree.stop, tree.step)))
     return isinstance(tree, Sizes) or isinstance(tree, tuple) and any(map(has_sizes, tree))
-
-
-def of_trace(tree, number: int):
-    """As it was in one trace."""
-    if isinstance(tree, tuple):
-        return tuple(of_trace(x, number) for x in tree)
-    return tree.each[number] if isinstance(tree, Sizes) else tree
 
 
 def _needed(found: Trace) -> list[int]:

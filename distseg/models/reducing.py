@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from distseg.models.arranging import turned
 from distseg.models.axes import Axes, Axis, without_places
 from distseg.models.layers import Cat, Max, Mean
+from distseg.models.lining import lines_spread, of_lines, takes_lines
 from distseg.models.reader import Reader
 from distseg.models.statistics import Largest, LogSumExp, Products, Variance
 from distseg.models.values import Value
@@ -33,14 +34,19 @@ def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn
     x = reader.value(x)
     if reader.of_channels(dim, x):
         return reader.formula(args, {})
-    over = all_places(reader, x, dim, what)
+    over = reader.dims_of(dim, x)
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest and of_channels is None:
         raise reader.refusal(f"takes {what} over channels and places together: over either it is known")
-    vector = of_image(reader, x, make)
+    vector = over_places(reader, x, over, make)
     if rest:
         vector = reader.applied(partial(of_channels, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest))
     return formed(reader, vector, part)
+
+
+def over_places(reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = "") -> Value:
+    """Return a statistic of each channel over the places that lie along some dims, with dims of length 1 in their place: of all of them a vector, else a line."""
+    return of_lines(reader, x, over, make, what) if takes_lines(x, over) else of_image(reader, x, make, what)
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
@@ -65,18 +71,24 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
     """Return a vector with the dims that the call's result has."""
     axes = reader.made(vector, part)
     made = replace(vector, axes=axes)
-    if not made.vector or [axis.cell for axis in axes if axis.cell != 1] != [axis.cell for axis in vector.axes if axis.cell != 1]:
+    if not made.vector or _lengths(axes) != _lengths(vector.axes):
         raise reader.refusal(f"makes {reader.call.shapes[part]}, where a vector of the image {vector!r} is expected")
     return made
+
+
+def _lengths(axes: Axes) -> list[tuple]:
+    """Return what lies along each dim but those of length 1."""
+    return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 
 def variance(reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance") -> Value:
     """Return the variance over all places, perhaps with some dims of channels, with dims of length 1 in their place."""
     x = reader.value(x)
-    over = all_places(reader, x, dim, what)
+    over = reader.dims_of(dim, x)
     rest = [d for d in over if x.axes[d].cell != 1]
     if not rest:
-        return of_image(reader, x, partial(Variance, None, correction), "variance")
+        return over_places(reader, x, over, partial(Variance, None, correction), "variance")
+    all_places(reader, x, dim, what)
     kept = [d for d in range(x.rank) if d not in over]
     made = _alone(without_places(x.axes), rest)
     if any(axis.batch and axis.mixed for axis in x.axes) or max([d for d in kept if x.axes[d].cell != 1], default=-1) > min(rest):
@@ -95,12 +107,17 @@ def root(x: Tensor) -> Tensor:
 
 def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
     """Return the softmax over all places, perhaps with some channels, by the logarithm of the sum of exponentials."""
-    over = all_places(reader, x, dim, "a softmax")
-    total = of_image(reader, x, LogSumExp, "total")
+    over = reader.dims_of(dim, x)
+    total = over_places(reader, x, over, LogSumExp, "total")
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest:
         total = reader.applied(partial(torch.logsumexp, dim=rest, keepdim=True), [total], "total", _alone(total.axes, rest))
-    return reader.applied(_less if log else _share, [x, total], "share")
+    return reader.applied(_less if log else _share, beside(reader, x, total), "share")
+
+
+def beside(reader: Reader, *values: Value) -> tuple:
+    """Return values that are joined cell by cell, with lines among them at the places of the maps."""
+    return lines_spread(reader, values, {})[0]
 
 
 def _less(x: Tensor, total: Tensor) -> Tensor:
@@ -113,17 +130,17 @@ def _share(x: Tensor, total: Tensor) -> Tensor:
 
 def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
     """Return the norm over all places, perhaps with some channels, with dims of length 1 in their place."""
-    over = all_places(reader, x, dim, "a norm")
+    over = reader.dims_of(dim, x)
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if p in (float("inf"), float("-inf")):
         each = reader.applied(torch.abs if p > 0 else _less_than_nothing, [x], "size")
-        found = _then(reader, of_image(reader, each, partial(Max, first=False), "largest"), torch.amax if not rest else None, rest)
+        found = _then(reader, over_places(reader, each, over, partial(Max, first=False), "largest"), torch.amax if not rest else None, rest)
         return found if p > 0 else reader.applied(torch.neg, [found], "least")
     if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
         raise reader.refusal(f"takes a norm of order {p}: of a number other than 0 it is known")
     squares = p in (2, "fro", None)
     each = reader.applied(torch.square if squares else torch.abs if p == 1 else _Power(p), [x], "squares" if squares else "size" if p == 1 else "powers")
-    total = _then(reader, of_image(reader, each, partial(Mean, total=True), "total"), torch.sum, rest)
+    total = _then(reader, over_places(reader, each, over, partial(Mean, total=True), "total"), torch.sum, rest)
     return total if p == 1 else reader.applied(root if squares else _Root(p), [total], "root")
 
 

@@ -45,7 +45,7 @@ def reshaped(reader: Reader, x: Value) -> Value:
         axes = reader.made(x)
     except CanNotCapture:
         axes = None
-    if axes is not None and order_of(axes) == order_of(x.axes):
+    if axes is not None and (order_of(axes) == order_of(x.axes) if not x.line else _in_order(axes) == _in_order(x.axes)):
         return replace(x, axes=axes)  # no number moves
     if x.rank > 2 and x.axes[0].cell > 1 and x.axes[0].of_channels and x.axes[1] == Axis(True) and axes == (Axis(True, x.axes[0].cell), *x.axes[2:]):
         return replace(x, axes=axes, joined=True)  # batches that were stacked
@@ -53,6 +53,12 @@ def reshaped(reader: Reader, x: Value) -> Value:
     if made is None:
         raise not_reshaped(reader, x)
     return replace(made, dtype=x.dtype)
+
+
+def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
+    """Return the dims of a line before its images; those behind them lie as they are, row by row, whatever their lengths."""
+    dims = [axis for axis in axes if axis != Axis()]
+    return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
 
 
 def regrouped(reader: Reader, x: Value) -> Value | None:

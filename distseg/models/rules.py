@@ -20,6 +20,7 @@ from distseg.models.depth import over_depth, through
 from distseg.models.folding import Deep, Folded, is_alone, of_joined, unfolded
 from distseg.models.image_weights import convolved
 from distseg.models.layers import ByType, Fill, FramesNorm, Max, Mean, Sum, VectorNorm
+from distseg.models.lining import of_lines, rows_pooled, rows_taken
 from distseg.models.moved import padded
 from distseg.models.pointwise import POINTWISE
 from distseg.models.reader import Reader, has_sizes
@@ -112,7 +113,7 @@ class Rules:
             tensors["num_batches_tracked"] = Kept(count)
         kind, more = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1], {}
         if x.vector:
-            kind, more = VectorNorm, dict(parts=x.channels // channels)
+            kind, more = VectorNorm, dict(parts=0 if x.line else x.channels // channels)
         elif self.folding and self.folding.times > 1:
             channels //= self.folding.times
             kind, more = FramesNorm, dict(frames=self.folding.times)
@@ -120,6 +121,8 @@ class Rules:
 
     def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
         x = self.value(input)
+        if x.line and running_mean is None and use_input_stats:
+            return self.formula((x, None, None, weight, bias, True, momentum, eps), {})
         if x.vector or _one_dim_of_channels(self, x) != x.channels:
             raise self.refusal(f"takes {x!r}, where a map is expected")
         if running_mean is not None or not use_input_stats:
@@ -207,7 +210,7 @@ class Rules:
 
     def dropout2d(self: Reader, input, p=0.5, training=True, inplace=False):
         x = self.value(input)
-        if not (x.plain or x.vector and x.axes[1:2] and x.axes[1].cell == x.channels) and training and p:
+        if not (x.plain or x.vector and not x.line and x.axes[1:2] and x.axes[1].cell == x.channels) and training and p:
             raise self.refusal(f"drops channels of {x!r}: of a map they are known")
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)
 
@@ -220,6 +223,8 @@ class Rules:
         kind, x = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1], self.map(input)
         if has_sizes(kernel_size) and whole(self, kernel_size, x) and padding in (0, (0,) * self.dims):
             return of_image(self, x, lambda: Max(first=True))
+        if has_sizes(kernel_size) and (over := rows_taken(self, x, kernel_size, stride, padding, dilation)):
+            return of_lines(self, x, over, lambda: Max(first=True))
         return self.layer(kind, x, ceil_mode=ceil_mode, **self.fixed_all(settings))
 
     max_pool1d = max_pool3d = max_pool2d
@@ -228,6 +233,8 @@ class Rules:
         x, settings = self.map(input), dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding)
         if has_sizes(kernel_size) and whole(self, kernel_size, x) and padding in (0, (0,) * self.dims):
             return of_image(self, x, Mean)
+        if has_sizes(kernel_size) and divisor_override is None and (over := rows_taken(self, x, kernel_size, stride, padding)):
+            return of_lines(self, x, over, Mean)
         kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
         more = {} if self.dims == 1 else dict(divisor_override=divisor_override)
         return self.layer(kind, x, ceil_mode=ceil_mode, count_include_pad=count_include_pad, **more, **self.fixed_all(settings))
@@ -246,6 +253,8 @@ class Rules:
             return of_image(self, x, Mean)
         if all(c.shapes[0] == shape for c, shape in zip(self.current, x.shapes)):
             return x
+        if over := rows_pooled(self, x):
+            return of_lines(self, x, over, Mean)
         if len(sizes) > 1 and all(len(set(along)) > 1 for along in zip(*(c.shapes[0][-self.dims :] for c in self.current))):
             like, rules = self.followed(x, tuple(c.shapes[0][2:] for c in self.current))
             return self.following(lambda: ResizeTo(rules, "area"), x, like, rules)
@@ -259,6 +268,8 @@ class Rules:
     def adaptive_max_pool2d(self: Reader, input, output_size, return_indices=False):
         x = self.map(input)
         sizes = {c.shapes[0][2:] for c in self.current}
+        if not return_indices and (over := rows_pooled(self, x)):
+            return of_lines(self, x, over, lambda: Max(first=True))
         if return_indices or len(sizes) > 1:
             raise self.refusal(f"takes the maxima of a grid of {output_size} that grows with the image, or their places: of a grid of so many cells, as (2, 2), they are known")
         if sizes == {(1,) * self.dims}:
@@ -319,7 +330,7 @@ def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
     """Return the channels of a map or vector whose dims are images, channels, and places or numbers alike (N, C, ...)."""
     reader.unfold(x)
-    there = x.rank > 1 and x.axes[0] == (True, 1, ()) and x.axes[1].of_channels
+    there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
         raise reader.refusal(f"takes {x!r}, where images and channels are expected to come first")
     return x.axes[1].cell

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distseg.models.arranging import cut_to, expanded, indexed, over_channels, parts, turned
 from distseg.models.assigning import assigned, assigns_to_places
-from distseg.models.axes import Axes, axes_of, channels_of, places_of
+from distseg.models.axes import Axes, Axis, axes_of, channels_of, places_of
 from distseg.models.folding import joined_batches
 from distseg.models.layers import Cat, Formula, Map, Read, Step
 from distseg.models.moved import places_taken
@@ -211,7 +211,7 @@ class Channels:
         at = dim % maps[0].rank
         if len({(x.sizes, x.axes[:at], x.axes[at + 1 :]) for x in maps}) > 1:
             raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose dims are not alike")
-        if len(maps) == len(given) and all(x.plain for x in maps) or all(x.vector and x.axes[1] == (False, x.channels, ()) for x in maps) and at == 1 and len(maps) == len(given):
+        if len(maps) == len(given) and all(x.plain for x in maps) or all(x.vector and x.axes[1] == Axis(cell=x.channels) for x in maps) and at == 1 and len(maps) == len(given):
             cell = sum(x.axes[1].cell for x in maps)
             return self.emit(lambda _: Cat(), maps, axes=(maps[0].axes[0], maps[0].axes[1]._replace(cell=cell), *maps[0].axes[2:]))
         return self.formula((tuple(given), dim), {})

@@ -20,6 +20,8 @@ class Places:
 
     def interpolate(self: Reader, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None, antialias=False):
         x = self.value(input)
+        if x.line:
+            return spread(self, x)
         if x.vector:
             if x.grid is None:
                 raise self.refusal(f"resizes {x!r}, where a map or a grid is expected")

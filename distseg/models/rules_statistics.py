@@ -13,7 +13,7 @@ from distseg.models.axes import Axis
 from distseg.models.layers import Max, Mean, Sum
 from distseg.models.products import added, distances, einsum, matmul
 from distseg.models.reader import Reader
-from distseg.models.reducing import formed, largest_of, norm, of_image, reduced, root, softmax, variance
+from distseg.models.reducing import beside, formed, largest_of, norm, of_image, reduced, root, softmax, variance
 from distseg.models.statistics import LogSumExp
 from distseg.models.values import Value
 
@@ -44,7 +44,7 @@ class Statistics:
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, p, dim, eps), {})
-        return self.applied(partial(_divided, eps=eps), [x, norm(self, x, p, dim)], "quotient")
+        return self.applied(partial(_divided, eps=eps), beside(self, x, norm(self, x, p, dim)), "quotient")
 
     def amax(self: Reader, input, dim=(), keepdim=False):
         return reduced(self, input, dim, (input, dim, keepdim), partial(Max, first=False), None, "a maximum")

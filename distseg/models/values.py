@@ -7,7 +7,7 @@ from typing import Sequence
 
 import torch
 
-from distseg.models.axes import Axes, Axis, places_of, plain_axes
+from distseg.models.axes import Axes, Axis, is_line, length_of, places_of, plain_axes
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class Value:
         return not places_of(self.axes)
 
     @property
+    def line(self) -> bool:
+        """Tell that it is a vector whose length follows the size of the map."""
+        return is_line(self.axes)
+
+    @property
     def plain(self) -> bool:
         """Tell that the user's code has it as (N, C, *size)."""
         return self.axes == plain_axes(self.channels, self.dims)
@@ -68,7 +73,7 @@ class Value:
     @property
     def grid(self) -> tuple[int, ...] | None:
         """The cells of a grid of the image, (N, C, *grid); None of what is none."""
-        there = self.vector and self.rank == 2 + self.dims and self.axes[0] == Axis(True)
+        there = self.vector and not self.line and self.rank == 2 + self.dims and self.axes[0] == Axis(True)
         return tuple(axis.cell for axis in self.axes[2:]) if there else None
 
     @property
@@ -82,6 +87,8 @@ class Value:
 
 def kind_of(x: Value) -> str:
     """Say what a value is."""
+    if x.line:
+        return "a line of the image"
     if x.vector:
         return "a vector of the image"
     if places_of(x.axes) and max(len(axis.places) for axis in x.axes) > 1:
@@ -100,4 +107,4 @@ def _length(axis: Axis, batch: int, size: Sequence[int]) -> int:
     length = axis.cell * (batch if axis.batch else 1)
     for d in axis.places:
         length *= size[d]
-    return length
+    return length * length_of(axis.whole, size)

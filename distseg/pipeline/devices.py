@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from distseg.config import Config, PipelineConfig
 from distseg.models.layers import CutTo, Spread
+from distseg.models.lines import OfLines
 from distseg.program.partition import Edge, Partition
 from distseg.pipeline.stage import LOSS, Stage
 from distseg.spatial.piece import Unit
@@ -164,7 +165,7 @@ def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
     # By the whole edge: a name may come again behind its pop, where torchgpipe wants another.
     incoming, outgoing = ({str(e): e.map for e in edges if e not in (before, behind)} for edges in (stage.incoming, stage.outgoing))
     result = LOSS if stage.head else behind.map
-    sizes_only = any(isinstance(stage.model.layers[number], (CutTo, Spread)) for number in stage.layers or ())
+    sizes_only = any(isinstance(stage.model.layers[number], (CutTo, Spread, OfLines)) for number in stage.layers or ())
 
     @skippable(stash=list(outgoing), pop=list(incoming))
     class Layer(nn.Module):

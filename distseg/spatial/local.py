@@ -26,6 +26,7 @@ from distseg.geometry.resize import Follow, Resize
 from distseg.geometry.tile import Box
 from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum
 from distseg.models.network import Call
+from distseg.models.lines import OfLines
 from distseg.models.moving import Windows
 from distseg.models.positions import Positions
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
@@ -69,7 +70,7 @@ def node_of(call: Call, dims: int) -> Node:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
     """
     name, layer = call.name, call.layer
-    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula):
+    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula, OfLines):
         return Node(name, call.inputs)
     if isinstance(layer, Positions):
         return Node(name, call.reads, placed=True)
@@ -135,6 +136,8 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
         layer = layer.inner
     if isinstance(layer, Spread):
         return layer.part(others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)])
+    if isinstance(layer, OfLines):
+        return layer.at(part.size, [line for line, _ in others])
     if others:
         return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
     function = _function_of(type(layer))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,8 @@ class DistributedMean(DistributedNorm):
         size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
-        """The vector of the images of a window."""
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
+        """The vector of the images of a window, of which this rank owns what :meth:`where` says."""
         means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
         return as_vector(torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]), x.dim() - 2).to(x.dtype)
 
@@ -169,7 +169,7 @@ class DistributedSpread(Spread):
     """The twin of :class:`distseg.models.layers.Spread` for a window of an image: a cell is resized for its place in the image."""
 
     def __init__(self, spread: Spread, context: Context, stride: tuple[int, ...], name: str):
-        super().__init__(spread.grid, **spread.settings)
+        super().__init__(spread.grid, spread.kept, **spread.settings)
         self.context, self.stride = context, stride
 
     def forward(self, like: Tensor, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class _JointMean(torch.autograd.Function):
         ctx.mean, ctx.statistics = mean, mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)])
         ctx.rows, ctx.where = [mean.rows(j) for j in range(len(xs))], [mean.where(x, j) for j, x in enumerate(xs)]
         ctx.save_for_backward(*xs)  # of which a mean looks at the form
-        return tuple(mean.of(x, rows, ctx.statistics) for x, rows in zip(xs, ctx.rows))
+        return tuple(mean.of(x, rows, ctx.statistics, where) for x, rows, where in zip(xs, ctx.rows, ctx.where))
 
     @staticmethod
     def backward(ctx, *gs):
@@ -228,7 +228,7 @@ class PendingMean(Pending):
         self.total = torch.zeros_like(statistics.mean)
 
     def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
-        return _PendingMean.apply(self, self.norm.rows(index), x)
+        return _PendingMean.apply(self, self.norm.rows(index), self.norm.where(x, index), x)
 
     def settle(self) -> None:
         self.shares = self.norm.shares(self.total, self.statistics)
@@ -239,11 +239,11 @@ class PendingMean(Pending):
 
 class _PendingMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pending: PendingMean, rows: list[int], x: Tensor):
+    def forward(ctx, pending: PendingMean, rows: list[int], where: Any, x: Tensor):
         ctx.pending, ctx.rows = pending, rows
-        return pending.norm.of(x, rows, pending.statistics)
+        return pending.norm.of(x, rows, pending.statistics, where)
 
     @staticmethod
     def backward(ctx, g):
         ctx.pending.norm.collect(ctx.pending.total, g, ctx.rows)
-        return None, None, None
+        return None, None, None, None

@@ -119,7 +119,7 @@ class DistributedNorm(nn.Module):
         """Its input with one dim of channels: the parts of a vector's are places, frames are images."""
         if self.frames > 1:
             return x.reshape(-1, self.channels, *x.shape[2:])
-        return x if self.parts is None else x.reshape(len(x), -1, self.parts, *(1,) * (x.dim() - 3))
+        return x if self.parts is None else x.reshape(len(x), self.channels, -1, *(1,) * (x.dim() - 3))
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
         """Back in the dims of ``x``. No view where these are the same: it would forget in which format one image lies, and layers behind would copy it."""

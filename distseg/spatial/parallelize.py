@@ -23,6 +23,7 @@ from distseg.launch import check_launcher
 from distseg.models.bands import bands_of
 from distseg.models.hidden import check_module
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
+from distseg.models.lines import OfLines
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, is_followed, of_image
 from distseg.models.passes import checkpoints_ignored
 from distseg.models.positions import Positions
@@ -31,12 +32,12 @@ from distseg.spatial.context import Context
 from distseg.spatial.dropout import DROPOUTS, KeyedDropout
 from distseg.spatial.exchange import Exchange
 from distseg.spatial.graph import graph_of
+from distseg.spatial.lines import twin_of
 from distseg.spatial.local import check_plain
 from distseg.spatial.mean import DistributedMean
 from distseg.spatial.norm import NORMS, STATISTICAL, DistributedNorm, commit
 from distseg.spatial.resize import Placed, PlacedPositions
 from distseg.spatial.skip import DenseCat, DensePop
-from distseg.spatial.statistics import twin_of
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -402,7 +403,7 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 
 def _told(model: nn.Module) -> list[str]:
     """The layers that must know where what they are given lies."""
-    return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS, Spread))]
+    return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS, Spread, OfLines))]
 
 
 def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:

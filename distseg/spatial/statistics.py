@@ -62,7 +62,7 @@ class DistributedVariance(_OfImage):
         of_channels = super().statistics(parts)
         return of_channels if self.of_whole.groups is None else by_group(of_channels, self.of_whole.groups)
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector((statistics.m2 / self._divisor(statistics))[rows], x.dim() - 2).to(x.dtype)
 
     def _divisor(self, statistics: Moments) -> Tensor:
@@ -88,11 +88,11 @@ class DistributedLogSumExp(_OfImage):
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         rows = sorted({part.row for part in parts})
-        mine = stack([_exponentials(stack([part.moments for part in parts if part.row == row])) for row in rows])
+        mine = stack([exponentials(stack([part.moments for part in parts if part.row == row])) for row in rows])
         home = torch.device("cpu") if self.comm.size > 1 else None
-        return _exponentials(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+        return exponentials(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(self._total(statistics)[rows], x.dim() - 2).to(x.dtype)
 
     def _total(self, statistics: Moments) -> Tensor:
@@ -102,7 +102,7 @@ class DistributedLogSumExp(_OfImage):
         return (x.flatten(1).double() - self._total(statistics)[row].view(-1, 1)).exp() * g.view(-1, 1)
 
 
-def _exponentials(parts: Moments) -> Moments:
+def exponentials(parts: Moments) -> Moments:
     """Combine parts stacked along dim 0."""
     largest = parts.mean.amax(0)
     less = torch.where(parts.mean == -math.inf, parts.mean, parts.mean - largest)  # nothing of a part without cells, also where all are so
@@ -124,7 +124,7 @@ class DistributedProducts(_OfImage):
         sums = add(torch.stack([part.mean.sum(0) for part in mine]), self.comm)
         return Moments(torch.stack([part.count.sum(0) for part in mine]), sums, sums[:, :0])
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
@@ -173,7 +173,7 @@ class DistributedLargest(_OfImage):
         order = values.sort(dim=-1, descending=True, stable=True)[1][..., :k]
         return Moments(parts.count.sum(0), values.gather(-1, order).flatten(-2), places.gather(-1, order).flatten(-2))
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
     def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple) -> Tensor:
@@ -201,7 +201,7 @@ class DistributedMeasure(_OfImage):
         of_row = {part.row: part.moments for part in parts}
         return stack([of_row[row] for row in sorted(of_row)])
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments) -> Tensor:
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
     def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:

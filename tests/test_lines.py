@@ -1,0 +1,60 @@
+"""Statistics of rows and columns (:mod:`made_lines`): what they were, and the serial program's gradient, in tiles and streamed ones."""
+
+from dataclasses import replace
+
+import made_lines
+import pytest
+import torch
+from test_exact import TOLERANCE, config
+
+import distseg
+from distseg.config import ModelConfig
+from distseg.extents import Extents
+from distseg.models.trace import CanNotCapture
+from distseg.verify import verify
+
+WAYS = {  # of each number of ranks
+    1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1"), dict(tiles_per_rank=(2, 2))],
+    2: [dict(tiles="1x2", exchange_every="2", images=2), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")],
+    4: [dict(tiles="2x2"), dict(tiles="2x1", stages=2)],
+}
+SIZES = {1: "33x41", 2: "41x41", 4: "40x33"}
+
+
+def assert_same(model, sizes, channels=2):
+    network = distseg.capture(model)
+    for images, size in sizes:
+        x = torch.randn(images, channels, *size, dtype=torch.float64)
+        both = []
+        for each in (model, network):
+            y = each(x)
+            both.append((y, *torch.autograd.grad((y * y).sum(), list(model.parameters()), allow_unused=True)))
+        for wanted, found in zip(*both):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", made_lines.FUNCTIONS)
+def test_is_what_it_was(name):
+    torch.manual_seed(0)
+    assert_same(getattr(made_lines, f"with_{name}")(2, 3).double(), ((2, (13, 22)), (3, (33, 18)), (2, (17, 17))))
+
+
+def test_volumes_are_what_they_were():
+    torch.manual_seed(0)
+    assert_same(made_lines.with_volumes(2, 3).double(), ((2, (7, 9, 12)), (3, (9, 9, 9))))
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("name", made_lines.FUNCTIONS)
+def test_exact(comm, name):
+    for way in WAYS[comm.size]:
+        plan = replace(config(**way), model=ModelConfig(f"{made_lines.__name__}:with_{name}", in_channels=3, out_channels=3))
+        report = verify(plan, comm, Extents(SIZES[comm.size]))
+        assert comm.bcast(report and report["max_error"]) <= TOLERANCE, way
+
+
+@pytest.mark.parallel([2])
+def test_volumes_are_exact(comm):
+    plan = replace(config(tiles="1x2x1", tiles_per_rank=(2, 1, 1)), model=ModelConfig(f"{made_lines.__name__}:with_volumes", in_channels=2, out_channels=3))
+    report = verify(plan, comm, Extents("9x11x13"))
+    assert comm.bcast(report and report["max_error"]) <= TOLERANCE

@@ -5,6 +5,7 @@ import contextvars
 import ctypes
 import datetime
 import enum
+import gc
 import io
 import itertools
 import logging
@@ -522,3 +523,16 @@ def test_what_no_pass_depends_on_is_no_alarm(name):
     assert is_followed(network), refusals[network]
     if "nothing uses" not in name:  # of a module that is not followed nobody knows
         check_exact(as_network(Kept(HARMLESS[name], attends=True)), (40, 56))
+
+
+def test_collections_of_garbage_are_no_alarm():
+    """Whoever watches them, as some test tools do, asks for the time wherever they come."""
+    times, threshold = [], gc.get_threshold()
+    gc.callbacks.append(watcher := lambda phase, info: times.append(time.perf_counter()))
+    gc.set_threshold(1)
+    try:
+        check_exact(as_network(Kept(shown, attends=True)), (40, 56))
+    finally:
+        gc.callbacks.remove(watcher)
+        gc.set_threshold(*threshold)
+    assert times

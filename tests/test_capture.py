@@ -33,6 +33,10 @@ class Called(nn.Module):
 
 
 SAME = {
+    "over rows": lambda m, x: x.softmax(2),
+    "mean of rows": lambda m, x: x - x.mean(2, keepdim=True),
+    "maximum of rows": lambda m, x: x / x.abs().amax(3, keepdim=True),
+    "sum of rows": lambda m, x: x / x.abs().sum(2, keepdim=True),
     "arithmetic": lambda m, x: 1 - x + 2 * x / (3 + x**2) - (-x),
     "keywords": lambda m, x: torch.add(input=x, other=x, alpha=0.5),
     "alpha": lambda m, x: x.sub(x.sigmoid(), alpha=2),
@@ -304,11 +308,7 @@ REFUSED = {
     "as many channels as rows": (lambda m, x: x * x.mean(1, keepdim=True).repeat(1, x.shape[2], 1, 1).sum(1, keepdim=True), "repeat .* joins all places with all"),
     "attention": (lambda m, x: (lambda t: (t @ t.transpose(1, 2)).softmax(-1) @ t)(x.flatten(2).transpose(1, 2)).transpose(1, 2).view_as(x), r"matmul in the model \(test_capture.py, line \d+\) multiplies places of the image with all others, as attention does"),
     "attention of heads": (lambda m, x: (lambda t: F.scaled_dot_product_attention(t, t, t))(x.flatten(2).mT).mT.view_as(x), "scaled_dot_product_attention .* is attention between places of the image"),
-    "over rows": (lambda m, x: x.softmax(2), "softmax .* takes a softmax over rows or columns of the image alone"),
     "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of the image"),
-    "mean of rows": (lambda m, x: x - x.mean(2, keepdim=True), "mean .* takes a mean over rows or columns of the image alone"),
-    "maximum of rows": (lambda m, x: x / x.amax(3, keepdim=True), "amax .* takes a maximum over rows or columns of the image alone"),
-    "sum of rows": (lambda m, x: x / x.sum(2, keepdim=True), "sum .* takes a sum over rows or columns of the image alone"),
     "another norm": (lambda m, x: x / x.norm(p=0, dim=(2, 3), keepdim=True), "norm .* takes a norm of order 0"),
     "a grid that grows": (lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 8, 4)), x.shape[2:]), "pools to .* whose cells depend on the image's size"),
     "a size of nothing": (lambda m, x: F.interpolate(F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]), "makes .* as many as no other map has, and no fraction of one"),

@@ -25,14 +25,14 @@ _FORM = (
 def convolved(reader: Reader, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any) -> Value:
     """Return what a convolution makes of each image by a weight of its own."""
     folded = isinstance(weight, Value) and not x.vector and x.axes == (Axis(), Axis(True, x.channels), *plain_axes(1, reader.dims)[2:])
-    if not folded or not weight.vector or weight.rank != 2 + reader.dims or not weight.axes[0].batch or not all(axis.of_channels for axis in weight.axes[1:]):
+    if not folded or not weight.vector or weight.rank != 2 + reader.dims or not weight.axes[0].batch or not all(axis.of_channels and not axis.whole for axis in weight.axes[1:]):
         raise reader.refusal(_FORM)
-    (_, made, _), (_, each, _), *kernel = weight.axes
+    made, each, *kernel = (axis.cell for axis in weight.axes)
     parts = x.channels // each
     given = groups.each if isinstance(groups, Sizes) else (groups,) * len(reader.traces)
     if any(n != t.batch * parts for n, t in zip(given, reader.traces)) or bias is not None and not isinstance(bias, Value):
         raise reader.refusal(_FORM)
-    kernel = tuple(axis.cell for axis in kernel)
+    kernel = tuple(kernel)
     stride, dilation = (reader.each(reader.fixed(n, "setting")) for n in (stride, dilation))
     padding = _padding(reader, padding, kernel, dilation)
     sizes = tuple(c.shapes[0][2:] for c in reader.current)

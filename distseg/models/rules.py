@@ -101,10 +101,10 @@ class Rules:
         x, settings = self.value(input), (running_mean, running_var, weight, bias, training, momentum, eps)
         if not training and running_mean is not None:
             return self.formula((x, *settings), {})
-        if x.rank == 3 and x.axes[0] == (True, 1, tuple(range(self.dims))) and all(axis.of_channels for axis in x.axes[1:]):  # series of all pixels
+        if x.rank == 3 and x.axes[0] == Axis(True, 1, tuple(range(self.dims))) and all(axis.of_channels for axis in x.axes[1:]):  # series of all pixels
             deep = replace(x, axes=(Axis(True), *x.axes[1:], *(Axis(places=(d,)) for d in range(self.dims))))
             return replace(over_depth(self, vars(Rules)["batch_norm"], deep, (deep, *settings), {}), axes=x.axes)
-        flat = x.rank == 2 and x.axes[0] == (True, 1, tuple(range(self.dims)))  # pixels of all images, (N * H * W, C)
+        flat = x.rank == 2 and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))  # pixels of all images, (N * H * W, C)
         channels = x.channels if flat else _one_dim_of_channels(self, x)
         if isinstance(running_mean, Kept) and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module:
             raise self.refusal("is called on the running statistics of another module, in an order that is not kept: call that module, or give each its own")

@@ -416,6 +416,21 @@ def test_lists_of_layers_that_are_called_in_another_way():
         torch.testing.assert_close(as_network(model)(x), model(x))
 
 
+class Longer(nn.Conv2d):
+    """Computes more in one type, or returns something else, behind all else."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        z = y * 2 if self.groups == 1 or y.dtype == torch.float32 else y
+        return y if y.dtype == torch.float64 else z
+
+
+@pytest.mark.parametrize("groups, words", [(1, "its result is another one in another type"), (2, "is called in one type alone")])
+def test_what_is_computed_last_by_the_type_of_a_tensor(groups, words):
+    with pytest.raises(CanNotCapture, match=words):
+        distseg.capture(Longer(2, 4, 3, padding=1, groups=groups))
+
+
 def test_numbers_by_the_type_of_a_tensor():
     """Of a type's smallest and largest numbers, in the type that a run computes in."""
 

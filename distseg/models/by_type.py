@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Mapping
 
 import torch
@@ -28,16 +29,18 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         CanNotCapture: the passes make different calls, naming the first.
     """
     found: Numbers = {}
-    each = {dtype: found_trace.calls for dtype, found_trace in traces.items()}
-    for number, call in enumerate(each[WIDE]):
-        calls = {dtype: of[number] if number < len(of) else None for dtype, of in each.items()}
-        if other := next((c for c in calls.values() if c is None or not _same_function(c, call)), None):
-            raise CanNotCapture(f"{call} is {other} in another type: what code calls must not depend on the type of a tensor")
-        if None in calls.values():
+    for number, calls in enumerate(zip_longest(*(trace.calls for trace in traces.values()))):
+        of_types = dict(zip(traces, calls))
+        call = of_types[WIDE] or next(filter(None, calls))
+        if None in calls:
             raise CanNotCapture(f"{call} is called in one type alone: what code calls must not depend on the type of a tensor")
-        merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in calls.items()})
+        if other := next((c for c in calls if not _same_function(c, call)), None):
+            raise CanNotCapture(f"{call} is {other} in another type: what code calls must not depend on the type of a tensor")
+        merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
         if merged != (call.args, call.kwargs):
             found[number] = merged
+    if any(trace.result != traces[WIDE].result for trace in traces.values()):
+        raise CanNotCapture("its result is another one in another type: what code returns must not depend on the type of a tensor")
     return found
 
 

@@ -13,7 +13,8 @@ from distseg.models.wide import widened
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 """Functions that make a tensor of one number; of places of the image these make a map, which is alike everywhere."""
 FACTORIES = FILLS | set("tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices tril_indices hann_window hamming_window bartlett_window blackman_window".split())
-_CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long", "int", "bool"}
+CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long", "int", "bool"}
+"""Functions that change nothing but a tensor's type."""
 
 
 def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
@@ -24,7 +25,7 @@ def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
     if call.name in FACTORIES:
         return _called(call, call.args)
     inner = found_in((call.args, call.kwargs), Made, Kept)
-    if call.name in _CASTS and call.args and isinstance(call.args[0], Made):
+    if call.name in CASTS and call.args and isinstance(call.args[0], Made):
         found = constant_of(calls, call.args[0])
         return None if found is None else found.to(call.dtypes[0])
     if not inner or call.name.startswith(("rand", "bernoulli", "normal", "uniform")):

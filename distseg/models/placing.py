@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Container, Sequence
 from distseg.models.axes import Axis, places_of
 from distseg.models.constants import FILLS
 from distseg.models.pointwise import POINTWISE
-from distseg.models.positions import CASTS, LIKE, Labels, Number, Plan, Positions
+from distseg.models.positions import LIKE, MOVES, Labels, Number, Plan, Positions
 from distseg.models.trace import IMAGE, Called, Kept, Made, found_in
 from distseg.models.values import Sizes, Value
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "rrelu", "alpha_dropout", "gumbel_softmax"}
 _UNKNOWN = _RANDOM | {"empty", "new_empty", "empty_like"} | {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
-_CELLWISE = {"add", "mul", "multiply", "div", "true_divide", "divide", "contiguous", "clone", "__pow__", *CASTS} - {"to", "type_as"}
+_CELLWISE = {"add", "mul", "multiply", "div", "true_divide", "divide", "contiguous", "clone", "__pow__", *MOVES} - {"to", "type_as"}
 _TURNING = {"permute", "transpose", "unsqueeze", "movedim", "moveaxis", "swapaxes", "to", "type_as"}
 _SHAPING = FILLS | {"expand", "repeat", "tile", "view", "reshape", "broadcast_to", "unflatten"}
 _JOINING = {"cat", "concat", "concatenate", "stack"}
@@ -59,7 +59,7 @@ def _follows(reader: Reader, number: int) -> bool:
 def _looked_at(call: Called) -> list[Made]:
     """Return the tensors of which a call looks at more than type and size."""
     given = found_in((call.args, call.kwargs), Made)
-    if call.name in CASTS:
+    if call.name in MOVES:
         return found_in(call.args[:1], Made)
     if call.name in LIKE:
         return []

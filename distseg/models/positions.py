@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distseg.models.axes import Axes, closed
-from distseg.models.constants import FACTORIES
+from distseg.models.constants import CASTS, FACTORIES
 from distseg.models.inplace import out_of_place
 from distseg.models.layers import as_vector, register
 from distseg.models.meta import found_in
@@ -171,7 +171,7 @@ class _Values:
     def _of_type(self, call: Called, of: Callable[[Made], Tensor]) -> list[Tensor] | None:
         """Return what a call makes that looks at nothing but the type of one of its arguments."""
         kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
-        if call.name in CASTS:
+        if call.name in MOVES:
             (x,) = self._filled(call.args[:1], of)
             return [x.to(kind)]
         if isinstance(value := _fill(call), (bool, int, float)):
@@ -196,7 +196,7 @@ class _Values:
         return tree
 
 
-CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long", "int", "bool", "cpu", "cuda"}
+MOVES = CASTS | {"cpu", "cuda"}
 LIKE = {"zeros_like", "ones_like", "full_like"}
 _SETTINGS = ("device", "pin_memory", "requires_grad", "memory_format")
 

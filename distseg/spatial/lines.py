@@ -23,7 +23,7 @@ from distseg.models.layers import Max, Mean, as_vector
 from distseg.models.lines import AlongLines, OfLines, folded, places_along
 from distseg.models.statistics import LogSumExp, Variance
 from distseg.spatial.context import Context
-from distseg.spatial.mean import DistributedMean, numbers_of
+from distseg.spatial.mean import DistributedMean, largest_of, numbers_of
 from distseg.spatial.moments import Moments, combine, stack
 from distseg.spatial.norm import Contribution
 from distseg.spatial.statistics import exponentials
@@ -202,11 +202,8 @@ class _Max(_Mean):
     """With ``mean`` for the largest values, and ``m2`` for where the first of them is, or how many there are."""
 
     def nothing(self, zeros: Tensor) -> Moments:
-        return Moments(zeros.new_zeros(len(zeros)), torch.full_like(zeros, -math.inf), torch.full_like(zeros, self._nowhere))
-
-    @property
-    def _nowhere(self) -> float:
-        return math.inf if self.layer.first else 0.0
+        nowhere = torch.full_like(zeros, math.inf) if self.layer.first else zeros
+        return Moments(zeros.new_zeros(len(zeros)), torch.full_like(zeros, -math.inf), nowhere)
 
     def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
         largest = cells.amax(-1)
@@ -215,9 +212,7 @@ class _Max(_Mean):
         return Moments(self._count(cells), largest.double(), said.double())
 
     def joined(self, parts: Moments) -> Moments:
-        largest = parts.mean.amax(0)
-        said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, self._nowhere))
-        return Moments(parts.count.sum(0), largest, said.amin(0) if self.layer.first else said.sum(0))
+        return largest_of(parts, self.layer.first)
 
     def value(self, statistics: Moments) -> Tensor:
         return statistics.mean

@@ -90,6 +90,13 @@ class DistributedMean(DistributedNorm):
         return PendingMean(self, statistics)
 
 
+def largest_of(parts: Moments, first: bool) -> Moments:
+    """Return the largest values of all parts, stacked along dim 0, and where the ``first`` of them is, or how many there are."""
+    largest = parts.mean.amax(0)
+    said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, math.inf if first else 0))
+    return Moments(parts.count.sum(0), largest, said.amin(0) if first else said.sum(0))
+
+
 class DistributedMax(DistributedMean):
     """The twin of :class:`distseg.models.layers.Max`. Its statistics are ``mean``, the largest values, and ``m2``: where the first is, counted row by row, or how many there are."""
 
@@ -139,15 +146,9 @@ class DistributedMax(DistributedMean):
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         rows = sorted({part.row for part in parts})
-        mine = stack([self._largest(stack([part.moments for part in parts if part.row == row])) for row in rows])
+        mine = stack([largest_of(stack([part.moments for part in parts if part.row == row]), self.first) for row in rows])
         home = torch.device("cpu") if self.comm.size > 1 else None
-        return self._largest(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
-
-    def _largest(self, parts: Moments) -> Moments:
-        """Of parts stacked along dim 0."""
-        largest = parts.mean.amax(0)
-        said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, math.inf if self.first else 0))
-        return Moments(parts.count.sum(0), largest, said.amin(0) if self.first else said.sum(0))
+        return largest_of(mine.unpacked(gather(mine.packed(), self.comm, home)), self.first).on(mine.mean.device)
 
     def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
         return add(total, self.comm), statistics

@@ -48,6 +48,15 @@ def check(comm, image: str, **settings) -> None:
         assert report["buffers"], "batch norm has running statistics to compare"
 
 
+def error_of_made(made, name: str, comm, settings: dict, size: str) -> float:
+    """Return the error of a network of a file ``made``, on an image of about this size: of the next multiple that the network wants."""
+    multiple = made.MULTIPLES.get(name, 1)
+    image = Extents(-(-n // multiple) * multiple for n in Extents(size))
+    plan = replace(config(**settings), model=ModelConfig(f"{made.__name__}:{name}_network", in_channels=3, out_channels=3))
+    report = verify(plan, comm, image)
+    return comm.bcast(report and report["max_error"])
+
+
 NORMS = ["instance", "batch", "group", "none"]
 UPS = ["nearest", "bilinear", "transposed"]
 LOSSES = ["cross_entropy", "binary_cross_entropy", "dice", "focal", "cross_entropy + 0.5*dice"]

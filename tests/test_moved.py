@@ -1,21 +1,19 @@
 """Networks whose code moves places of the image, in tiles of sizes that divide nothing: the serial program's gradient (:mod:`made_moved`)."""
 
-from dataclasses import replace
+from functools import partial
 
 import made_moved
 import pytest
 import torch
 import torch.nn.functional as F
-from test_exact import TOLERANCE, config
+from test_exact import TOLERANCE, error_of_made
 
 import distseg
-from distseg.config import ModelConfig
-from distseg.extents import Extents
 from distseg.models.trace import CanNotCapture
-from distseg.verify import verify
 
 WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), in_time="spill"), dict(tiles_per_rank=(2, 2), exchange_every="all")]
 ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")], 3: [dict(tiles="1x3")]}
+error_of = partial(error_of_made, made_moved)
 
 
 @pytest.mark.parallel(1)
@@ -31,15 +29,6 @@ def test_exact(comm, name):
 def test_exact_on_more_ranks(comm, name):
     for way in ON_RANKS[comm.size]:
         assert error_of(name, comm, way, "37x45") <= TOLERANCE, way
-
-
-def error_of(name: str, comm, settings: dict, size: str) -> float:
-    """Of an image of about this size: of the next multiple that the network wants."""
-    multiple = made_moved.MULTIPLES.get(name, 1)
-    image = Extents(-(-n // multiple) * multiple for n in Extents(size))
-    plan = replace(config(**settings), model=ModelConfig(f"{made_moved.__name__}:{name}_network", in_channels=3, out_channels=3))
-    report = verify(plan, comm, image)
-    return comm.bcast(report and report["max_error"])
 
 
 @pytest.mark.parametrize("size", [(16, 20), (21, 23), (64, 36)])

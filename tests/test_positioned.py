@@ -1,21 +1,19 @@
 """Networks that know where in the image a pixel is, in tiles: the serial program's gradient (:mod:`made_positioned`)."""
 
-from dataclasses import replace
+from functools import partial
 
 import made_positioned
 import pytest
 import torch
-from test_exact import TOLERANCE, config
+from test_exact import TOLERANCE, error_of_made
 
 import distseg
-from distseg.config import ModelConfig
-from distseg.extents import Extents
 from distseg.models.positions import Positions
 from distseg.models.trace import CanNotCapture
-from distseg.verify import verify
 
 WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), in_time="spill")]
 ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")], 3: [dict(tiles="1x3")]}
+error_of = partial(error_of_made, made_positioned)
 
 
 @pytest.mark.parallel(1)
@@ -36,15 +34,6 @@ def test_exact_on_more_ranks(comm, name):
 def test_windows_that_stand_for_images_are_refused(comm):
     with pytest.raises(ValueError, match="places its cells by the size of the whole image"):
         error_of("coordinates", comm, dict(tiles_per_rank=(2, 2), halo=40), "37x45")
-
-
-def error_of(name: str, comm, settings: dict, size: str) -> float:
-    """Of an image of about this size: of the next multiple that the network wants."""
-    multiple = made_positioned.MULTIPLES.get(name, 1)
-    image = Extents(-(-n // multiple) * multiple for n in Extents(size))
-    plan = replace(config(**settings), model=ModelConfig(f"{made_positioned.__name__}:{name}_network", in_channels=3, out_channels=3))
-    report = verify(plan, comm, image)
-    return comm.bcast(report and report["max_error"])
 
 
 @pytest.mark.parametrize("name", ["sinusoids", "learned_grid", "rows_and_columns", "numbers", "pasted"])

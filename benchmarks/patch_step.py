@@ -33,7 +33,7 @@ _RATE, _TOLERANCE, _PATCH = 1e-3, 1e-12, 64
 
 @dataclass(frozen=True)
 class Case:
-    """What a step is of: patches of 64x64, an eighth of them in each of 8 inner iterations, whose mean gradient makes an update."""
+    """Setting of a step: patches of 64x64, an eighth of them in each of 8 inner iterations. Their mean gradient makes one update."""
 
     name: str
     model: str

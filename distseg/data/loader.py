@@ -65,7 +65,7 @@ def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
 
 
 def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
-    """The same of boxes of one size of one sample: (boxes, bands, *size) float32."""
+    """Return the pixels of several boxes of one size of a sample: (boxes, bands, *size) float32."""
     pixels = store.read_normalised_boxes(sample.image, [_source(sample, box) for box in boxes])
     return _coloured(sample, sample.turn.apply(pixels)).swapaxes(0, 1)
 

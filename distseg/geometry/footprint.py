@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 class Footprint:
-    """What all footprints answer.
+    """Interface of all footprints.
 
     Attributes:
         sized: the cells hang on the sizes of both maps.

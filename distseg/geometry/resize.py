@@ -25,7 +25,7 @@ _NEAR = 2.0**-20  # by which a nearest place may be off, times itself: PyTorch r
 
 @dataclass(frozen=True)
 class Follow:
-    """How a size follows another, n: (``times`` n + ``plus``) // ``over`` times ``unit``, or n times a ``factor``, rounded down."""
+    """Rule by which a size follows another, n: (``times`` n + ``plus``) // ``over`` times ``unit``, or n times a ``factor``, rounded down."""
 
     times: int = 1
     plus: int = 0

@@ -128,7 +128,7 @@ def norm_backward(g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbe
 
 
 class _Plan(NamedTuple):
-    """What a kernel of whole images is told but for addresses: their form, the norm, how each tensor lies in memory, and from one image to the next."""
+    """Arguments of a kernel for whole images, without addresses: shape, norm, and the strides of each tensor inside an image and between images."""
 
     images: int
     told: tuple
@@ -136,7 +136,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(4096)
 def _plan(norm: tuple, keyed: bool, last: bool, shape: Sequence[int], strides: Sequence[Sequence[int]], threads: int) -> _Plan:
-    """Return that of tensors of this shape, which lie so; worked out once, as it would take as long as a small map."""
+    """Return the plan for tensors of this shape and these strides. It is cached, as making it takes as long as the norm of a small map."""
     norm = Norm(*norm)
     tensors = _merged(last, *(torch.empty_strided(shape, each, device="meta") for each in strides))
     if norm.joint and not keyed:
@@ -147,7 +147,7 @@ def _plan(norm: tuple, keyed: bool, last: bool, shape: Sequence[int], strides: S
 
 
 def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same as planes of one image, as they share statistics: of small maps an image each would take longer than its pixels. Volumes have planes of their own."""
+    """Return tensors of images that share statistics as the planes of one image. One call for each small image would take longer than its pixels. Volumes keep their own planes."""
     return images if images[0].dim() > 4 else [x.transpose(0, 1)[None] for x in images]
 
 

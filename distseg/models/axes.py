@@ -1,4 +1,4 @@
-"""How a tensor of the user's code has the numbers of a map: what each of its dims is.
+"""Axes: the meaning of each dim of a tensor of the user's code that has the numbers of a map.
 
 A layer makes maps (N, C, *size). The user's code may have the same numbers as (N, heads, C / heads, H, W), (N, H, W, C), (N, C, H * W), (N, H * W, C) and
 so on. Each dim of such a tensor is an :class:`Axis`: images of the batch, channels, places of the image, or a product of these. A *vector of the image* has

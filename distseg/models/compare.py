@@ -28,7 +28,7 @@ _DIFFERS = {
 
 
 class TooSmall(CanNotCapture):
-    """What a module says of an image that may be too small for it."""
+    """Failure of a module on an image that may be too small for it."""
 
 
 class _Wide(TorchFunctionMode):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """How a convolution goes along the dim: of ``before`` places it makes ``after``, with a kernel that begins ``padding`` before the first."""
+    """Reach of a convolution along the extra dim: it makes ``after`` places of ``before``. Its kernel begins ``padding`` places in front of the first."""
 
     before: int
     after: int

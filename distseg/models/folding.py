@@ -56,7 +56,7 @@ _OF_ONE_IMAGE = {f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_po
 
 @dataclass(frozen=True)
 class Folding:
-    """What the dim of the batch has besides images: ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``."""
+    """Content of the batch dim besides images: ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``."""
 
     times: int
     outer: tuple[int, ...]

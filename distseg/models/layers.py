@@ -446,7 +446,7 @@ class ByType:
 
 
 def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None) -> Tensor:
-    """What the last step makes; constants go where ``like`` is, by default where the layer is."""
+    """Return the result of the last step. Constants move to the device of ``like``, by default to that of the layer."""
     at_hand, like = list(maps), next(layer.parameters(), None) if like is None else like
     for step in steps:
         at_hand.append(step.function(*_filled(layer, step.args, at_hand, like), **_filled(layer, step.kwargs, at_hand, like)))

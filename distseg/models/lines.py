@@ -56,7 +56,7 @@ class OfLines(Formula):
         return self.at(like.shape[2:], lines)
 
     def at(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
-        """Of a map of this size."""
+        """Return the result for a map of this size."""
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
         steps = [Step(step.function, _told(step.args, size), _told(step.kwargs, size)) for step in self.steps]
         return self.computed(lines, steps, reads, of_size(self.made, size))

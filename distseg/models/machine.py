@@ -1,4 +1,4 @@
-"""What a forward pass asks the machine: the time, the operating system, files, and where objects lie."""
+"""Detection of forward passes that ask the machine: for the time, the operating system, files, or the place of an object in memory."""
 
 from __future__ import annotations
 

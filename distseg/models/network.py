@@ -101,7 +101,7 @@ class Network(nn.Module):
             register(self.get_submodule(UNUSED), tensors)
 
     def _apply(self, fn: Callable, *args, **kwargs) -> "Network":
-        """As PyTorch's, of which tensors that layers share would come out as one for each layer."""
+        """Move or cast all tensors, as PyTorch does, and keep buffers shared that several layers share."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, tensor in module._buffers.items():

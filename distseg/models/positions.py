@@ -56,7 +56,7 @@ class Marked(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a tensor of places is made.
+    """Recipe for a tensor of positions.
 
     Attributes:
         wanted: the tensor, or a number, or a mask.
@@ -119,7 +119,7 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """What the calls of a plan make for an image: of all places, or of those of a part."""
+    """Results of the calls of a plan for one image, at all places or at those of a part."""
 
     def __init__(self, layer: Positions, calls: Sequence[Called], like: Tensor, size: Sequence[int], places: Sequence[range]):
         self.layer, self.plan, self.calls, self.like, self.size, self.places = layer, layer.plan, calls, like, tuple(size), places

@@ -1,4 +1,4 @@
-"""What the code of a module's forward pass reads outside the module: globals, attributes of classes and files, variables of functions around.
+"""Search for values that the code of a forward pass reads outside its module: globals, attributes of classes and files, variables of functions around.
 
 Code is read, not run: the names in its byte code are looked up where Python would look them up, and in every class and file that the
 code comes by. Objects that it comes by are followed: into the functions of their classes, and what they hold.

@@ -194,7 +194,7 @@ class Reader:
         return first if alike else Sizes(tuple(each))
 
     def _given(self, made: Made) -> Value | Made:
-        """What the call at hand is given: of what was computed without gradients (torch.no_grad) the detached value, where there are gradients again."""
+        """Return the value that the current call is given. A value computed under torch.no_grad is detached if the current call has gradients."""
         value = self.values.get(made)
         if value is None or value.dtype is not None or not self.call.graded or made == PIXELS or self.traces[0].calls[made.call].graded:
             return made if value is None else value
@@ -660,7 +660,7 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Whether places of several dims of the image lie behind each other along a dim, and not across."""
+    """Return True if places of several dims of the image are concatenated along one dim of the tensor."""
     return not any(len(dims) > 1 for axis in axes for _, dims in axis.whole) and sum(bool(axis.whole) for axis in axes) == 1
 
 

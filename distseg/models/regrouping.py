@@ -26,7 +26,7 @@ Lengths = tuple[int, ...]
 
 @dataclass
 class _Piece:
-    """What lies along a dim: images of the batch, so many channels, or a dim of the image, its ``place``.
+    """Factor of a dim: images of the batch, a number of channels, or a dim of the image (``place``).
 
     Attributes:
         lengths: in each trace.

@@ -21,7 +21,7 @@ _INDICES = "takes places that are none of a max pooling with return_indices=True
 
 
 class Moving:
-    """By the name of a function, the layers that it is; arguments are those of the function."""
+    """Rules by the name of PyTorch's function. Each takes the function's arguments and returns the value of its layers."""
 
     # parts
 

@@ -29,7 +29,7 @@ from distseg.models.wide import unnarrowed, widened
 
 
 class CanNotCapture(ValueError):
-    """What keeps a network from being captured.
+    """Reason why a network cannot be captured.
 
     Args:
         everywhere: what it computes at a place depends on all of the image, so that no halo is enough.

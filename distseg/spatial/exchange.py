@@ -42,7 +42,7 @@ class TrueReach(Reach):
 
 @dataclass(frozen=True)
 class HeldReach(TrueReach):
-    """The same where tiles exchange what else they need: of the image a tile has what is its own, and what maps that are moved against each other look at before any exchange."""
+    """Reach of tiles that exchange borders: a tile reads its own pixels, and those that shifted maps look at before the first exchange."""
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
         return self.exchange.held(tile, image)

@@ -27,7 +27,7 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 
 
 def mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
-    """What is taken, with its mirror images beyond the map where these are wanted, and the box that this is."""
+    """Return the part of a map that a layer reads, with mirror images beyond the map's border if the padding needs them, and the box of that part."""
     pads = [(max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)]
     x = padded(cropped(x, have, part.taken), pads, mode=mode)
     return x, Box(tuple(a - p for a, (p, _) in zip(part.taken.start, pads)), tuple(b + q for b, (_, q) in zip(part.taken.stop, pads)))

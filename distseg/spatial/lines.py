@@ -31,7 +31,7 @@ from distseg.spatial.statistics import twin_of as twin_of_statistic
 
 
 class Where(NamedTuple):
-    """What a window owns, in its own cells and in those of the map, and the map's size."""
+    """Cells that a window owns, counted in the window and in the map, and the size of the map."""
 
     own: Box
     place: Box
@@ -39,7 +39,7 @@ class Where(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a window adds to a line: the moments of places of it, ``at`` these of so many; None: nothing."""
+    """Contribution of a window to a line: moments of its places ``at``, of ``length`` places in all. None stands for a window without cells."""
 
     moments: Moments | None
     at: Tensor

@@ -5,6 +5,7 @@ from dataclasses import replace
 import made_lines
 import pytest
 import torch
+from made_store import random_store
 from test_exact import TOLERANCE, config
 
 import distseg
@@ -57,4 +58,15 @@ def test_exact(comm, name):
 def test_volumes_are_exact(comm):
     plan = replace(config(tiles="1x2x1", tiles_per_rank=(2, 1, 1)), model=ModelConfig(f"{made_lines.__name__}:with_volumes", in_channels=2, out_channels=3))
     report = verify(plan, comm, Extents("9x11x13"))
+    assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2])
+def test_images_of_different_sizes_count_by_their_lines(comm, shared_path):
+    """Running statistics of a norm of lines: every row counts once, however many pixels its image has."""
+    if comm.rank == 0:
+        random_store(shared_path / "store.h5", train=[(33, 41), (33, 71)])
+    comm.Barrier()
+    plan = replace(config(tiles="1x2" if comm.size == 2 else "1x1", images=1, accumulate=2, store=str(shared_path / "store.h5")), model=ModelConfig(f"{made_lines.__name__}:with_moments", in_channels=2, out_channels=3))
+    report = verify(plan, comm)
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE

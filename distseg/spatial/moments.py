@@ -52,7 +52,7 @@ class Moments(NamedTuple):
 def combine(parts: Moments) -> Moments:
     """The moments of all values from those of parts stacked along dim 0."""
     count = parts.count.sum(0)
-    weights = (parts.count / count.clamp(min=1)).unsqueeze(-1)
+    weights = (parts.count / count.where(count > 0, 1)).unsqueeze(-1)  # counts of vectors are shares of one
     mean = (parts.mean * weights).sum(0)
     m2 = (parts.m2 + parts.count.unsqueeze(-1) * (parts.mean - mean) ** 2).sum(0)
     return Moments(count, mean, m2)

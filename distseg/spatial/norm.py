@@ -19,6 +19,7 @@ own, which on today's machines are what a norm costs.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Iterable, NamedTuple
 
@@ -180,11 +181,18 @@ class DistributedNorm(nn.Module):
         """These cells, counted in ``x``."""
         return Box.whole(x.shape[2:]) if self.context.per_window or self.context.whole or self.parts is not None else self.context.region(index, self.stride, x.shape[2:]).own
 
-    def times(self, index: int) -> int:
-        """How many places of the image its input stands for in window ``index``, each of which has it once."""
+    def times(self, index: int) -> float:
+        """Return how often each value of window ``index`` enters the statistics.
+
+        Every window of an image holds the same vector. It counts by the share of the image that the window owns, so that each image counts once.
+        """
         if self.parts is None or self.context.per_window:
             return 1
-        return self.context.places[index].tile.pixels if self.context.regions is None else self.context.regions[index].owned.pixels
+        if self.context.regions is None:
+            place = self.context.places[index]
+            return place.tile.pixels / math.prod(place.image)
+        region = self.context.regions[index]
+        return region.owned.pixels / math.prod(region.size)
 
     def rows(self, index: int) -> list[int]:
         """The row of the statistics for each image of window ``index``."""
@@ -238,7 +246,7 @@ class DistributedNorm(nn.Module):
             self.note(combine(everyone))
         return everyone
 
-    def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> int:
+    def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> float:
         """The fewest values that a statistic of this rank alone is of."""
         channels = next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
         return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
@@ -253,9 +261,9 @@ class DistributedNorm(nn.Module):
             self._check_count(cells * (channels // self.groups if self.kind == "group" else 1))
 
     def _check_count(self, count) -> None:
-        if count < 2:
+        if count < 1.5:  # a whole number, but for rounding where windows hold shares of an image
             raise ValueError(
-                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of this image has {int(count)}: "
+                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of this image has {round(float(count))}: "
                 "take a larger image or crop, or a smaller model.depth"
             )
 
@@ -283,7 +291,7 @@ class DistributedNorm(nn.Module):
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
 
-    def tilt_and_shift(self, c: "Coefficients", shares: Tensor, times: int = 1) -> tuple[Tensor, Tensor]:
+    def tilt_and_shift(self, c: "Coefficients", shares: Tensor, times: float = 1) -> tuple[Tensor, Tensor]:
         """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, of vectors s0, divided by N."""
         s1, s2, *s0 = shares
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
@@ -298,7 +306,7 @@ class Contribution(NamedTuple):
 
     row: int
     moments: Moments
-    pixels: int
+    pixels: float
 
 
 class Coefficients(NamedTuple):
@@ -402,7 +410,7 @@ class Pending:
         y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), self.norm.times(index), opened)
         return self.norm.closed(y, x)
 
-    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: int) -> None:
+    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float) -> None:
         if self.dweight is None:
             self._begin(x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
@@ -435,7 +443,7 @@ class Pending:
 
 class _PendingNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: int, x):
+    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: float, x):
         ctx.pending, ctx.coefficients, ctx.rows, ctx.times = pending, coefficients, rows, times
         ctx.save_for_backward(x)
         return _normalised(x, [c.affine for c in coefficients])
@@ -459,7 +467,7 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
     dweight += c.hat * weighted + c.offset * total
 
 
-def _centre(x: Tensor, c: Coefficients, times: int) -> Tensor:
+def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
     """The sum of xhat over an image, which stands for so many: zero but for the rounding of the mean.
 
     Of vectors of a batch, which differ by little, that is large against xhat, and gradients that nearly cancel would show it.

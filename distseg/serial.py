@@ -26,7 +26,7 @@ from distseg.models.network import Dropped
 from distseg.models.passes import checkpoints_ignored, eager
 from distseg.models.trace import calling
 from distseg.models.wide import call_wide, unnarrowed
-from distseg.spatial.dropout import channel_mask, element_mask, image_mask
+from distseg.spatial.dropout import channel_mask, dropout_key, element_mask, image_mask
 from distseg.loss import parse
 from distseg.train.optim import make_optimizer, set_learning_rate
 
@@ -221,6 +221,7 @@ class _Whole(TorchFunctionMode):
         """Of a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
+        self.turns: Counter[str] = Counter()  # of the dropouts of a module that is not followed
         with calling(self.model, self.inside), checkpoints_ignored(), eager(), self:
             yield
 
@@ -247,7 +248,8 @@ class _Whole(TorchFunctionMode):
         known = self._known()
         if not (training and p):
             return input
-        keys = self._keys(known.layer if known else self.inside[-1])
+        keys = self._keys(known.layer, 0) if known else self._keys(self.inside[-1], self.turns[self.inside[-1]])
+        self.turns[self.inside[-1]] += known is None
         mask = masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1) if known and known.last else masks(input, keys).to(input)
         return input.mul_(mask) if inplace else input * mask
 
@@ -271,8 +273,8 @@ class _Whole(TorchFunctionMode):
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)
 
-    def _keys(self, name: str) -> list[int]:
-        return [rng.key(self.seed, self.epoch, image, name, "dropout") for image in self.numbers]
+    def _keys(self, name: str, turn: int = 0) -> list[int]:
+        return [dropout_key(self.seed, self.epoch, image, name, turn) for image in self.numbers]
 
     # norms
 

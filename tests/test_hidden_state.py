@@ -18,21 +18,31 @@ import time
 import uuid
 import warnings
 from collections import Counter, deque
+from dataclasses import replace
 from functools import partial
 from os import urandom
 from types import SimpleNamespace
 
+import made_random
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from numpy.random import default_rng
+from test_exact import TOLERANCE, config
 from torch import nn
 
 import distseg
+from distseg.config import ModelConfig
+from distseg.extents import Extents
+from distseg.geometry.tile import Box, Place, Reach
 from distseg.models.capture import as_network
-from distseg.models.hidden import check_exact
+from distseg.models.hidden import check_apart, check_exact
 from distseg.models.network import is_followed, refusals
+from distseg.models.zoo import plain_model
+from distseg.spatial.context import Context
+from distseg.spatial.parallelize import parallelize
+from distseg.verify import verify
 
 P = 0.001  # so rare that a pass hardly ever shows it
 CALLS, METER, LAST, TURN, SCALES = 0, SimpleNamespace(passes=0), {}, [False], itertools.cycle([1.0, 1.5])
@@ -96,7 +106,7 @@ class Kept(nn.Module):
     def forward(self, x):
         x = self.function(self, F.relu(self.first(x)))
         if self.attends:  # which is not followed, so that images stay whole
-            x = x * x.flatten(2).softmax(-1).view_as(x)
+            x = x * x.flatten(2).sort(-1).values.view_as(x)
         return self.last(self.norm(x))
 
     def kept(self, x, dropped):
@@ -522,7 +532,9 @@ def test_what_no_pass_depends_on_is_no_alarm(name):
     network = as_network(Kept(HARMLESS[name]))
     assert is_followed(network), refusals[network]
     if "nothing uses" not in name:  # of a module that is not followed nobody knows
-        check_exact(as_network(Kept(HARMLESS[name], attends=True)), (40, 56))
+        network = as_network(Kept(HARMLESS[name], attends=True))
+        assert not is_followed(network)
+        check_exact(network, (40, 56))
 
 
 def test_collections_of_garbage_are_no_alarm():
@@ -536,3 +548,113 @@ def test_collections_of_garbage_are_no_alarm():
         gc.callbacks.remove(watcher)
         gc.set_threshold(*threshold)
     assert times
+
+
+UNFOLLOWED = {
+    "a rate that is read": (made_random.rate_of_the_layer, nn.Dropout(0.3), "bernoulli in the model .* draws random numbers"),
+    "attention": (made_random.attention_dropout, nn.Dropout(0.3), "(dropout|bernoulli|attention).* in the model .* draws random numbers"),
+    "noise of large images": (made_random.large_images_alone, None, "randn_like in the model .* draws random numbers"),
+    "windows": (made_random.windows, nn.Dropout(0.3), "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first"),
+    "frames": (made_random.frames, nn.Dropout2d(0.3), "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first"),
+    "all images": (made_random.of_all_images, nn.Dropout(0.3), "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first"),
+    "an image by Dropout3d": (made_random.once, nn.Dropout3d(0.3), "drop .* nn.Dropout3d, .* 4 dims"),
+    "a vector by Dropout1d": (made_random.vector, nn.Dropout1d(0.3), "drop .* nn.Dropout1d, .* 2 dims"),
+    "a norm behind itself": (made_random.evaluated_behind, None, "norm .* in evaluation behind a call in training"),
+    "a norm behind itself, unseen": (made_random.evaluated_unseen, None, "norm .* in evaluation behind a call in training"),
+    "statistics, unseen": (made_random.statistics_read_unseen, None, "view .* reads norm.running_mean, which a norm moves once a step"),
+    "a norm by its function": (made_random.norm_by_function, None, "changes running_mean of norm"),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_masks_and_statistics_of_whole_images_that_would_be_others_are_refused(name):
+    function, drop, words = UNFOLLOWED[name]
+    network = as_network(made_random.Around(function, True, drop))
+    assert not is_followed(network)
+    with pytest.raises(ValueError, match=f"can't be trained exactly: .*{words}") as refused:
+        check_exact(network, (64, 320))
+    assert "made_random.py, line" in str(refused.value), refused.value
+
+
+@pytest.mark.parametrize("function, drop", [("once", nn.Dropout(0.3)), ("tokens", nn.Dropout(0.3)), ("tokens", nn.Dropout1d(0.3)), ("vector", nn.Dropout(0.3)), ("twice", nn.Dropout2d(0.3)), ("evaluated_before", None)])
+def test_masks_of_whole_images_that_are_known_are_no_alarm(function, drop):
+    network = as_network(made_random.Around(getattr(made_random, function), True, drop))
+    assert not is_followed(network)
+    check_exact(network, (64, 320))
+
+
+FOLLOWED = {
+    "a draw at two places": (made_random.both_modalities, None, "by bernoulli in the model .* at several places"),
+    "a draw at two scales": (made_random.both_scales, None, "by bernoulli in the model .* at several places"),
+    "an image by Dropout3d": (made_random.once, nn.Dropout3d(0.3), "dropout3d in drop .* of 4 dims"),
+    "a vector by Dropout1d": (made_random.vector, nn.Dropout1d(0.3), "dropout1d in drop .* of 2 dims"),
+    "a norm behind itself": (made_random.evaluated_behind, None, "batch_norm in norm .* in evaluation behind a call in training"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_masks_and_statistics_of_layers_that_would_be_others_are_refused(name):
+    function, drop, words = FOLLOWED[name]
+    network = as_network(made_random.Around(function, False, drop))
+    assert not is_followed(network)
+    assert re.search(words, refusals[network]) and "made_random.py, line" in refusals[network], refusals[network]
+    with pytest.raises(ValueError, match="can't be trained exactly"):
+        check_exact(network, (64, 64))
+
+
+def test_a_norm_in_evaluation_before_its_own_pass_is_followed():
+    network = as_network(made_random.Around(made_random.evaluated_before))
+    assert is_followed(network), refusals[network]
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout3d(0.3), nn.Dropout1d(0.3)], ids=["3d", "1d"])
+def test_dropouts_of_other_dims_in_a_list_of_layers_are_refused(drop):
+    network = as_network(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), drop, nn.Conv2d(4, 2, 1)))
+    assert not is_followed(network)
+    with pytest.raises(ValueError, match="[dD]ropout[13]d"):
+        check_exact(network, (40, 56))
+
+
+def test_a_dropout_at_several_places_of_whole_images_has_a_mask_at_each():
+    torch.manual_seed(0)
+    context = Context(seed=1)
+    model = parallelize(made_random.Around(made_random.twice, True, nn.Dropout2d(0.5)), Reach((0, 0), (1, 1)), context, whole=True).double().train()
+    image = torch.randn(1, 2, 32, 32, dtype=torch.float64)
+    (place,) = [Place((32, 32), Box.whole((32, 32)), Box.whole((32, 32)), (0,), (0,))]
+    made = [model([image], [place])[0] for _ in range(2)]
+    bias = model.model.last.bias.view(1, -1, 1, 1)
+    assert not torch.allclose(made[0], bias.expand_as(made[0])) and torch.equal(*made)
+
+
+@pytest.mark.parallel(2)
+def test_a_dropout_at_several_places_is_exact_on_groups_of_whole_images(comm):
+    plan = replace(config(samples=2), model=ModelConfig(f"{made_random.__name__}:twice_network", in_channels=3, out_channels=3))
+    report = verify(plan, comm, Extents("32x48"), steps=2)
+    assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+def test_random_numbers_of_the_constructor_are_those_of_the_seed():
+    """So that all ranks, and those who take up the run, have the same network."""
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    first, second, other = (plain_model(ModelConfig("made_random:Wired", in_channels=3, out_channels=3, seed=seed)) for seed in (0, 0, 1))
+    assert (first.order, first.scale) == (second.order, second.scale) != (other.order, other.scale)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("name", ["less_its_batch", "by_their_number", "once", "norm"])
+def test_images_that_other_means_than_norms_join_are_of_one_group(name):
+    network = as_network(made_random.Around(getattr(made_random, name), True, nn.Dropout(0.3)))
+    assert not is_followed(network)
+    check_exact(network, (64, 64))
+    if name in ("once", "norm"):
+        check_apart(network, (64, 64))
+    else:
+        with pytest.raises(ValueError, match="spatial.norm_scope is step.* joins the images of a batch.* set spatial.norm_scope to group"):
+            check_apart(network, (64, 64))
+
+
+@pytest.mark.parallel(2)
+def test_images_that_other_means_join_are_refused_in_a_batch_of_groups(comm):
+    plan = replace(config(samples=2, norm_scope="step"), model=ModelConfig(f"{made_random.__name__}:joined_network", in_channels=3, out_channels=3))
+    with pytest.raises(ValueError, match="spatial.norm_scope is step"):
+        verify(plan, comm, Extents("32x48"))

@@ -34,7 +34,7 @@ _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number o
 
 def as_network(model: nn.Module) -> nn.Module:
     """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
-    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and not _stands_twice(model) and not _stays_in_evaluation(model) and hook_on_gradients(model) is None:
+    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and not _stands_twice(model) and not _drops_otherwise(model) and not _stays_in_evaluation(model) and hook_on_gradients(model) is None:
         return model
     try:
         return capture(model)
@@ -66,6 +66,14 @@ def _stands_twice(model: nn.Module) -> bool:
     """Tell whether a flat network has a norm or dropout at several places, whose statistics and masks belong to a place."""
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)
+
+
+def _drops_otherwise(model: nn.Module) -> bool:
+    """Tell whether a network has a dropout for images of other dims than its own, to which PyTorch's functions do something else."""
+    drops = [layer for layer in model.modules() if isinstance(layer, (nn.Dropout1d, nn.Dropout3d))]
+    with suppress(ValueError):
+        return bool(drops) and any(not isinstance(layer, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[dims_of(model) - 1]) for layer in drops)
+    return False
 
 
 def _stays_in_evaluation(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, Callable, Sequence
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,13 @@ from distseg.altered import altered
 from distseg.blame import blame
 from distseg.models.bands import bands_of
 from distseg.models.draws import Draws, global_generators, is_generator, system_draws
-from distseg.models.layers import DropImage, skip_store
+from distseg.models.guarded import Readings, begin_pass, guarded, moving_norms
+from distseg.models.layers import skip_store
 from distseg.models.machine import ASKS, asked
 from distseg.models.network import inexact, is_followed, refusals
 from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
 from distseg.models.state import WHOLE, Picture, Slot, picture_of, print_of
-from distseg.models.trace import DRAWS, IN_ATTENTION, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
+from distseg.models.trace import DRAWS, DRAWS_WHOLE, IN_ATTENTION, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
 
 Pass = Callable[[nn.Module], Any]
 """A forward pass; what it returns can be compared."""
@@ -164,7 +165,8 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
 def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)) -> None:
     """Refuse a module whose calls are not followed, if its passes draw random numbers, leave something behind, or do not make one tensor.
 
-    Dropout layers are off: their masks are keyed. Small images are tried first.
+    Dropout layers hand on what they are given, and norms keep their running statistics: both are the business of their twins
+    (:mod:`distseg.models.guarded`). Small images are tried first.
 
     Args:
         size: of an image that it is going to be given.
@@ -173,59 +175,112 @@ def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = 
     Raises:
         Hidden: naming what, where, and the repair.
     """
-    if model in _checked or any(p.is_meta for p in model.parameters()):
+    if any(p.is_meta for p in model.parameters()):
         return
+    if model in _checked:
+        return _check_at(model, tuple(size), modes)
     dims, failed = len(size), None
     for at in dict.fromkeys([*((side,) * dims for side in _TRIED), tuple(size)]):
         try:
-            with generators_kept(), torch.enable_grad():
-                for training in modes:
-                    _check_mode(model, at, training)
+            _check_modes(model, at, modes)
         except Hidden:
             raise
         except Exception as e:  # by whatever a module of the user's fails
             failed = e
         else:
-            _checked.add(model)
-            return
+            _checked.setdefault(model, set()).add((at, tuple(modes)))
+            return _check_at(model, tuple(size), modes)
     raise Hidden(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(failed)}") from failed
 
 
 _TRIED = (64, 96, 256)  # pixels a side
-_checked: WeakSet[nn.Module] = WeakSet()
+_checked: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()  # sizes and modes, of those that passed
 
 
-def _check_mode(model: nn.Module, size: Sequence[int], training: bool) -> None:
+def check_apart(model: nn.Module, size: Sequence[int]) -> None:
+    """Refuse a module whose calls are not followed, if the images of a batch depend on each other, or on their number, by more than batch norms.
+
+    Args:
+        size: of an image that it is going to be given.
+
+    Raises:
+        Hidden: with a repair.
+    """
+    if is_followed(model) or any(p.is_meta for p in model.parameters()):
+        return
+    for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):
+        with suppress(ValueError, RuntimeError, TypeError, IndexError), generators_kept(), torch.no_grad():  # an image of a size that it does not take
+            if not _is_apart(guarded(copy.deepcopy(model).double().train(), 0, apart=True), at):
+                break
+            return
+    else:
+        return
+    raise Hidden(
+        "spatial.norm_scope is step, by which the images of all sample groups are one batch, but this network joins the images of a batch, or asks how many they are, by other means than batch norm, "
+        "and the images of other groups are not there: set spatial.norm_scope to group, or mesh.samples to 1"
+    )
+
+
+def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
+    """Return True if the first image's result is the same whatever the batch has besides."""
+    images, others = _noise(model, size, 0), _noise(model, size, 1)
+    alone, *beside = (passed(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others))))
+    return all(alone.shape == y.shape and torch.allclose(alone, y, rtol=0, atol=1e-9 * float(alone.abs().max())) for y in beside)
+
+
+def _check_modes(model: nn.Module, size: Sequence[int], modes: Sequence[bool], images: int = 2) -> None:
+    with generators_kept(), torch.enable_grad():
+        for training in modes:
+            _check_mode(model, size, training, images)
+
+
+def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) -> None:
+    """Refuse a module that passed with small images, if it does more with one of the size that it is going to be given."""
+    if (size, tuple(modes)) in _checked[model] or min(size) < 1:
+        return
+    try:
+        _check_modes(model, size, modes, images=1)
+    except Hidden:
+        raise
+    except Exception:  # such as a norm of vectors that wants two images: what a step fails by is told there
+        return
+    _checked[model].add((size, tuple(modes)))
+
+
+def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
     """Refuse what the passes of one mode do besides."""
 
     def made() -> nn.Module:
-        copied = copy.deepcopy(model).train(training)
-        for layer in copied.modules():
-            if isinstance(layer, (*_DROPOUTS, DropImage)):
-                layer.p = 0.0
-        return copied
+        return guarded(copy.deepcopy(model).train(training), images)
 
-    *others, last = (partial(passed, _noise(model, size, number)) for number in range(3))
+    *others, last = (partial(passed, _noise(model, size, number, images), draws=DRAWS_WHOLE) for number in range(3))
     probe = made()
     before = picture(probe)
     result = last(probe)
     if not isinstance(result, Tensor):
         raise Hidden(f"{returned(result, last_line_of(lambda: last(made())))}{'' if training else ' (in evaluation)'}")
     check_left(made, before, picture(probe), last, others, equal)
+    moving = frozenset(moving_norms(probe))
+    live = guarded(copy.deepcopy(model).train(training), images, moves=moving)
+    with Readings(live, moving) as readings:
+        same = not moving or equal(last(live), result)
+    if not same:
+        told = readings.first or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
+        raise Hidden(f"{told}, which a norm moves once a step, not with each pass: compute that in the training loop")
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
-
-def _noise(model: nn.Module, size: Sequence[int], number: int) -> Tensor:
-    """Return two images (2, C, *size)."""
+def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) -> Tensor:
+    """Return images (images, C, *size)."""
     like, channels = next(p for p in model.parameters() if p.is_floating_point()), bands_of(model)
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(2, channels, *size, generator=generator).to(like)
+    return torch.randn(images, channels, *size, generator=generator).to(like)
 
 
-def passed(image: Tensor, model: nn.Module) -> Any:
+def passed(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
     """Return what a module makes of an image.
+
+    Args:
+        draws: what is said of random numbers that it draws.
 
     Raises:
         Hidden: the pass draws random numbers by PyTorch, or from the system, or asks the machine for something.
@@ -234,7 +289,7 @@ def passed(image: Tensor, model: nn.Module) -> Any:
     drawn: list[str] = []
     modules = dict(model.named_modules())
 
-    def note(name: str, line: str, does: str = DRAWS) -> None:
+    def note(name: str, line: str, does: str = draws) -> None:
         where = inside and inside[-1] or WHOLE
         does = IN_ATTENTION if isinstance(modules.get(where), nn.MultiheadAttention) else does
         drawn.append(f"{name} in {where} ({line}) {does}")
@@ -245,6 +300,7 @@ def passed(image: Tensor, model: nn.Module) -> Any:
         stack.enter_context(system_draws(partial(note, "a generator without a seed")))
         stack.enter_context(Draws(lambda name, _: note(name, user_line())))
         stack.enter_context(asked(partial(note, does=ASKS)))
+        begin_pass(model)
         result = run(model, image.clone())
     if drawn:
         raise Hidden(drawn[0])

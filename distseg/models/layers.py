@@ -281,6 +281,10 @@ def is_vector(x: Tensor, size: Sequence[int]) -> bool:
     return all(n == 1 for n in x.shape[2:]) and any(n > 1 for n in size)  # numel() would fix sizes in torch.export
 
 
+RANKS_OF_DROPOUTS = {"dropout1d": (3,), "dropout3d": (5,)}
+"""Dims of the tensors whose channels a function drops; others are one image for it, without a dim of the batch."""
+
+
 class VectorDropout(nn.Dropout):
     """Dropout of the numbers of a vector of the image: (N, C, 1, ...) -> (N, C, 1, ...)."""
 

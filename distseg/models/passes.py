@@ -104,6 +104,16 @@ def generators_kept() -> Iterator[None]:
 
 
 @contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Have PyTorch (CPU), NumPy and Python draw the random numbers of a seed inside, and go on behind as they would have."""
+    with generators_kept():
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+
+
+@contextmanager
 def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
     """Let attributes of a module or class be others inside; names that it does not have are left out."""
     before = {name: getattr(holder, name) for name in names if hasattr(holder, name)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Callable, Sequence
 
-import torch
 from torch import nn
 
 from distseg import rng
@@ -15,6 +14,7 @@ from distseg.models.capture import as_network
 from distseg.models.network import check_size, of_image, refusals
 from distseg.models.patch_unet import PatchUNet
 from distseg.models.patch_heads import check_head, make_head, of_one_grid
+from distseg.models.passes import seeded
 from distseg.models.patches import PatchNetwork, starts_of
 from distseg.models.weights import materialise
 from distseg.models.zoo import outline_model, plain_model
@@ -51,8 +51,7 @@ def patch_network(config: Config, made: Callable[[int], nn.Module], outputs: int
         raise ValueError("patchgd.y_filling is true, but the network makes a vector of a patch, and y is a map of labels: leave patchgd.y_filling out")
     elif config.model.out_channels not in (None, settings.features):
         raise ValueError(f"model.out_channels is {config.model.out_channels}, but the backbone makes patchgd.features, {settings.features}, of a patch: leave model.out_channels out")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.key(config.model.seed, "head") & (2**63 - 1))
+    with seeded(rng.key(config.model.seed, "head") & (2**63 - 1)):
         if by_pixels:
             return PatchUNet(backbone, settings.patch, settings.step, outputs, settings.head_channels or _UNET_WIDTH)
         made_for = settings.grid if head is None and of_one_grid(settings.head) else None

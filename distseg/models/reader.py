@@ -580,6 +580,8 @@ class Reader:
         one_an_image = all(t.calls[found.call].shapes[0] == (t.batch, *(1,) * (x.rank - 1)) for t in self.traces)
         if not one_an_image or divided not in (None, keep) or x.vector or x.axes[0] != Axis(True):
             return None
+        if draw.call in self._claimed:
+            raise self.refusal(f"leaves out images by {calls[draw.call]}, as another function does: one draw at several places is not known here: draw for each of them, or multiply their sum or torch.cat")
         before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
         kept, evaluated = (1.0 if divided is None else 1 / keep), (keep if before == keep and divided is None else 1.0)
         made = self.emit(lambda _: DropImage(1 - keep, kept, evaluated), [x], axes=x.axes)

@@ -19,7 +19,7 @@ from distseg.models.axes import Axis, places_of
 from distseg.models.depth import over_depth, through
 from distseg.models.folding import Deep, Folded, is_alone, of_joined, unfolded
 from distseg.models.image_weights import convolved
-from distseg.models.layers import ByType, Fill, FramesNorm, Max, Mean, Sum, VectorNorm
+from distseg.models.layers import RANKS_OF_DROPOUTS, ByType, Fill, FramesNorm, Max, Mean, Sum, VectorNorm
 from distseg.models.lining import of_lines, rows_pooled, rows_taken
 from distseg.models.moved import padded
 from distseg.models.pointwise import POINTWISE
@@ -209,7 +209,9 @@ class Rules:
         return self.drop(nn.Dropout, input, p, training)
 
     def dropout2d(self: Reader, input, p=0.5, training=True, inplace=False):
-        x = self.value(input)
+        x, ranks = self.value(input), RANKS_OF_DROPOUTS.get(self.call.name)
+        if ranks and x.rank not in ranks and training and p:
+            raise self.refusal(f"is given a tensor of {x.rank} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims")
         if not (x.plain or x.vector and not x.line and x.axes[1:2] and x.axes[1].cell == x.channels) and training and p:
             raise self.refusal(f"drops channels of {x!r}: of a map they are known")
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)

@@ -157,14 +157,19 @@ def returned(result: Any, line: str | None = None) -> str:
 def check_statistics(calls: Sequence[Called]) -> None:
     """Refuse a pass that looks at running statistics which its own norms move: they move once a step, not with each pass.
 
+    A norm may be called in evaluation before it is called in training, when they are as the step before has left them.
+
     Raises:
         Hidden: naming the call.
     """
     moved: set[str] = set()
     for call in calls:
         given = dict(zip(_OF_BATCH_NORM, call.args)) | call.kwargs
-        if call.name == "batch_norm" and given.get("training"):
-            moved |= {x.name for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Kept)}
+        if call.name == "batch_norm":
+            running = {x.name for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Kept)}
+            if not given.get("training") and running & moved:
+                raise Hidden(f"{call} {EVALUATED_BEHIND}")
+            moved |= running if given.get("training") else set()
     moved |= {f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".") for name in moved}
     for call in calls:
         read = [kept.name for kept in found_in((call.args, call.kwargs), Kept) if kept.name in moved]
@@ -576,5 +581,13 @@ IN_ATTENTION = (
     " (nn.TransformerEncoderLayer and nn.TransformerDecoderLayer have 0.1), and use nn.Dropout on its result"
 )
 DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
+DRAWS_WHOLE = (
+    "draws random numbers, other ones on each rank: use nn.Dropout, nn.Dropout1d, nn.Dropout2d or nn.Dropout3d, whose masks belong to pixels and channels; of networks that are not followed "
+    "layer by layer no other random numbers are known, those of stochastic depth and of functions such as F.dropout neither: switch them off"
+)
 BY_VALUE = "parts of an image do not have those of the whole, so what code does must not depend on them; compute with tensors alone, as by torch.where or masks"
+EVALUATED_BEHIND = (
+    "is called in evaluation behind a call in training, whose running statistics it reads, and norms move them once a step, not with each pass: call it in evaluation first, "
+    "or give it a layer of its own"
+)
 KEEP_NOTHING = "what a pass leaves behind differs from rank to rank and with the number of passes; compute it in the training loop, or use a norm's running statistics"

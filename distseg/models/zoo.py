@@ -14,6 +14,7 @@ from distseg.models.capture import as_network
 from distseg.models.gigapixel import gigapixel
 from distseg.models.layers import padded
 from distseg.models.own import built, own_builder
+from distseg.models.passes import seeded
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
 
@@ -81,8 +82,7 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
                 f"model.{field} is {arguments[field]}, but the data has {wanted}: leave model.{field} out and it follows the data"
             )
     if ":" in config.name:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+        with seeded(config.seed):
             if config.inputs is not None and arguments.get("in_channels") not in (None, sum(config.inputs)):
                 raise ValueError(f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, but images have {arguments['in_channels']}: deal out all of them")
             outputs = None if config.outputs is None else tuple(config.outputs)

@@ -38,6 +38,11 @@ def _share_kept(p: float) -> float:
     return 1 - p if p < 1 else 1.0
 
 
+def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -> int:
+    """Return the key of an image's mask; ``turn`` is how often the pass has called the layer before."""
+    return rng.key(seed, epoch, sample, layer, "dropout", *((turn,) if turn else ()))
+
+
 class KeyedDropout(nn.Module):
     """The twin of PyTorch's dropout layers for a window of an image; ``stride`` is the layer's cumulative one."""
 
@@ -47,13 +52,16 @@ class KeyedDropout(nn.Module):
         self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
         self.image = dropout if isinstance(dropout, DropImage) else None
         self.of_vector = isinstance(dropout, VectorDropout)
+        self.turn = 0  # of calls in the pass at hand, of a module that calls its layers itself
 
     def forward(self, x: Tensor) -> Tensor:
         if self.image and not self.training:
             return self.image.forward(x)
         if not self.training or self.p == 0:
             return x
-        return x * upload(self.mask(x), x.device, x.dtype)
+        mask = self.mask(x)
+        self.turn += self.context.whole
+        return x * upload(mask, x.device, x.dtype)
 
     def mask(self, x: Tensor) -> Tensor:
         """(B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image."""
@@ -61,7 +69,7 @@ class KeyedDropout(nn.Module):
         if self.image:
             return torch.stack([image_mask(self.p, k) for k in self.keys(place)]).view(-1, 1, *(1 for _ in self.stride)) * self.image.kept
         if self.by_channel:
-            return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in self.stride))
+            return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in x.shape[2:]))
         size, held = tuple(x.shape[2:]), Box.whole(x.shape[2:])
         if not (context.whole or self.of_vector):
             region = context.region(context.current, self.stride, size)
@@ -74,4 +82,4 @@ class KeyedDropout(nn.Module):
 
     def keys(self, place: Place) -> list[int]:
         """One an image: of its mask."""
-        return [rng.key(self.context.seed, self.context.epoch, sample, self.name, "dropout") for sample in place.samples]
+        return [dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn) for sample in place.samples]

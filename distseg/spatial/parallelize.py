@@ -77,6 +77,10 @@ class TiledModel(nn.Module):
     def norms(self) -> list[DistributedNorm]:
         return [m for m in self.model.modules() if isinstance(m, DistributedNorm)]
 
+    @cached_property
+    def dropouts(self) -> list[KeyedDropout]:
+        return [m for m in self.model.modules() if isinstance(m, KeyedDropout)]
+
     @property
     def live_norms(self) -> bool:
         """Whether the windows of an image must be computed together."""
@@ -94,7 +98,8 @@ class TiledModel(nn.Module):
             if position not in positions:
                 _put(self.model, name, Elsewhere(layer))
         self.layers = [layer for _, layer in flat_layers(self.model)]
-        del self.norms
+        self.__dict__.pop("norms", None)
+        self.__dict__.pop("dropouts", None)
 
     def begin_at(self, ranges: Sequence[range]) -> None:
         """Stages are these layers: what they are handed is another's, so nothing is done to it in place."""
@@ -123,7 +128,13 @@ class TiledModel(nn.Module):
         for norm in self.norms:
             norm.turn = 0
         with checkpoints_ignored():
-            return [self._one(self.model, x, index=i, store={}) for i, x in enumerate(windows)]
+            return [self._user_module(x, index=i) for i, x in enumerate(windows)]
+
+    def _user_module(self, window: Tensor, index: int) -> Tensor:
+        """Call a module that calls its layers itself."""
+        for dropout in self.dropouts:
+            dropout.turn = 0
+        return self._one(self.model, window, index=index, store={})
 
     def run(
         self, maps: list[dict[int, Tensor]], places: list[Place], part: range, leaving: Iterable[int] = (), after_layer: Callable[[], None] | None = None

@@ -21,7 +21,7 @@ from distseg.launch import keep_freed_memory, memory_in_use, together
 from distseg.mesh import Mesh
 from distseg.models.capture import hook_on_gradients
 from distseg.models.bands import channels_of
-from distseg.models.hidden import check_exact
+from distseg.models.hidden import check_apart, check_exact
 from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
 from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals, unbounded
@@ -79,6 +79,8 @@ class Engine(Descent):
             freeze(model, config.optim)
             check_trainable(model)
             check_exact(model, image)
+            if config.spatial.norm_scope == "step" and config.mesh.samples > 1:
+                check_apart(model, image)
             told = fingerprint_of(model)
             own_memory(model)
             check_parts(config, model)

@@ -22,7 +22,7 @@ horovod:  ## install Horovod anew: after a failed build, or with other HOROVOD_.
 	@install/setup.sh
 
 demo: setup  ## train, predict and evaluate on a real satellite image, on this machine
-	@.venv/bin/python -m distseg.demo $(ARGS)
+	@.venv/bin/python -m distseg.cli.demo $(ARGS)
 
 test: setup  ## all tests, those on several ranks too; ARGS='-k halo -x' goes to pytest
 	@.venv/bin/python -m pytest --durations=10 $(ARGS)

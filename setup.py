@@ -42,7 +42,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["distseg", "distseg.*"]),
     include_package_data=True,
-    package_data={"distseg.kernels": ["*.cpp"], "distseg.submit": ["templates/*"]},
+    package_data={"distseg.layers.kernels": ["*.cpp"], "distseg.cli.submit": ["templates/*"]},
     install_requires=[
         *("torch", "numpy", "mpi4py", "h5py", "jsonargparse", "docstring-parser", "safetensors", "PyYAML", "tqdm", "pillow", "xxhash"),
         *("tifffile>=2025.5.10", "imagecodecs>=2025.3.30"),  # the newest for Python 3.10; 3.11 and later have newer ones

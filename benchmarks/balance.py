@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.rows import Rows
-from distseg.config import ModelConfig
-from distseg.extents import Extents
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
 from distseg.models.zoo import build_model
-from distseg.plan.cost import measured
-from distseg.plan.memory import Policy
-from distseg.plan.report import OURS, costs_of, plan, window_of
+from distseg.planning.cost import measured
+from distseg.planning.memory import Policy
+from distseg.planning.report import OURS, costs_of, plan, window_of
 from distseg.report.style import FAINT, PALETTE, new_figure
 
 QUESTION = "How much faster is the slowest pipeline stage of our split than that of the paper's, torchgpipe's and an even one?"

@@ -19,15 +19,15 @@ from typing import Sequence
 from benchmarks.harness import Reading, Results, measure, parent, repeats_of, report
 from benchmarks.ranks import command, job_environment
 from benchmarks.rows import Rows
-from distseg.config import TrainConfig
+from distseg.config.settings import TrainConfig
 
 QUESTION = "What does a checkpoint cost the steps, and what does the start of a job take?"
 ROOT = Path(__file__).resolve().parents[1]
 WRITE_STORE = """
 import sys
 import numpy as np
-from distseg.data.store import StoreWriter
-from distseg.geometry.tile import Box
+from distseg.data.store.store import StoreWriter
+from distseg.tiling.tile import Box
 chance, size = np.random.default_rng(0), (512, 512)
 with StoreWriter(sys.argv[1], ["a", "b", "c"], 3) as writer:
     image = writer.add_image("one", size, np.uint8, "train", True)

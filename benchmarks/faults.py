@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.harness import parent, report
 from benchmarks.ranks import command, job_environment
 from benchmarks.rows import Rows
-from distseg.data.store import StoreWriter
-from distseg.geometry.tile import Box
+from distseg.data.store.store import StoreWriter
+from distseg.tiling.tile import Box
 
 QUESTION = "Does a run whose rank is killed, stopped or signalled anywhere end in time, name it, and go on as if nothing had happened?"
 GRACE = 5.0  # s that the end of a job may take after that

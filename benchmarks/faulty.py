@@ -2,7 +2,7 @@
 
     mpirun -n 4 python -m benchmarks.faulty FOLDER '{"rank": 1, "place": "validation", "count": 2, "signal": "SIGSTOP"}' train config.yaml ...
 
-A *place* is what the rank says of itself to its guardian (:mod:`distseg.watch`): the fault comes when a text with these words is said
+A *place* is what the rank says of itself to its guardian (:mod:`distseg.comm.watch`): the fault comes when a text with these words is said
 for the count-th time, or, with ``"after": seconds``, so long after the first step began. It comes once: FOLDER/fault has its moment.
 """
 
@@ -16,9 +16,9 @@ import threading
 import time
 from pathlib import Path
 
-from distseg import watch
-from distseg.cli import main
-from distseg.launch import identify
+from distseg.cli.main import main
+from distseg.comm import watch
+from distseg.comm.launch import identify
 
 
 def install(folder: Path, fault: dict) -> None:

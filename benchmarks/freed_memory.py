@@ -1,6 +1,6 @@
 """What keeping freed memory is worth: glibc returns big blocks to the system, which hands them out zeroed, page by page.
 
-The setting (:func:`distseg.launch.keep_freed_memory`) can not be undone in a process, so each case is a job of its own.
+The setting (:func:`distseg.comm.launch.keep_freed_memory`) can not be undone in a process, so each case is a job of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Sequence
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.steps import Setting, arguments_of
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
 
 QUESTION = "How much faster is a step when glibc keeps freed memory?"
 FORMATS = {"fp32": {}, "bf16 channels_last": {"precision": "bf16", "channels_last": True}}

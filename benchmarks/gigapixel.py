@@ -1,7 +1,7 @@
 """One training step of ``gigapixel-4492`` on 16000 x 64000 pixels, its exactness where that can be checked, and what it learns.
 
 The step is forward, backward and Adam of the whole image as one sample, in a process of its own that reads the image from its store
-as it goes. Exactness: the same mode against the serial program in float64 (distseg.verify). Learning: the Earth at 2000 x 4000 pixels in eight
+as it goes. Exactness: the same mode against the serial program in float64 (distseg.training.verify). Learning: the Earth at 2000 x 4000 pixels in eight
 sectors of longitude, every fourth for testing, until the loss stands still; Dice of land.
 """
 
@@ -22,23 +22,23 @@ import torch
 from benchmarks.harness import Spread, parent, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.data.gigapixel import CLASSES, Earth, prepare_gigapixel
+from distseg.comm.launch import set_up, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.examples.gigapixel import CLASSES, Earth, prepare_gigapixel
 from distseg.data.loader import StepLoader
-from distseg.data.store import Store
-from distseg.data.writer import StoreWriter
-from distseg.infer.evaluate import evaluate
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.launch import set_up, world
-from distseg.mesh import Mesh
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter
+from distseg.inference.evaluate import evaluate
+from distseg.inference.metrics import scores
+from distseg.inference.predictor import Predictor
 from distseg.models.zoo import outline_model
-from distseg.infer.predictor import Predictor
 from distseg.report.style import PALETTE, new_figure
-from distseg.train.engine import Engine
-from distseg.train.run import step_loader
-from distseg.infer.metrics import scores
-from distseg.verify import verify
+from distseg.tiling.tile import Box
+from distseg.training.engine import Engine
+from distseg.training.run import step_loader
+from distseg.training.verify import verify
 
 QUESTION = "How long does a step on a gigapixel take, in how much memory, and does the network learn?"
 SEED = {"seconds": 81.0, "GB": 103.61, "Dice": 0.989}  # 16000 x 64000 on an M1 Ultra, as published

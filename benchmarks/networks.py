@@ -1,6 +1,6 @@
 """Networks that are not ours, in every way to distribute them, against the eager module on whole images in float64.
 
-Each is captured from its own code (:mod:`distseg.models.capture`). A cell of the table is the largest relative error of loss, gradients, updated weights and
+Each is captured from its own code (:mod:`distseg.models.capture.capture`). A cell of the table is the largest relative error of loss, gradients, updated weights and
 running statistics, or why it is refused. Those of other packages are needed here only:
 pip install --no-deps segmentation-models-pytorch==0.6.0 timm monai==1.6.1 torchvision==0.28.0
 """
@@ -22,14 +22,14 @@ from torch import nn
 from benchmarks.harness import RESULTS, parent, report, run_ranks
 from benchmarks.machine import git_commit
 from benchmarks.rows import Rows
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.extents import Extents
-from distseg.launch import world
-from distseg.models.capture import as_network
+from distseg.comm.launch import world
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
-from distseg.serial import Image, serial_step
-from distseg.verify import prepare, relative_errors, verify
+from distseg.training.serial import Image, serial_step
+from distseg.training.verify import prepare, relative_errors, verify
 
 QUESTION = "Which networks of other people are computed exactly, in which ways?"
 

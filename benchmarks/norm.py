@@ -14,9 +14,9 @@ from torch import nn
 
 from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
-from distseg.geometry.tile import Box, Place, Reach
-from distseg.launch import keep_freed_memory
-from distseg.spatial.parallelize import parallelize
+from distseg.comm.launch import keep_freed_memory
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.tile import Box, Place, Reach
 
 QUESTION = "What do norm and activation cost beside the convolution before them?"
 FORMATS = {"bf16 channels_last": (torch.bfloat16, True), "fp32 channels_last": (torch.float32, True), "fp32": (torch.float32, False)}

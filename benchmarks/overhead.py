@@ -12,8 +12,8 @@ import torch
 from benchmarks.harness import measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, distributed_step, plain_step
-from distseg.extents import Extents
-from distseg.launch import keep_freed_memory
+from distseg.comm.launch import keep_freed_memory
+from distseg.config.sizes import Extents
 
 QUESTION = "How much slower is distseg's step on one rank than the same step in plain PyTorch?"
 FORMATS = {"fp32": {}, "bf16 channels_last": {"precision": "bf16", "channels_last": True}}

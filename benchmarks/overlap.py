@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, arguments_of
-from distseg.extents import Extents
-from distseg.launch import keep_freed_memory
+from distseg.comm.launch import keep_freed_memory
+from distseg.config.sizes import Extents
 
 QUESTION = "Does it pay to compute while borders travel, in the forward pass and in the backward pass?"
 SHAPES = [(32, 384), (64, 192), (128, 96), (256, 48)]  # channels, pixels a side

@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.config import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
-from distseg.data.store import Store
-from distseg.extents import Extents
-from distseg.launch import set_up, world
-from distseg.mesh import Mesh
+from distseg.comm.launch import set_up, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store
 from distseg.models.network import user_names
-from distseg.models.patch_heads import make_head
-from distseg.models.patch_zoo import network_of
 from distseg.models.zoo import plain_model
-from distseg.train.patchgd import PatchEngine, PatchLoader, Patches
+from distseg.patchgd.heads import make_head
+from distseg.patchgd.training import PatchEngine, Patches, PatchLoader
+from distseg.patchgd.zoo import network_of
 
 _RATE, _TOLERANCE, _PATCH = 1e-3, 1e-12, 64
 

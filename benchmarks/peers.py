@@ -26,20 +26,20 @@ from benchmarks.harness import Spread, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.comm.collective import Alone
-from distseg.config import Config, LossConfig, MeshConfig, OptimConfig, SpatialConfig
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, Place
-from distseg.infer.predictor import Predictor
-from distseg.launch import keep_freed_memory, world
-from distseg.mesh import Mesh
+from distseg.comm.launch import keep_freed_memory, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, LossConfig, MeshConfig, OptimConfig, SpatialConfig
+from distseg.config.sizes import Extents
+from distseg.inference.image_source import Scene
+from distseg.inference.predictor import Predictor
+from distseg.layers.context import Context
+from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
-from distseg.scene import Scene
-from distseg.spatial.context import Context
-from distseg.spatial.in_time import Block
-from distseg.spatial.graph import receptive_field
-from distseg.spatial.parallelize import parallelize
-from distseg.pipeline.build import autocast, place_model
-from distseg.train.engine import Engine
+from distseg.runtime.build import autocast, place_model
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.tile import Box, Place
+from distseg.tiling.tile_batch import Block
+from distseg.training.engine import Engine
 
 QUESTION = "How do distseg's streamed step and prediction compare with lightstream's, MONAI's and plain PyTorch's?"
 NEEDS = {"lightstream": "lightstream", "MONAI": "monai"}

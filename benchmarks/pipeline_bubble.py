@@ -19,12 +19,12 @@ from benchmarks.harness import Spread, parent, repeats_of, report, run_ranks
 from benchmarks.pipeline_steps import ONE, PLACEMENTS, SCHEDULES, TWICE, placement_of, simulated
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting
-from distseg.extents import Extents
-from distseg.program.partition import OUTPUT, Edge
-from distseg.program.schedule import orders, splits
-from distseg.program.simulate import simulate
+from distseg.config.sizes import Extents
 from distseg.report.style import FAINT, PALETTE, new_figure
 from distseg.report.tables import table
+from distseg.runtime.partition import OUTPUT, Edge
+from distseg.runtime.schedule import orders, splits
+from distseg.runtime.simulator import simulate
 
 QUESTION = "What share of two ranks' time does a pipeline of two stages use, against the formula m / (m + S - 1) of its bubble?"
 RANKS = 2

@@ -18,12 +18,12 @@ from benchmarks.pipeline_steps import Step, config_of
 from benchmarks.rows import Rows
 from benchmarks.steps import CLASSES, Setting, timed
 from distseg.comm.collective import Alone
-from distseg.extents import Extents
-from distseg.launch import keep_freed_memory, world
+from distseg.comm.launch import keep_freed_memory, world
+from distseg.config.sizes import Extents
 from distseg.models.network import flat_layers
 from distseg.models.zoo import build_model
-from distseg.train.optim import make_optimizer
-from distseg.verify import RandomImages
+from distseg.runtime.optimizer import make_optimizer
+from distseg.training.verify import RandomImages
 
 QUESTION = "What do stages cost: over two ranks, on two devices of one process with torchgpipe, and one stage beside plain PyTorch?"
 RANKS = 2

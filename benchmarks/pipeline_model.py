@@ -14,18 +14,18 @@ from typing import Sequence
 
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
-from distseg.config import ModelConfig
+from distseg.config.settings import ModelConfig
 from distseg.models.zoo import ZOO, outline_model
-from distseg.pipeline.balance import fastest_split
-from distseg.pipeline.fold import v_split
-from distseg.program.partition import Edge, edges_between, stage_ranges
-from distseg.program.schedule import orders, v_placement
-from distseg.plan.cost import Costs, modelled
-from distseg.plan.memory import Policy, ranges_of, stage_seconds
-from distseg.program.simulate import check, peak_memory, simulate
-from distseg.program.stages import recomputed
+from distseg.planning.balance import fastest_split
+from distseg.planning.cost import Costs, modelled
+from distseg.planning.fold import v_split
+from distseg.planning.memory import Policy, ranges_of, stage_seconds
 from distseg.report.style import FAINT, INK, PALETTE, new_figure
 from distseg.report.tables import table
+from distseg.runtime.partition import Edge, edges_between, stage_ranges
+from distseg.runtime.schedule import orders, v_placement
+from distseg.runtime.simulator import check, peak_memory, simulate
+from distseg.runtime.stage_program import recomputed
 
 QUESTION = "How far from the paper's speed-up by model parallelism is a simulation, and where does the V placement beat contiguous stages?"
 GB = 1e9

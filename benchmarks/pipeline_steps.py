@@ -17,22 +17,22 @@ from typing import Callable, Iterator
 import torch
 
 from benchmarks.steps import Setting, timed
+from distseg.comm.launch import keep_freed_memory, world
+from distseg.comm.mesh import Mesh
 from distseg.comm.waits import waits_of
-from distseg.config import Config, MeshConfig, PipelineConfig
-from distseg.launch import keep_freed_memory, world
-from distseg.mesh import Mesh
+from distseg.config.settings import Config, MeshConfig, PipelineConfig
 from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
-from distseg.pipeline.balance import fastest_split
-from distseg.pipeline.fold import v_split
-from distseg.program.partition import edges_between, stage_ranges
-from distseg.program.schedule import orders, v_placement
-from distseg.program.trace import Span, Trace
-from distseg.plan.cost import Costs, measured
-from distseg.plan.memory import Policy, ranges_of, stage_seconds
-from distseg.program.simulate import simulate
-from distseg.train.engine import Engine
-from distseg.verify import RandomImages, own_pieces
+from distseg.planning.balance import fastest_split
+from distseg.planning.cost import Costs, measured
+from distseg.planning.fold import v_split
+from distseg.planning.memory import Policy, ranges_of, stage_seconds
+from distseg.runtime.partition import edges_between, stage_ranges
+from distseg.runtime.schedule import orders, v_placement
+from distseg.runtime.simulator import simulate
+from distseg.runtime.trace import Span, Trace
+from distseg.training.engine import Engine
+from distseg.training.verify import RandomImages, own_pieces
 
 ONE, TWICE = "one rank", "each rank alone"  # what the machine gives to one rank, and to each of several that exchange nothing
 SCHEDULES, PLACEMENTS = ("gpipe", "1f1b", "zb-h1"), ("line", "v")

@@ -13,8 +13,8 @@ import torch
 from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, distributed_step
-from distseg.extents import Extents
-from distseg.launch import keep_freed_memory
+from distseg.comm.launch import keep_freed_memory
+from distseg.config.sizes import Extents
 
 QUESTION = "How much faster is a step in bf16 with channels_last than in fp32, and what bounds it?"
 FORMATS = {

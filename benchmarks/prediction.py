@@ -25,20 +25,20 @@ from benchmarks.harness import Spread, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.comm.collective import Alone
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, strips
-from distseg.infer.predictor import Predictor
-from distseg.launch import keep_freed_memory, memory_in_use, world
+from distseg.comm.launch import keep_freed_memory, memory_in_use, world
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.inference.image_source import Scene
+from distseg.inference.predictor import Predictor
+from distseg.layers.context import Context
+from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
-from distseg.plan.in_time import room_of
-from distseg.scene import Scene
-from distseg.spatial.context import Context
-from distseg.spatial.graph import receptive_field
-from distseg.spatial.parallelize import parallelize
-from distseg.spatial.scratch import Map
-from distseg.pipeline.build import autocast, place_model
+from distseg.planning.streaming import room_of
+from distseg.runtime.build import autocast, place_model
+from distseg.runtime.offload import Map
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.tile import Box, strips
 
 QUESTION = "How fast and in what memory are whole images predicted with norms that need all of them?"
 CPU = torch.device("cpu")

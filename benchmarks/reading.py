@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 
 from benchmarks.harness import measure, parent, repeats_of, report
-from distseg.data.store import Store, StoreWriter, normalised
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, strips
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store, StoreWriter, normalised
+from distseg.tiling.tile import Box, strips
 
 QUESTION = "What do a store's checksums cost where windows are read?"
 KINDS = {"RGB bytes": (3, "u1"), "grey bytes": (1, "u1"), "4 bands float32": (4, "f4"), "8 bands uint16": (8, "u2")}

@@ -93,7 +93,7 @@ def chosen(only: Sequence[str] | None) -> list[str]:
 def work(names: Sequence[str], limit: int) -> None:
     """Try networks one after another; print the row of each."""
     from benchmarks.research_trial import trial
-    from distseg.launch import world
+    from distseg.comm.launch import world
 
     warnings.simplefilter("ignore")
     comm, entries = world(), collection()

@@ -1,6 +1,6 @@
 """The trial of one network: a step in tiles against plain PyTorch on whole images, in float64.
 
-distseg's own comparison (:func:`distseg.verify.verify`) holds the tiles against its serial program.
+distseg's own comparison (:func:`distseg.training.verify.verify`) holds the tiles against its serial program.
 So that no mistake of that program hides one, the gradients are also held against a forward and a
 backward pass written here.
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.research import Entry
-from distseg.config import (
+from distseg.config.settings import (
     Config,
     DataConfig,
     MeshConfig,
@@ -33,8 +33,8 @@ from distseg.config import (
     SpatialConfig,
     TrainConfig,
 )
-from distseg.extents import Extents
-from distseg.verify import passed, verify
+from distseg.config.sizes import Extents
+from distseg.training.verify import passed, verify
 
 CLASSES, IMAGES, IGNORED = 3, 2, 255
 SIZES = {1: (371,), 2: (61, 75), 3: (19, 29, 27)}

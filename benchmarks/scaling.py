@@ -15,7 +15,7 @@ from typing import Sequence
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, arguments_of
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
 
 QUESTION = "How does the time of a step change from one rank to two, with tiles and with sample groups?"
 NETWORKS = {

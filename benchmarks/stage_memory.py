@@ -17,7 +17,7 @@ from benchmarks.harness import parent, report, run_ranks
 from benchmarks.memory_steps import RETURN_FREED, SCHEDULES
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
 from distseg.report.style import PALETTE, new_figure
 
 QUESTION = "How close is the predicted peak memory of a pipeline stage to the measured one?"

@@ -14,8 +14,8 @@ from typing import Sequence
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.extents import Extents
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
 
 QUESTION = "How much faster do two stages compute an image tile after tile than one rank?"
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,11 +65,11 @@ def job(options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.steps import timed
-    from distseg.launch import keep_freed_memory, world
-    from distseg.mesh import Mesh
+    from distseg.comm.launch import keep_freed_memory, world
+    from distseg.comm.mesh import Mesh
     from distseg.models.zoo import outline_model
-    from distseg.train.engine import Engine
-    from distseg.verify import RandomImages, own_pieces
+    from distseg.training.engine import Engine
+    from distseg.training.verify import RandomImages, own_pieces
 
     torch.set_num_threads(1)
     keep_freed_memory()

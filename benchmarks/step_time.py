@@ -19,9 +19,9 @@ from torch import nn
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, distributed_step, plain_step
-from distseg.extents import Extents
-from distseg.launch import keep_freed_memory
-from distseg.memory_format import channels_last as last_format
+from distseg.comm.launch import keep_freed_memory
+from distseg.comm.memory_format import channels_last as last_format
+from distseg.config.sizes import Extents
 from distseg.report.style import INK, PALETTE, new_figure
 
 QUESTION = "Where does a step's time go, and how near is it to that of its convolutions alone?"

@@ -20,19 +20,19 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, SpatialConfig
-from distseg.spatial.piece import Piece
-from distseg.extents import Extents
-from distseg.geometry.tile import owned_tiles
-from distseg.launch import keep_freed_memory, world
-from distseg.mesh import Mesh
-from distseg.spatial import conv
-from distseg.models.capture import as_network
+from distseg.comm.launch import keep_freed_memory, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, SpatialConfig
+from distseg.config.sizes import Extents
+from distseg.layers import conv
+from distseg.models.capture.capture import as_network
 from distseg.models.zoo import build_model
-from distseg.pipeline.build import autocast, place_model
-from distseg.train.engine import Engine
-from distseg.train.optim import make_optimizer
-from distseg.verify import RandomImages
+from distseg.runtime.build import autocast, place_model
+from distseg.runtime.optimizer import make_optimizer
+from distseg.tiling.tile import owned_tiles
+from distseg.tiling.tile_batch import Piece
+from distseg.training.engine import Engine
+from distseg.training.verify import RandomImages
 
 CLASSES = 3
 _DISTURBED = 0.05  # of a step's time: processor time that others took meanwhile

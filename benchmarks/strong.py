@@ -15,7 +15,7 @@ from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from benchmarks.scaling import Case, seconds_of
 from benchmarks.steps import Setting
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
 
 QUESTION = "How much faster is the step of one image on two ranks than on one?"
 NETWORK = Setting(depth=3, num_convs=2, base_channels=64)

@@ -31,24 +31,24 @@ from benchmarks import patch_step
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import peak
-from distseg.check import with_store
-from distseg.checkpoint.pretrained import pretrained
 from distseg.comm.collective import Alone
-from distseg.config import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.data.store import Store, normalised
-from distseg.data.ultramnist import mnist, prepare_ultramnist
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.infer.images import evaluate_images
-from distseg.infer.predictor import Predictor
-from distseg.launch import set_up, world
-from distseg.mesh import Mesh
-from distseg.models.patch_zoo import network_of
+from distseg.comm.launch import set_up, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.examples.ultramnist import mnist, prepare_ultramnist
+from distseg.data.store.store import Store, normalised
+from distseg.inference.images import evaluate_images
+from distseg.inference.predictor import Predictor
 from distseg.models.zoo import plain_model
+from distseg.patchgd.training import PatchEngine, PatchLoader
+from distseg.patchgd.zoo import network_of
 from distseg.report.style import PALETTE, new_figure
-from distseg.train.engine import Engine
-from distseg.train.patchgd import PatchEngine, PatchLoader
-from distseg.train.run import step_loader
+from distseg.tiling.tile import Box
+from distseg.training.checkpoint.pretrained import pretrained
+from distseg.training.conflicts import with_store
+from distseg.training.engine import Engine
+from distseg.training.run import step_loader
 
 QUESTION = "What do PatchGD, the exact gradient and plain baselines reach on large images, in which time and memory?"
 METHODS = ("downscale", "crops", "patchgd", "exact", "exact by 2", "exact in time")

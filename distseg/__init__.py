@@ -10,17 +10,17 @@ __version__ = "0.1.0"
 _HOME = {
     "unet": "distseg.models.unet",
     "build_model": "distseg.models.zoo",
-    "capture": "distseg.models.capture",
+    "capture": "distseg.models.capture.capture",
     "Network": "distseg.models.network",
-    "load": "distseg.trained",
+    "load": "distseg.training.run_config",
     "Cat": "distseg.models.layers",
     "Sum": "distseg.models.layers",
     "padded": "distseg.models.layers",
-    "receptive_field": "distseg.spatial.graph",
-    "Mesh": "distseg.mesh",
-    "Config": "distseg.config",
-    "Store": "distseg.data.store",
-    "parallelize": "distseg.spatial.parallelize",
+    "receptive_field": "distseg.layers.graph",
+    "Mesh": "distseg.comm.mesh",
+    "Config": "distseg.config.settings",
+    "Store": "distseg.data.store.store",
+    "parallelize": "distseg.runtime.parallelize",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from distseg.cli import main
+        from distseg.cli.main import main
     except KeyboardInterrupt:  # so soon
         print("distseg: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -42,9 +42,9 @@ def _settings(model) -> tuple:
 @pytest.fixture(autouse=True, scope="session")
 def plans_are_remembered():
     """Plans take longer than the steps of small networks, and most tests train the same few. Those of planning itself ask the functions."""
-    from distseg.plan import stages
-    from distseg.spatial import parallelize
-    from distseg.train import engine
+    from distseg.planning import stages
+    from distseg.runtime import parallelize
+    from distseg.training import engine
 
     with pytest.MonkeyPatch.context() as patch:
         for module, name in ((engine, "reach_for"), (stages, "modelled"), (parallelize, "cumulative_strides")):
@@ -57,7 +57,7 @@ def refused(capsys):
     """``refused(*words)``: what is said of a command that is refused."""
 
     def said(*words: str) -> str:
-        from distseg.cli import main
+        from distseg.cli.main import main
 
         with pytest.raises(SystemExit) as end:
             main([*words])

@@ -1,7 +1,7 @@
 """Graphs for tests that need no layers."""
 
-from distseg.geometry.footprint import Gather
-from distseg.geometry.graph import Graph, Node
+from distseg.tiling.access_pattern import Gather
+from distseg.tiling.graph import Graph, Node
 
 CONV = Gather(3, before=1, after=1)
 

@@ -5,10 +5,10 @@ import json
 import h5py
 import numpy as np
 
-from distseg.data import layout
-from distseg.data.statistics import ClassCounts
-from distseg.data.store import Store, StoreWriter
-from distseg.geometry.tile import Box
+from distseg.data.store import layout
+from distseg.data.store.statistics import ClassCounts
+from distseg.data.store.store import Store, StoreWriter
+from distseg.tiling.tile import Box
 
 CLASSES = ["ocean", "land", "lake"]
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from distseg.agree import agree, differences, settings, versions
+from distseg.comm.agree import agree, differences, settings, versions
 from distseg.comm.collective import Alone
-from distseg.launch import JointFailure
+from distseg.comm.launch import JointFailure
 
 
 def test_differences_name_both_values_and_ranks():
@@ -31,8 +31,8 @@ def test_what_differs_is_told_on_all_ranks(comm):
 
 APART = """
 import os, sys
-from distseg.cli import main
-from distseg.launch import identify
+from distseg.cli.main import main
+from distseg.comm.launch import identify
 os.chdir(sys.argv[1])
 others = {others!r}
 if identify().rank == 1:

@@ -10,10 +10,10 @@ from test_capture import Called, same
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.models.trace import CanNotCapture
-from distseg.verify import verify
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.models.capture.trace import CanNotCapture
+from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
     1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1")],

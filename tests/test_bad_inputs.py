@@ -20,15 +20,15 @@ from made_store import random_store
 from PIL import Image
 from torch import nn
 
-from distseg.cli import main
+from distseg.cli.main import main
 from distseg.comm import reducer
-from distseg.config import Config, DataConfig, ModelConfig, TrainConfig
-from distseg.extents import Extents
+from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
-from distseg.spatial.graph import receptive_field
-from distseg.spatial.parallelize import parallelize
-from distseg.checkpoint.files import digest_of, find
-from distseg.train.loop import train
+from distseg.runtime.parallelize import parallelize
+from distseg.training.checkpoint.files import digest_of, find
+from distseg.training.loop import train
 
 BASE = {"image": "29x43", "model.depth": "2", "model.num_convs": "1", "model.base_channels": "4"}
 HERE = __name__
@@ -408,7 +408,7 @@ def place(tmp_path_factory):
     """A folder with all that the table names."""
     from textwrap import dedent
 
-    from distseg.launch import world
+    from distseg.comm.launch import world
 
     folder = tmp_path_factory.mktemp("place")
     draw = np.random.default_rng(0)

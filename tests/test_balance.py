@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from distseg.pipeline.balance import even_split, fastest_split, starts_of, sums, torchgpipe_split
+from distseg.planning.balance import even_split, fastest_split, starts_of, sums, torchgpipe_split
 
 
 def all_splits(layers: int, stages: int):

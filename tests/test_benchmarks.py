@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.halo_error import by_distance  # noqa: E402
 from benchmarks.steps import Setting, distributed_step, plain_step  # noqa: E402
-from distseg.extents import Extents  # noqa: E402
+from distseg.config.sizes import Extents  # noqa: E402
 
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nQUESTION = " in path.read_text())
 

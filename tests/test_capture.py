@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import distseg
-from distseg.models.capture import as_network
+from distseg.models.capture.capture import as_network
+from distseg.models.capture.trace import CanNotCapture
 from distseg.models.layers import DropImage
 from distseg.models.network import check_calls
-from distseg.models.trace import CanNotCapture
 
 
 class Called(nn.Module):

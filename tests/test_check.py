@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from distseg.check import RULES, check_norms, check_settings, notes, of, smallest, with_store
-from distseg.cli import _config, _parse, _parser
-from distseg.config import Config, DataConfig, MeshConfig, SpatialConfig, with_dims
-from distseg.extents import Extents
+from distseg.cli.main import _config, _parse, _parser
+from distseg.config.settings import Config, DataConfig, MeshConfig, SpatialConfig
+from distseg.config.sizes import Extents
 from distseg.models.unet import unet
+from distseg.training.conflicts import RULES, check_norms, check_settings, notes, of, smallest, with_store
 
 MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.in_time": "spill", "spatial.tiles_per_rank": Extents("2x2")}
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}

@@ -11,13 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.config import OptimConfig
-from distseg.checkpoint import saving
-from distseg.checkpoint.files import (
-    check_run, digest_of, find, load_optimizer, load_weights, optimizer_state, read_index, read_manifest, read_run_manifest, share,
+from distseg.config.settings import OptimConfig
+from distseg.runtime.optimizer import make_optimizer
+from distseg.training.checkpoint import saving
+from distseg.training.checkpoint.files import (
+    check_run,
+    digest_of,
+    find,
+    load_optimizer,
+    load_weights,
+    optimizer_state,
+    read_index,
+    read_manifest,
+    read_run_manifest,
+    share,
 )  # fmt: skip
-from distseg.train.optim import make_optimizer
-from distseg.checkpoint.saving import Checkpoints, SilentCheckpoints, set_aside
+from distseg.training.checkpoint.saving import Checkpoints, SilentCheckpoints, set_aside
 
 
 def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int = 0):

@@ -11,11 +11,11 @@ import pytest
 import tifffile
 from PIL import Image
 
-from distseg import disk
 from distseg.data import class_files, class_map
 from distseg.data.class_files import Classes, are_there, paths_of
 from distseg.data.class_map import PartialMap, identity_of
-from distseg.geometry.tile import tiles
+from distseg.report import disk
+from distseg.tiling.tile import tiles
 
 SIZE = (300, 517)
 TILES = tiles(SIZE, (3, 4), (1, 1))

@@ -19,8 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_models import plain_unet
 
-from distseg.cli import main
-from distseg.interrupt import interruptible
+from distseg.cli.interrupt import interruptible
+from distseg.cli.main import main
 
 SMALL = ["--image", "29x43", "--model.depth", "2", "--model.num_convs", "1", "--model.base_channels", "4", "--model.out_channels", "3"]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distseg.help import FIRST, field_documents, head
+from distseg.cli.help import FIRST, field_documents, head
 from distseg.report.closing import (
     closing_of_evaluation,
     closing_of_prediction,
@@ -53,7 +53,7 @@ def test_help_begins_with_what_matters():
 def test_the_whole_help_has_the_head_first(capsys):
     import pytest
 
-    from distseg.cli import main
+    from distseg.cli.main import main
 
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])

@@ -10,14 +10,14 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distseg.check import check_settings
-from distseg.cli import _config, _parse, _parser
-from distseg.config import Config
-from distseg.config_file import check_value, read_settings, sections, settings_of
-from distseg.extents import Extents
-from distseg.loss import Loss
-from distseg.trained import taken_over
-from distseg.train.run import plain
+from distseg.cli.main import _config, _parse, _parser
+from distseg.config.file import check_value, read_settings, sections, settings_of
+from distseg.config.settings import Config
+from distseg.config.sizes import Extents
+from distseg.layers.loss import Loss
+from distseg.training.conflicts import check_settings
+from distseg.training.run import plain
+from distseg.training.run_config import taken_over
 
 PARSER = _parser("train")
 NAMES = [f"{section}.{field}" for section, names in sections().items() for field in names]
@@ -219,8 +219,8 @@ def test_values_that_pass_are_shallow(text):
 
 
 def test_defaults_take_the_dims_of_the_images():
-    from distseg.config import Config, MeshConfig, with_dims
-    from distseg.extents import Extents
+    from distseg.config.settings import Config, MeshConfig, with_dims
+    from distseg.config.sizes import Extents
 
     found = with_dims(Config(mesh=MeshConfig(tiles=Extents("1x1x2"))), 3, "8x9x10")
     assert (str(found.mesh.tiles), str(found.spatial.tiles_per_rank)) == ("1x1x2", "1x1x1")

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from distseg.comm.memory_format import channels_last, lies_alike
 from distseg.comm.waits import Waits
-from distseg.memory_format import channels_last, lies_alike
-from distseg.spatial.conv import weights_apart
+from distseg.layers.conv import weights_apart
 
 
 class Checkpointed(nn.Conv2d):

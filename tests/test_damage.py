@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import made_store, old_store, random_image
 
-from distseg.cli import main
-from distseg.commands import run_plot
-from distseg.data import chunks
-from distseg.data import store as store_module
-from distseg.data.check import check_store
-from distseg.data.chunks import Damage
-from distseg.data.store import Store
-from distseg.geometry.tile import Box
+from distseg.cli.commands import run_plot
+from distseg.cli.main import main
+from distseg.data.store import chunks
+from distseg.data.store import store as store_module
+from distseg.data.store.check import check_store
+from distseg.data.store.chunks import Damage
+from distseg.data.store.store import Store
 from distseg.report.progress import SilentProgress
+from distseg.tiling.tile import Box
 
 IMAGES = {
     "a": ("train", *random_image((300, 270))),

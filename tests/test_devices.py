@@ -6,23 +6,23 @@ import threading
 
 import pytest
 import torch
-
-from distseg.config import PipelineConfig
-from distseg.data.store import Store
-from distseg.extents import Extents
-from distseg.mesh import Mesh
-from distseg.models.zoo import outline_model
-from distseg.pipeline.devices import devices_of
-from distseg.infer.predict import load_predictor
-from distseg.scene import store_scene
-from distseg.spatial.context import Context
-from distseg.train.engine import Engine
-from distseg.train.loop import train
-from distseg.verify import RandomImages, relative_errors
 from test_exact import NORMS, check, config
 from test_pipeline import RECOMPUTE
 from test_train import config as train_config
 from test_train import weights, write_store
+
+from distseg.cli.predict import load_predictor
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import PipelineConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store
+from distseg.inference.image_source import store_scene
+from distseg.layers.context import Context
+from distseg.models.zoo import outline_model
+from distseg.runtime.devices import devices_of
+from distseg.training.engine import Engine
+from distseg.training.loop import train
+from distseg.training.verify import RandomImages, relative_errors
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.geometry.tile import Box, Place, Reach, tiles, window
-from distseg.spatial.context import Context
-from distseg.spatial.dropout import KeyedDropout, channel_mask, element_mask
+from distseg.layers.context import Context
+from distseg.layers.dropout import KeyedDropout, channel_mask, element_mask
+from distseg.tiling.tile import Box, Place, Reach, tiles, window
 
 SAMPLES = (7, 12)
 

@@ -1,6 +1,6 @@
 """The promise: on every mesh one optimizer step equals the serial program's, in float64, to a relative 1e-12.
 
-Loss, every gradient, every updated weight and the running statistics of batch norm are compared (distseg.verify), with
+Loss, every gradient, every updated weight and the running statistics of batch norm are compared (distseg.training.verify), with
 dropout on, a twentieth of the pixels ignored, and sizes that divide nothing.
 """
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.extents import Extents
-from distseg.kernels import norm as compiled
-from distseg.verify import verify
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.layers.kernels import norm as compiled
+from distseg.training.verify import verify
 
 TOLERANCE = 1e-12
 BASE = Config(

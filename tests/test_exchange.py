@@ -13,23 +13,23 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from distseg.config import Config, MeshConfig, ModelConfig, SpatialConfig
-from distseg.extents import Extents
-from distseg.models.capture import as_network
-from distseg.geometry.graph import Graph
-from distseg.geometry.layout import Layout
-from distseg.geometry.tile import Box, Place, tiles
-from distseg.mesh import Mesh
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, MeshConfig, ModelConfig, SpatialConfig
+from distseg.config.sizes import Extents
+from distseg.layers.context import Context
+from distseg.layers.graph import graph_of, receptive_field
+from distseg.layers.local import framed, node_of
+from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import Call
 from distseg.models.zoo import build_model
-from distseg.spatial.context import Context
-from distseg.spatial.exchange import Exchange
-from distseg.spatial.graph import graph_of, receptive_field
-from distseg.spatial.local import framed, node_of
-from distseg.spatial.parallelize import parallelize
-from distseg.train.engine import Engine
-from distseg.verify import RandomImages, own_pieces
+from distseg.runtime.exchange import Exchange
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.graph import Graph
+from distseg.tiling.layout import Layout
+from distseg.tiling.tile import Box, Place, tiles
+from distseg.training.engine import Engine
+from distseg.training.verify import RandomImages, own_pieces
 
 
 @pytest.fixture(autouse=True)

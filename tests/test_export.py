@@ -14,9 +14,9 @@ from test_finetune import Net
 from torch import nn
 
 import distseg
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from distseg.trained import Normalised
-from distseg.train.loop import train
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from distseg.training.loop import train
+from distseg.training.run_config import Normalised
 
 SIZES = ((1, 36, 64), (3, 48, 20))
 NETWORKS = {
@@ -41,7 +41,7 @@ def exported(request, tmp_path_factory):
 
 
 def distseg_main(arguments):
-    from distseg.cli import main
+    from distseg.cli.main import main
 
     main(arguments)
 
@@ -95,7 +95,7 @@ class Unfollowed(nn.Module):
 
 
 def test_what_pytorch_can_not_follow_is_said():
-    from distseg.export import _program
+    from distseg.cli.export import _program
 
     with pytest.raises(ValueError, match="torch.export can't follow this network .*--formats safetensors"):
         _program(Normalised(Unfollowed(), [0.0], [1.0]), 1, (4, 4))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
 
 
 @pytest.mark.parametrize(

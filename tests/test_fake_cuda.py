@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from fakecuda import library
 
 TESTS = Path(__file__).parent

@@ -13,15 +13,15 @@ from test_exact import TOLERANCE, config
 from torch import nn
 
 import distseg
-from distseg.checkpoint.pretrained import of_bands, pretrained
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from distseg.extents import Extents
-from distseg.models.capture import as_network
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.models.capture.capture import as_network
 from distseg.models.zoo import build_model, plain_model
-from distseg.train.loop import train
-from distseg.train.optim import freeze, make_optimizer, of_part, set_learning_rate
-from distseg.train.run import Run
-from distseg.verify import verify
+from distseg.runtime.optimizer import freeze, make_optimizer, of_part, set_learning_rate
+from distseg.training.checkpoint.pretrained import of_bands, pretrained
+from distseg.training.loop import train
+from distseg.training.run import Run
+from distseg.training.verify import verify
 
 
 class Encoder(nn.Module):

@@ -5,17 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_train import config as train_config  # noqa: F401  a fixture
+from test_train import weights
 from torch import nn
-from test_train import config as train_config, folder, weights  # noqa: F401  a fixture
 
-from distseg.config import Config, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
-from distseg.extents import Extents
-from distseg.launch import JointFailure
+from distseg.comm.launch import JointFailure
+from distseg.config.settings import Config, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
+from distseg.config.sizes import Extents
 from distseg.models.unet import unet
-from distseg.checkpoint.files import find
-from distseg.train.engine import Engine
-from distseg.train.loop import train
-from distseg.verify import passed, summary, verify
+from distseg.training.checkpoint.files import find
+from distseg.training.engine import Engine
+from distseg.training.loop import train
+from distseg.training.verify import passed, summary, verify
 
 HERE = __name__
 SIZE = Extents("41x53")

@@ -11,18 +11,18 @@ import tifffile
 from PIL import Image
 from test_train import config
 
-from distseg.commands import run_predict
+from distseg.cli.commands import run_predict
 from distseg.data import class_files
 from distseg.data.class_files import Classes
 from distseg.data.class_map import PartialMap
-from distseg.data.georeference import Place
-from distseg.data.palettes import class_colours
+from distseg.data.formats.georeference import Place
+from distseg.data.formats.palettes import class_colours
+from distseg.data.formats.readers import open_image
 from distseg.data.prepare import prepare_folder
-from distseg.data.readers import open_image
-from distseg.data.store import Store
-from distseg.geometry.tile import Box
+from distseg.data.store.store import Store
 from distseg.report.closing import notes_on_places
-from distseg.train.loop import train
+from distseg.tiling.tile import Box
+from distseg.training.loop import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
 SIZE = (33, 47)

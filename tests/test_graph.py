@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from made_graphs import CONV
 from torch import nn
 
-from made_graphs import CONV
-from distseg.geometry.graph import Graph, Node, Skip, crossing, last_readings, skips_of
-from distseg.geometry.layout import Layout
-from distseg.geometry.segment import segments_of
+from distseg.layers.graph import receptive_field
 from distseg.models.layers import Add, Cat, Pop, Stash, Sum
 from distseg.models.network import Network, calls_of
-from distseg.program.partition import edges_between
-from distseg.spatial.parallelize import Folded, parallelize
-from distseg.spatial.graph import receptive_field
+from distseg.runtime.parallelize import Folded, parallelize
+from distseg.runtime.partition import edges_between
+from distseg.tiling.graph import Graph, Node, Skip, crossing, last_readings, skips_of
+from distseg.tiling.layout import Layout
+from distseg.tiling.segment import segments_of
 
 
 def conv(n: int, m: int) -> nn.Module:

@@ -32,17 +32,16 @@ from numpy.random import default_rng
 from test_exact import TOLERANCE, config
 from torch import nn
 
-import distseg
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, Place, Reach
-from distseg.models.capture import as_network
-from distseg.models.hidden import check_apart, check_exact
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.layers.context import Context
+from distseg.models.capture.capture import as_network
+from distseg.models.capture.hidden import check_apart, check_exact
 from distseg.models.network import is_followed, refusals
 from distseg.models.zoo import plain_model
-from distseg.spatial.context import Context
-from distseg.spatial.parallelize import parallelize
-from distseg.verify import verify
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.tile import Box, Place, Reach
+from distseg.training.verify import verify
 
 P = 0.001  # so rare that a pass hardly ever shows it
 CALLS, METER, LAST, TURN, SCALES = 0, SimpleNamespace(passes=0), {}, [False], itertools.cycle([1.0, 1.5])

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from distseg.data import plausible, readers
+from distseg.data.formats import plausible, readers
+from distseg.data.formats.readers import open_image, open_mask
 from distseg.data.prepare import prepare_folder
-from distseg.data.readers import open_image, open_mask
-from distseg.geometry.tile import Box
+from distseg.tiling.tile import Box
 
 RANDOM = np.random.default_rng(0)
 RGB = RANDOM.integers(0, 256, (45, 61, 3)).astype(np.uint8)
@@ -206,7 +206,7 @@ def test_a_store_that_the_disk_has_no_room_for_is_told_before_it_is_begun(tmp_pa
     with open(tmp_path / "i/a.npy", "wb") as file:
         file.write(npy((1 << 20, 1 << 16), "|u1"))
         file.truncate(file.tell() + (1 << 36))  # a hole
-    monkeypatch.setattr("distseg.disk.free_bytes", lambda path: 1 << 35)
+    monkeypatch.setattr("distseg.report.disk.free_bytes", lambda path: 1 << 35)
     with pytest.raises(
         OSError, match="s.h5 has no room for the pixels of the store: it takes 68.7 GB, 34.4 GB are free"
     ):

@@ -3,8 +3,8 @@
 import copy
 import csv
 import json
-import shutil
 import re
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,30 +17,30 @@ from PIL import Image
 from test_exact import TOLERANCE, config
 from test_networks import WAYS
 
-from distseg.cli import main
+from distseg.cli.main import main
+from distseg.cli.profile import profile
 from distseg.comm.collective import Alone
-from distseg.config import LossConfig, ModelConfig
+from distseg.config.settings import LossConfig, ModelConfig
+from distseg.config.sizes import Extents
+from distseg.data.examples.ultramnist import mnist, prepare_ultramnist
 from distseg.data.focus import Focus
-from distseg.data.store import Store, StoreWriter
-from distseg.data.ultramnist import mnist, prepare_ultramnist
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.infer import heat as heat_module
-from distseg.infer.heat import heat_of, picture
-from distseg.infer.images import area_under_curve, scores_of_images
-from distseg.infer.metrics import confusion, quadratic_kappa
-from distseg.infer.patches import Filler, PatchPredictor
-from distseg.infer.predictor import Predictor
-from distseg.models.capture import as_network
-from distseg.models.patches import PatchNetwork
-from distseg.profile import profile
+from distseg.data.store.store import Store, StoreWriter
+from distseg.inference.image_source import Scene, file_scene
+from distseg.inference.images import area_under_curve, scores_of_images
+from distseg.inference.metrics import confusion, quadratic_kappa
+from distseg.inference.predictor import Predictor
+from distseg.layers.context import Context
+from distseg.layers.graph import reach_for
+from distseg.models.capture.capture import as_network
+from distseg.patchgd import heat as heat_module
+from distseg.patchgd.filling import Filler, PatchPredictor
+from distseg.patchgd.heat import heat_of, picture
+from distseg.patchgd.network import PatchNetwork
 from distseg.report import plots
-from distseg.scene import Scene, file_scene
-from distseg.spatial.context import Context
-from distseg.spatial.graph import reach_for
-from distseg.spatial.parallelize import parallelize
-from distseg.trained import load
-from distseg.verify import verify
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.tile import Box
+from distseg.training.run_config import load
+from distseg.training.verify import verify
 
 NAMES = ["residual", "flat", "gridded", "largest", "mixed", "normed", "levels", "pooled"]
 

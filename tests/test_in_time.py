@@ -4,25 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_exact import check, config
 from torch import nn
 
-from test_exact import check, config
-from distseg.config import RunConfig
-from distseg.extents import Extents
-from distseg.models.capture import as_network
-from distseg.geometry.segment import chain, segments_of
-from distseg.geometry.tile import Box, boxes_of
+from distseg.config.settings import RunConfig
+from distseg.config.sizes import Extents
+from distseg.layers.graph import graph_of
+from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
-from distseg.plan.in_time import Activations, BudgetTiling, GridTiling, short_of_decoding, short_of_room
-from distseg.program.operations import BackwardTile, KeptTile, OfTile
-from distseg.spatial import in_time, transfer
-from distseg.spatial.exchange import Exchange
-from distseg.spatial.in_time import InTime
-from distseg.spatial.graph import graph_of
-from distseg.spatial.scratch import Map
-from distseg.verify import verify
+from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, short_of_decoding, short_of_room
+from distseg.runtime import streaming as in_time
+from distseg.runtime import transfer
+from distseg.runtime.exchange import Exchange
+from distseg.runtime.offload import Map
+from distseg.runtime.operations import BackwardTile, KeptTile, OfTile
+from distseg.runtime.streaming import InTime
+from distseg.tiling.segment import chain, segments_of
+from distseg.tiling.tile import Box, boxes_of
+from distseg.training.verify import verify
 
 GRID = Extents("2x3")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distseg.cli import main
-from distseg.submit.jsrun import check
+from distseg.cli.main import main
+from distseg.cli.submit.jsrun import check
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"train.sbatch": "srun", "train.jsrun": "jsrun", "train.pbs": "mpiexec", "train.flux": "flux"}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from distseg.submit.jsrun import ResourceSets, check, parse
+from distseg.cli.submit.jsrun import ResourceSets, check, parse
 
 LONG = "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 6 --gpu_per_rs 6 --cpu_per_rs 42 --launch_distribution packed --bind packed:7 python -m distseg train c.yaml"
 SHORT = "jsrun -n2 -r1 -a6 -g6 -c42 -dpacked -bpacked:7 python -m distseg train c.yaml"

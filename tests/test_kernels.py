@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distseg import rng
-from distseg.geometry.tile import Box
-from distseg.kernels import build, norm as kernels, plain
-from distseg.kernels.norm import Affine
-from distseg.spatial.dropout import channel_mask
+from distseg.layers.dropout import channel_mask
+from distseg.layers.kernels import build, plain
+from distseg.layers.kernels import norm as kernels
+from distseg.layers.kernels.norm import Affine
+from distseg.tiling import rng
+from distseg.tiling.tile import Box
 
 TYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -334,7 +335,7 @@ def test_ranks_of_a_machine_build_once(tmp_path):
 
 def test_no_second_openmp_runtime():
     """Two would each have their own threads, spinning against each other."""
-    script = "import torch, distseg.kernels.build as b; b.library(); print(sum('gomp' in l.split('/')[-1] and 'r-xp' in l for l in open('/proc/self/maps')))"
+    script = "import torch, distseg.layers.kernels.build as b; b.library(); print(sum('gomp' in l.split('/')[-1] and 'r-xp' in l for l in open('/proc/self/maps')))"
     found = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=True).stdout
     assert int(found) <= 1, found
 

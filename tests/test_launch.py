@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import distseg
-from distseg import launch
-from distseg.launch import JointFailure, end_as_one, set_up, together
-from distseg.launchers import LAUNCHERS, Process, contradiction, identify
+from distseg.comm import launch
+from distseg.comm.launch import JointFailure, end_as_one, set_up, together
+from distseg.comm.launchers import LAUNCHERS, Process, contradiction, identify
 
 SLURM = dict(SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_NTASKS="8")
 MPIRUN = dict(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="6", OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2")
@@ -106,7 +106,7 @@ def test_several_processes_of_which_each_believes_to_be_alone(environment, ranks
 
 @pytest.mark.parametrize("environment, told", [(SLURM | {"SLURM_PROCID": "0"}, 1), (SLURM, 0), ({"PMIX_RANK": "1"}, 1)])
 def test_such_a_process_ends_at_once_and_all_of_them_say_why_once(environment, told):
-    source = "from distseg.launch import end_as_one, world; end_as_one(lambda: print('alone', world().size))"
+    source = "from distseg.comm.launch import end_as_one, world; end_as_one(lambda: print('alone', world().size))"
     inherited = ("OMPI_", "PMIX_", "PRTE_")
     mine = {k: v for k, v in os.environ.items() if not k.startswith(inherited)} | {"PYTHONPATH": str(Path(distseg.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", source], env=mine | environment, capture_output=True, text=True, timeout=30)
@@ -184,14 +184,14 @@ def fail(error: Exception):
 
 def test_what_a_lone_process_tells_open_mpi_does_not_reach_a_job_that_it_starts():
     """Else an mpirun below this process has ranks that can't reach each other."""
-    source = "import os; from distseg.launch import world; before = dict(os.environ); world(); assert dict(os.environ) == before"
+    source = "import os; from distseg.comm.launch import world; before = dict(os.environ); world(); assert dict(os.environ) == before"
     inherited = ("OMPI_", "PMIX_", "PRTE_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(inherited)} | {"PYTHONPATH": str(Path(distseg.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", source], env=environment, check=True)
 
 
 PROGRAM = """
-from distseg.launch import end_as_one, together, world
+from distseg.comm.launch import end_as_one, together, world
 
 def main():
     comm = world()

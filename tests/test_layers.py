@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from distseg.layers.skip import DensePop
 from distseg.models.layers import Add, Pop, Stash, cut_to, outline, skip_store
-from distseg.spatial.skip import DensePop
 
 
 class AddOne(nn.Module):
@@ -122,9 +122,9 @@ def test_a_step_keeps_compilers_out_of_the_process():
     program = """
 import sys
 from mpi4py import MPI
-from distseg.config import Config, ModelConfig
-from distseg.extents import Extents
-from distseg.verify import verify
+from distseg.config.settings import Config, ModelConfig
+from distseg.config.sizes import Extents
+from distseg.training.verify import verify
 config = Config(model=ModelConfig(depth=1, num_convs=1, base_channels=2, norm="batch", out_channels=2))
 print(verify(config, MPI.COMM_WORLD, Extents("16x16"))["max_error"] < 1e-12, "torch._dynamo" in sys.modules)
 """

@@ -1,14 +1,14 @@
 """Who holds which cells at each layer, as pictures: arithmetic without tensors."""
 
 import pytest
+from made_graphs import line
 from torch import nn
 
-from made_graphs import line
-from distseg.geometry.footprint import Gather, Interpolate, Scatter, inside
-from distseg.geometry.layout import Layout
-from distseg.geometry.tile import Box, most_even_grid
+from distseg.layers.graph import graph_of
 from distseg.models.unet import unet
-from distseg.spatial.graph import graph_of
+from distseg.tiling.access_pattern import Gather, Interpolate, Scatter, inside
+from distseg.tiling.layout import Layout
+from distseg.tiling.tile import Box, most_even_grid
 
 CONV = ("conv", Gather(3, 1, 1, 1, 1))
 POOL = ("pool", Gather(2, 2, ceil=True))

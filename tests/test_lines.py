@@ -9,10 +9,9 @@ from made_store import random_store
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.models.trace import CanNotCapture
-from distseg.verify import verify
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
     1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1"), dict(tiles_per_rank=(2, 2))],

@@ -9,12 +9,12 @@ import pytest
 import torch
 from made_store import made_store, random_image, random_store
 
-from distseg.config import DataConfig
+from distseg.config.settings import DataConfig
+from distseg.config.sizes import Extents
 from distseg.data.loader import StepLoader, pieces
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import epoch_samples
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, Reach
+from distseg.tiling.tile import Box, Reach
 
 REACH = Reach((5, 5), (4, 4))
 ONE = Extents("1x1")

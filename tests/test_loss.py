@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distseg.config import LossConfig
-from distseg.loss import _TERMS, Loss, parse
+from distseg.config.settings import LossConfig
+from distseg.layers.loss import _TERMS, Loss, parse
 
 IGNORE = 255
 NAMES = ["cross_entropy", "binary_cross_entropy", "focal", "dice"]

@@ -7,10 +7,10 @@ import pytest
 import tifffile
 from PIL import Image
 
-from distseg.data import mapped
-from distseg.data.readers import open_image
-from distseg.data.tiff_segments import Segments
-from distseg.geometry.tile import Box
+from distseg.data.formats import mapped
+from distseg.data.formats.readers import open_image
+from distseg.data.formats.tiff_segments import Segments
+from distseg.tiling.tile import Box
 
 COARSE = np.random.default_rng(0).integers(0, 255, (80, 40, 3), np.uint8)
 PIXELS = COARSE.repeat(50, 0).repeat(50, 1)  # 24 MB

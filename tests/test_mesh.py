@@ -2,7 +2,7 @@
 
 import pytest
 
-from distseg.mesh import Mesh, MeshShape
+from distseg.comm.mesh import Mesh, MeshShape
 
 
 def test_the_modules_picture():

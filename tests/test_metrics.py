@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distseg.infer.metrics import confusion, most_likely, scores
+from distseg.inference.metrics import confusion, most_likely, scores
 
 TRUTH = np.array([[0, 0, 1], [1, 1, 255]])
 FOUND = np.array([[0, 1, 1], [1, 0, 2]])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distseg.commands import describe_model
-from distseg.config import ModelConfig
+from distseg.cli.commands import describe_model
+from distseg.config.settings import ModelConfig
 from distseg.models.bands import channels_of
 from distseg.models.unet import unet
 from distseg.models.zoo import ZOO, build_model

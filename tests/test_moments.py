@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distseg.spatial.moments import Moments, by_group, combine, of_channels, stack
+from distseg.layers.moments import Moments, by_group, combine, of_channels, stack
 
 
 def exact(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

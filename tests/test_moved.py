@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from test_exact import TOLERANCE, error_of_made
 
 import distseg
-from distseg.models.trace import CanNotCapture
+from distseg.models.capture.trace import CanNotCapture
 
 WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), in_time="spill"), dict(tiles_per_rank=(2, 2), exchange_every="all")]
 ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")], 3: [dict(tiles="1x3")]}

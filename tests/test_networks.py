@@ -7,9 +7,9 @@ import made_networks
 import pytest
 from test_exact import TOLERANCE, config
 
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.verify import verify
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.training.verify import verify
 
 WAYS = {  # name: (ranks, settings)
     "whole": (1, dict()),

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from distseg.comm.collective import Alone
-from distseg.geometry.tile import Box, Place, Reach, tiles, window
-from distseg.kernels import norm as compiled
-from distseg.spatial import norm as norms
-from distseg.spatial.context import Context
-from distseg.spatial.norm import DistributedNorm, commit
-from distseg.spatial.parallelize import parallelize
+from distseg.layers import norm as norms
+from distseg.layers.context import Context
+from distseg.layers.kernels import norm as compiled
+from distseg.layers.norm import DistributedNorm, commit
+from distseg.runtime.parallelize import parallelize
+from distseg.tiling.tile import Box, Place, Reach, tiles, window
 
 IMAGE, CELLS, REACH = (13, 22), (7, 11), Reach((3, 3), (2, 2))
 IMAGES, CHANNELS = 2, 6

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from distseg.config import OptimConfig
-from distseg.train.optim import learning_rate, make_optimizer, set_learning_rate
+from distseg.config.settings import OptimConfig
+from distseg.runtime.optimizer import learning_rate, make_optimizer, set_learning_rate
 
 
 def rates(total: int, **fields) -> list[float]:

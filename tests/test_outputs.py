@@ -13,21 +13,21 @@ from test_exact import TOLERANCE, config
 from test_images import predictor_of, scene_of, whole_heat
 
 import distseg
-from distseg.cli import main
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PredictConfig, SpatialConfig, TrainConfig
-from distseg.data.store import Store
-from distseg.export import export
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.infer.heat import heat_of
-from distseg.infer.predict import load_predictor
-from distseg.loss import Loss
-from distseg.models.capture import as_network
+from distseg.cli.export import export
+from distseg.cli.main import main
+from distseg.cli.predict import load_predictor
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PredictConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store
+from distseg.inference.image_source import store_scene
+from distseg.layers.loss import Loss
+from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
 from distseg.models.zoo import plain_model
-from distseg.scene import store_scene
-from distseg.train.loop import train
-from distseg.verify import verify
+from distseg.patchgd.heat import heat_of
+from distseg.tiling.tile import Box
+from distseg.training.loop import train
+from distseg.training.verify import verify
 
 WAYS = {  # name: (ranks, settings)
     "whole": (1, dict(images=2)),

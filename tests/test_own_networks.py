@@ -12,14 +12,14 @@ from mpi4py import MPI
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, PredictConfig, TrainConfig
-from distseg.data.store import Store
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.infer.predict import load_predictor
-from distseg.scene import store_scene
-from distseg.train.loop import train
-from distseg.verify import verify
+from distseg.cli.predict import load_predictor
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, PredictConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store
+from distseg.inference.image_source import store_scene
+from distseg.tiling.tile import Box
+from distseg.training.loop import train
+from distseg.training.verify import verify
 
 DOCS = Path(__file__).parents[1] / "docs/own_networks.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)

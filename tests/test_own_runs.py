@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import distseg
-from distseg.checkpoint.own_runs import distrusted, remember_run
-from distseg.export import _program
-from distseg.trained import Normalised
+from distseg.cli.export import _program
+from distseg.training.checkpoint.own_runs import distrusted, remember_run
+from distseg.training.run_config import Normalised
 
 
 @pytest.fixture

@@ -1,16 +1,16 @@
-"""Every pair of settings, and many triples, on a small network: exact, or refused by the table of :mod:`distseg.check`; never silent, never a traceback."""
+"""Every pair of settings, and many triples, on a small network: exact, or refused by the table of :mod:`distseg.training.conflicts`; never silent, never a traceback."""
 
 import random
 import re
 from itertools import combinations
 
 import pytest
-
 from test_check import config
-from distseg.check import RULES
-from distseg.config import Config, LossConfig, MeshConfig, ModelConfig
-from distseg.extents import Extents
-from distseg.verify import verify
+
+from distseg.config.settings import Config, LossConfig, MeshConfig, ModelConfig
+from distseg.config.sizes import Extents
+from distseg.training.conflicts import RULES
+from distseg.training.verify import verify
 
 TOLERANCE = 1e-12
 BASE = Config(

@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from test_images import done, write_store
 from torch import nn
 
-from distseg import rng
-from distseg.cli import _config, _parse, _parser
-from distseg.config import Config
-from distseg.data.store import Store, StoreWriter
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.mesh import Mesh
+from distseg.cli.main import _config, _parse, _parser
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store, StoreWriter
 from distseg.models.network import user_names
-from distseg.models.patch_heads import AttentionHead, GridHead, make_head
-from distseg.models.patch_zoo import network_of, with_grid
-from distseg.train.optim import learning_rate
-from distseg.train.patchgd import PatchEngine, PatchLoader
-from distseg.trained import load
+from distseg.patchgd.heads import AttentionHead, GridHead, make_head
+from distseg.patchgd.training import PatchEngine, PatchLoader
+from distseg.patchgd.zoo import network_of, with_grid
+from distseg.runtime.optimizer import learning_rate
+from distseg.tiling import rng
+from distseg.tiling.tile import Box
+from distseg.training.run_config import load
 
 TOLERANCE, SIZE, EPOCHS = 1e-12, (64, 64), 2
 

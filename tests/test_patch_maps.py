@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from test_images import done
 
-from distseg import rng
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
-from distseg.data.store import Store, StoreWriter
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.infer.patch_maps import MapPredictor
-from distseg.mesh import Mesh
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store, StoreWriter
+from distseg.inference.image_source import store_scene
 from distseg.models.layers import skip_store
 from distseg.models.network import user_names
-from distseg.models.patch_zoo import network_of
-from distseg.scene import store_scene
-from distseg.serial import serial_loss
-from distseg.train.loop import train
-from distseg.train.patch_maps import MapEngine
-from distseg.train.patchgd import PatchLoader
-from distseg.train.run import Run
-from distseg.trained import load
+from distseg.patchgd.filling_maps import MapPredictor
+from distseg.patchgd.training import PatchLoader
+from distseg.patchgd.training_maps import MapEngine
+from distseg.patchgd.zoo import network_of
+from distseg.tiling import rng
+from distseg.tiling.tile import Box
+from distseg.training.loop import train
+from distseg.training.run import Run
+from distseg.training.run_config import load
+from distseg.training.serial import serial_loss
 
 TOLERANCE, RATE, SIZE = 1e-12, 0.05, (37, 53)
 

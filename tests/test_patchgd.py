@@ -12,21 +12,21 @@ import torch
 from safetensors.torch import save_file
 from test_images import done, write_store
 
-from distseg import rng
-from distseg.cli import main
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
+from distseg.cli.main import main
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
 from distseg.data.loader import read_pixels
-from distseg.data.store import Store, StoreWriter
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.mesh import Mesh
+from distseg.data.store.store import Store, StoreWriter
 from distseg.models.classifier import residual
 from distseg.models.network import user_names
-from distseg.models.patch_zoo import network_of
-from distseg.models.patches import patches_of
-from distseg.train.patchgd import PatchEngine, PatchLoader, check_images, drawn
-from distseg.train.run import Run
-from distseg.trained import load
+from distseg.patchgd.network import patches_of
+from distseg.patchgd.training import PatchEngine, PatchLoader, check_images, drawn
+from distseg.patchgd.zoo import network_of
+from distseg.tiling import rng
+from distseg.tiling.tile import Box
+from distseg.training.run import Run
+from distseg.training.run_config import load
 
 TOLERANCE = 1e-12
 RATE = 0.05

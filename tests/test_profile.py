@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 from mpi4py import MPI
+from test_cli import run
 from torch import nn
 
-from distseg.config import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, Place
-from distseg.mesh import Mesh, MeshShape
+from distseg.cli.profile import KINDS, own_seconds, profile, row_names
+from distseg.comm.mesh import Mesh, MeshShape
+from distseg.config.settings import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
 from distseg.models.network import calls_of
 from distseg.models.zoo import outline_model, plain_model
-from distseg.plan.forecast import StagePasses, costs_of, of_tiles
-from distseg.program.partition import Partition
-from distseg.program.schedule import orders
-from distseg.program.trace import Span, Trace, TracedComm
-from distseg.profile import KINDS, own_seconds, profile, row_names
-from distseg.train.engine import Engine
-from test_cli import run
+from distseg.planning.forecast import StagePasses, costs_of, of_tiles
+from distseg.runtime.partition import Partition
+from distseg.runtime.schedule import orders
+from distseg.runtime.trace import Span, Trace, TracedComm
+from distseg.tiling.tile import Box, Place
+from distseg.training.engine import Engine
 
 CONFIG = Config(
     model=ModelConfig(depth=2, num_convs=1, base_channels=4, norm="instance", out_channels=2),

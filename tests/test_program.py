@@ -6,24 +6,25 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
-from torch import nn
-
 from made_graphs import CONV, line
 from test_exact import config as exact_config
-from distseg.extents import Extents
-from distseg.geometry.graph import Graph, Node
-from distseg.geometry.layout import Layout
-from distseg.geometry.segment import rows_read, segments_of
-from distseg.geometry.tile import Box, boxes_of
-from distseg.program.interleaved import can_interleave, interleaved
-from distseg.program.keep import Weighed, keeping
-from distseg.program.partition import Edge
-from distseg.program.schedule import Backward, Forward, Weight, orders
-from distseg.program.stages import operations, recomputed
-from distseg.program.operations import BackwardTile, Drop, DropGradient, ForwardTile, KeptTile, Measure, OfTile, OutputTile, Send, text
-from distseg.program.tiles import Work, backward, beforehand, forward, peak, step, whole
+from torch import nn
+
+from distseg.cli.plan_text import programs
+from distseg.config.sizes import Extents
 from distseg.models.zoo import outline_model
-from distseg.programs import programs
+from distseg.runtime.actions import Backward, Forward, Weight
+from distseg.runtime.interleaved import can_interleave, interleaved
+from distseg.runtime.kept_graphs import Weighed, keeping
+from distseg.runtime.operations import BackwardTile, Drop, DropGradient, ForwardTile, KeptTile, Measure, OfTile, OutputTile, Send, text
+from distseg.runtime.partition import Edge
+from distseg.runtime.schedule import orders
+from distseg.runtime.stage_program import operations, recomputed
+from distseg.runtime.tile_program import Work, backward, beforehand, forward, peak, step, whole
+from distseg.tiling.graph import Graph, Node
+from distseg.tiling.layout import Layout
+from distseg.tiling.segment import rows_read, segments_of
+from distseg.tiling.tile import Box, boxes_of
 
 ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.config import ModelConfig
-from distseg.geometry import receptive
-from distseg.geometry.receptive import probed_reach
+from distseg.config.settings import ModelConfig
+from distseg.layers.graph import graph_of, receptive_field
+from distseg.models import receptive_field as receptive
+from distseg.models.receptive_field import probed_reach
 from distseg.models.unet import unet
 from distseg.models.zoo import _builder, outline_model
-from distseg.spatial.graph import graph_of, receptive_field
 
 
 def conv(i, o, k=3, **more):

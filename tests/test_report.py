@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
+from distseg.config.units import duration, si
 from distseg.report.log import RunLog, SilentLog, open_log, read_log
 from distseg.report.overlay import iou_per_class, plot_overlay
-from distseg.report.plots import _draw_validation, _draw_loss, plot_curves, plot_scaling, series, smooth
+from distseg.report.plots import _draw_loss, _draw_validation, plot_curves, plot_scaling, series, smooth
 from distseg.report.progress import BarProgress, LineProgress, SilentProgress, progress
 from distseg.report.shrink import shrink_image, shrink_labels
 from distseg.report.style import NATURAL, class_colors
 from distseg.report.tables import markdown_table, table
-from distseg.units import duration, si
 
 # progress
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distseg.geometry.footprint import inside
-from distseg.geometry.layout import Part
-from distseg.geometry.resize import Fit, Follow, Resize, Shifted, in_front, taps
-from distseg.geometry.tile import Box
-from distseg.models.following import followed
+from distseg.layers.local import run
+from distseg.models.capture.following import followed
 from distseg.models.resize import FitTo, ResizeTo, kernel_of
-from distseg.spatial.local import run
+from distseg.tiling.access_pattern import inside
+from distseg.tiling.layout import Part
+from distseg.tiling.resize import Fit, Follow, Resize, Shifted, in_front, taps
+from distseg.tiling.tile import Box
 
 SIZES = [(5, 9), (9, 5), (7, 7), (1, 6), (6, 1), (16, 32), (33, 17), (3, 40)]
 MODES = [("nearest", None, False), ("nearest-exact", None, False), ("bilinear", False, False), ("bilinear", True, False), ("bicubic", False, False), ("bicubic", True, False)]

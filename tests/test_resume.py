@@ -13,14 +13,14 @@ import pytest
 from made_store import random_store
 
 from distseg.comm.collective import Alone
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
-from distseg.launch import ToBeContinued
-from distseg.signals import Signals, listening
-from distseg.train import loop
-from distseg.checkpoint.files import find, read_manifest
-from distseg.train.loop import train
-from distseg.train.orders import Orders, Wish
-from distseg.train.resume import changes, chosen, first_step, mesh_change, schedule_change
+from distseg.comm.launch import ToBeContinued
+from distseg.comm.signals import Signals, listening
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
+from distseg.training import loop
+from distseg.training.checkpoint.files import find, read_manifest
+from distseg.training.control import Orders, Wish
+from distseg.training.loop import train
+from distseg.training.resume import changes, chosen, first_step, mesh_change, schedule_change
 
 STEPS = 6  # an epoch
 
@@ -149,7 +149,7 @@ def test_one_ranks_signal_ends_all_and_another_mesh_goes_on(comm, shared_path, m
 
 @pytest.mark.parallel(1)
 def test_two_jobs_do_not_train_into_one_folder(comm, tmp_path):
-    from distseg.train.run import lock_run
+    from distseg.training.run import lock_run
 
     store(tmp_path)
     (tmp_path / "run").mkdir()
@@ -260,7 +260,7 @@ import atexit, os, signal, sys
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     atexit.register(os.kill, os.getpid(), number)
 sys.argv[1:] = ["train", "--data.store", {str(tmp_path / "none.h5")!r}]
-from distseg.cli import main
+from distseg.cli.main import main
 main()
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from mpirunner import launch, marks
 from mpirunner.effort import EVERY, SLOWEST, Effort, Look, lost
 

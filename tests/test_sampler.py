@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from made_store import made_store, random_image, random_store
 
-from distseg.config import DataConfig
+from distseg.config.settings import DataConfig
+from distseg.config.sizes import Extents
 from distseg.data.augment import Turn
 from distseg.data.sampler import epoch_samples
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
+from distseg.tiling.tile import Box
 
 TURNS = [Turn(flips, quarters) for flips in product((False, True), repeat=2) for quarters in range(4)]
 

@@ -6,8 +6,8 @@ import tifffile
 
 from distseg.data.picture import rgb
 from distseg.data.prepare import prepare_folder
-from distseg.geometry.tile import Box
-from distseg.scene import file_scene, store_scene
+from distseg.inference.image_source import file_scene, store_scene
+from distseg.tiling.tile import Box
 
 RANDOM = np.random.default_rng(0)
 

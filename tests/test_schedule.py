@@ -5,13 +5,14 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
-from distseg.program import listing, schedule
-from distseg.pipeline.fold import v_split
-from distseg.geometry.graph import Skip
-from distseg.program.partition import OUTPUT, Edge, edges_between, stage_ranges
-from distseg.program.schedule import SCHEDULES, Backward, Forward, Weight, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
-from distseg.program.simulate import check, peak_live, peak_memory, simulate
-from distseg.report.timeline import short_form
+from distseg.planning.fold import v_split
+from distseg.planning.timeline import short_form
+from distseg.runtime import listing, schedule
+from distseg.runtime.actions import Backward, Forward, Weight
+from distseg.runtime.partition import OUTPUT, Edge, edges_between, stage_ranges
+from distseg.runtime.schedule import SCHEDULES, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
+from distseg.runtime.simulator import check, peak_live, peak_memory, simulate
+from distseg.tiling.graph import Skip
 
 
 def chain(stages: int) -> list[Edge]:

@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from distseg.geometry.tile import Box
-from distseg.memory_format import as_bytes
-from distseg.spatial import scratch
-from distseg.spatial.scratch import Map, VectorMap, check_room
+from distseg.comm.memory_format import as_bytes
+from distseg.runtime import offload as scratch
+from distseg.runtime.offload import Map, VectorMap, check_room
+from distseg.tiling.tile import Box
 
 BOX = Box((3, 10), (20, 41))
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.geometry.segment import chain, segments_of
-from distseg.geometry.tile import Box, boxes_of
+from distseg.layers.graph import graph_of
+from distseg.layers.local import cropped, run
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import calls_of, flat_layers
 from distseg.models.unet import unet
-from distseg.spatial.exchange import Exchange
-from distseg.spatial.graph import graph_of
-from distseg.spatial.local import cropped, run
+from distseg.runtime.exchange import Exchange
+from distseg.tiling.segment import chain, segments_of
+from distseg.tiling.tile import Box, boxes_of
 
 NETWORK = dict(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=2, dropout=0.0)
 

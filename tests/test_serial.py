@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distseg.config import Config, LossConfig, ModelConfig, OptimConfig, SpatialConfig
+from distseg.config.settings import Config, LossConfig, ModelConfig, OptimConfig, SpatialConfig
 from distseg.models.unet import unet
-from distseg.serial import Image, serial_step
+from distseg.training.serial import Image, serial_step
 
 SIZE = (29, 37)
 

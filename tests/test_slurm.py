@@ -12,7 +12,7 @@ import pytest
 from private_slurm import PrivateSlurm, missing
 
 import distseg
-from distseg.config import TrainConfig
+from distseg.config.settings import TrainConfig
 
 LOG = os.environ.get("DISTSEG_SLURM_LOG")  # the file for the story of a run that its limit cuts off, which takes some minutes: make slurm
 pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300)]

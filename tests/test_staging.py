@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distseg.comm.cuda_aware import cuda_aware, says
-from distseg.comm.staging import Buffers, settled, upload
-from distseg.comm.mail import Form
-from distseg.config import TrainConfig
 from distseg.comm.collective import Alone
-from distseg import precision
-from distseg.precision import choose, gpu_lines
+from distseg.comm.cuda_aware import cuda_aware, says
+from distseg.comm.mail import Form
+from distseg.comm.staging import Buffers, settled, upload
+from distseg.config.settings import TrainConfig
+from distseg.runtime import precision
+from distseg.runtime.precision import choose, gpu_lines
 
 CPU = torch.device("cpu")
 

@@ -8,22 +8,22 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.comm.waits import Ranks, Waits
-from distseg.config import LossConfig
+from distseg.config.settings import LossConfig
 from distseg.data.sampler import Rows
-from distseg.geometry.tile import Place, tiles, window
+from distseg.layers.context import Context
+from distseg.layers.conv import weights_apart
+from distseg.layers.graph import receptive_field
+from distseg.layers.loss import Loss
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.unet import unet
-from distseg.pipeline.execute import Pipeline
-from distseg.program.partition import Partition
-from distseg.program.schedule import splits
-from distseg.pipeline.stage import Stage
-from distseg.spatial.context import Context
-from distseg.spatial.conv import weights_apart
-from distseg.spatial.graph import receptive_field
-from distseg.spatial.parallelize import parallelize
-from distseg.spatial.piece import Piece
-from distseg.loss import Loss
-from distseg.train.step import GradientStep, LossHead, OnStages
+from distseg.runtime.parallelize import parallelize
+from distseg.runtime.partition import Partition
+from distseg.runtime.pipeline import Pipeline
+from distseg.runtime.schedule import splits
+from distseg.runtime.stage import Stage
+from distseg.tiling.tile import Place, tiles, window
+from distseg.tiling.tile_batch import Piece
+from distseg.training.step import GradientStep, LossHead, OnStages
 
 SIZE = (21, 27)
 

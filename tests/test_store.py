@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from made_store import CLASSES, made_store, random_image, random_store, write_image
 
-from distseg.data import store as store_module
-from distseg.data.statistics import Moments
-from distseg.data.store import Store, StoreWriter
-from distseg.disk import NoRoom
-from distseg.geometry.tile import Box
+from distseg.data.store import store as store_module
+from distseg.data.store.statistics import Moments
+from distseg.data.store.store import Store, StoreWriter
+from distseg.report.disk import NoRoom
+from distseg.tiling.tile import Box
 
 ODD = Box((13, 60), (77, 131))
 

@@ -12,12 +12,12 @@ from test_exact import TOLERANCE, config
 from torch import nn
 
 import distseg
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from distseg.extents import Extents
-from distseg.models.capture import as_network
-from distseg.spatial.graph import graph_of
-from distseg.train.loop import train
-from distseg.verify import verify
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.layers.graph import graph_of
+from distseg.models.capture.capture import as_network
+from distseg.training.loop import train
+from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
     1: [dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2), dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1", images=2)],

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from distseg.cli import main
-from distseg.extents import Extents
-from distseg.mesh import MeshShape
-from distseg.submit.job import node_of, warning_of
-from distseg.submit.render import fill
-from distseg.submit.sites import SITES, Site, site_of
-from distseg.submit.studies import grown, sweep
-from distseg.submit.systems import SYSTEMS, seconds_of
+from distseg.cli.main import main
+from distseg.cli.submit.job import node_of, warning_of
+from distseg.cli.submit.render import fill
+from distseg.cli.submit.sites import SITES, Site, site_of
+from distseg.cli.submit.studies import grown, sweep
+from distseg.cli.submit.systems import SYSTEMS, seconds_of
+from distseg.comm.mesh import MeshShape
+from distseg.config.sizes import Extents
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "mesh: {samples: 2, tiles: 2x2}\ndata: {store: c.yaml}\noptim: {lr: 0.01}\ntrain: {output: runs/c}\n"
@@ -333,6 +333,6 @@ def test_small_things():
 
 def test_templates_are_installed_with_the_package():
     source = (ROOT / "setup.py").read_text()
-    assert '"distseg.submit": ["templates/*"]' in source
-    found = sorted(path.name for path in (ROOT / "distseg/submit/templates").iterdir())
+    assert '"distseg.cli.submit": ["templates/*"]' in source
+    found = sorted(path.name for path in (ROOT / "distseg/cli/submit/templates").iterdir())
     assert found == sorted(f"train.{system.suffix}" for system in SYSTEMS.values())

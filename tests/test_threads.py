@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from distseg.threads import CpuLimits, choose_threads, cpu_quotas
+from distseg.comm.threads import CpuLimits, choose_threads, cpu_quotas
 
 
 def node(*cores: str, quotas: dict = {}) -> list[CpuLimits]:
@@ -76,7 +76,7 @@ def test_quotas_of_both_versions_are_read(cgroups, files, found):
 
 def test_a_command_keeps_to_the_variable():
     source = (
-        "import torch; from distseg.launch import set_up, world; "
+        "import torch; from distseg.comm.launch import set_up, world; "
         "print(set_up(world(), 'cpu').threads, torch.get_num_threads())"
     )
     done = subprocess.run(

@@ -7,9 +7,9 @@ import pytest
 import tifffile
 from PIL import Image
 
+from distseg.data.formats.readers import open_image, open_mask
 from distseg.data.prepare import prepare_folder
-from distseg.data.readers import open_image, open_mask
-from distseg.geometry.tile import Box
+from distseg.tiling.tile import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
 SIZE = (37, 53)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from distseg.geometry.tile import Box, Place, Reach, boxes_of, check_grid, owned_tiles, split, tiles, window
+from distseg.tiling.tile import Box, Place, Reach, boxes_of, check_grid, owned_tiles, split, tiles, window
 
 
 def picture(image, boxes) -> str:

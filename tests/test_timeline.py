@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from distseg.program.partition import OUTPUT, Edge
-from distseg.program.schedule import orders, v_placement
-from distseg.program.trace import NoTrace, Span, Trace
-from distseg.program.simulate import simulate
-from distseg.report.timeline import clock_table, plot_timeline, short_form, trace_events, write_trace
+from distseg.planning.timeline import clock_table, plot_timeline, short_form, trace_events, write_trace
+from distseg.runtime.partition import OUTPUT, Edge
+from distseg.runtime.schedule import orders, v_placement
+from distseg.runtime.simulator import simulate
+from distseg.runtime.trace import NoTrace, Span, Trace
 
 
 def spans(name: str, placement: tuple[int, ...], m: int, **costs) -> tuple[Span, ...]:

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.data.writer import StoreWriter
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
-from distseg.launch import JointFailure
-from distseg.checkpoint.files import find
-from distseg.spatial import transfer
-from distseg.train import engine
-from distseg.train.loop import train
-from distseg.train.run import Run
+from distseg.comm.launch import JointFailure
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.data.store.writer import StoreWriter
+from distseg.runtime import transfer
+from distseg.tiling.tile import Box
+from distseg.training import engine
+from distseg.training.checkpoint.files import find
+from distseg.training.loop import train
+from distseg.training.run import Run
 
 
 def write_store(path: Path, sizes=((41, 53), (64, 37), (50, 50), (33, 47))) -> Path:
@@ -265,7 +265,7 @@ def test_a_store_missing_on_one_rank_is_told_on_all(comm, folder):
 DYING = """
 import os
 from torch import nn
-from distseg.launch import identify
+from distseg.comm.launch import identify
 
 calls = 0
 
@@ -323,7 +323,7 @@ def test_a_rank_that_dies_or_is_late_in_an_exchange_ends_the_job(mpirun, tmp_pat
 CHANGING = """
 import torch
 from torch import nn
-from distseg.launch import identify
+from distseg.comm.launch import identify
 
 calls = 0
 

@@ -4,8 +4,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from distseg.config import Config, ModelConfig, PipelineConfig, PredictConfig, RunConfig
-from distseg.trained import TAKEN, check_model, left_behind, taken_over
+from distseg.config.settings import Config, ModelConfig, PipelineConfig, PredictConfig, RunConfig
+from distseg.training.run_config import TAKEN, check_model, left_behind, taken_over
 
 
 def manifest(**sections) -> dict:

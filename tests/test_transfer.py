@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from distseg.comm.waits import Ranks, Waits
-from distseg.geometry.tile import Box, strips
-from distseg.spatial import transfer
-from distseg.spatial.scratch import Map, VectorMap
-from distseg.spatial.transfer import Receiving, Sending, Transfers
+from distseg.runtime import transfer
+from distseg.runtime.offload import Map, VectorMap
+from distseg.runtime.transfer import Receiving, Sending, Transfers
+from distseg.tiling.tile import Box, strips
 
 BOX = Box((3, 10), (20, 41))
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}

@@ -7,12 +7,12 @@ import pytest
 import tifffile
 from PIL import Image
 
-from distseg.data.check import check_store
+from distseg.data.formats.readers import open_image
 from distseg.data.prepare import prepare_folder
-from distseg.data.readers import open_image
-from distseg.data.store import Store
-from distseg.geometry.tile import Box
-from distseg.scene import file_scene, store_scene
+from distseg.data.store.check import check_store
+from distseg.data.store.store import Store
+from distseg.inference.image_source import file_scene, store_scene
+from distseg.tiling.tile import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
 SIZE = (64, 96)

@@ -8,12 +8,12 @@ import torch
 from made_store import random_store
 from test_exact import config
 
-from distseg import verify as module
-from distseg.cli import main
-from distseg.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from distseg.extents import Extents
-from distseg.train.engine import Engine
-from distseg.verify import RandomImages, passed, relative_errors, summary, verify
+from distseg.cli.main import main
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.training import verify as module
+from distseg.training.engine import Engine
+from distseg.training.verify import RandomImages, passed, relative_errors, summary, verify
 
 CONFIG = Config(model=ModelConfig(depth=1, num_convs=1, base_channels=2, norm="batch", dropout=0.1, out_channels=2), optim=OptimConfig("sgd", momentum=0.0))
 SIZE = Extents("13x18")

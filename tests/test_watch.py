@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import distseg
-from distseg.guardian import GONE_AFTER, Member, report, verdict
+from distseg.comm.guardian import GONE_AFTER, Member, report, verdict
 
 ROOT = Path(distseg.__file__).parents[1]
 
@@ -63,8 +63,8 @@ def test_ranks_that_stand_at_one_place_share_a_line():
 
 PROGRAM = """
 import os, signal, sys, time
-from distseg import watch
-from distseg.launch import end_as_one, identify, world
+from distseg.comm import watch
+from distseg.comm.launch import end_as_one, identify, world
 
 def stop(rank, how):
     if identify().rank == rank:
@@ -128,7 +128,7 @@ def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, sai
 def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
     """MPI's own end waits for all ranks, after Python's."""
     script = program(tmp_path / "program.py", 2, folder=str(tmp_path / "run"))
-    head = "import atexit\nfrom distseg.launch import as_program\nas_program()\natexit.register(lambda: stop(1, 'stopped'))\n"
+    head = "import atexit\nfrom distseg.comm.launch import as_program\nas_program()\natexit.register(lambda: stop(1, 'stopped'))\n"
     script.write_text(head + script.read_text())
     done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0 and done.stdout.count("through") == 3, str(done)
@@ -143,7 +143,7 @@ def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
 
 
 def test_no_guardian_is_left_behind():
-    from distseg import watch
+    from distseg.comm import watch
 
     with watch.guarded(0, 100.0):
         assert watch.watched()
@@ -160,8 +160,8 @@ def test_a_process_that_ends_before_its_guardian_has_begun_leaves_none_behind():
     """Who waits for all that the process's output reaches, as a pipe to another program does, waits for its guardian too."""
     code = """
         import os
-        from distseg import watch
-        from distseg.guardian import ENDING, FOR_GOOD
+        from distseg.comm import watch
+        from distseg.comm.guardian import ENDING, FOR_GOOD
         watch._start(0)
         watch._page[ENDING] = FOR_GOOD
         os._exit(2)

@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.config import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from distseg.export import export
-from distseg.extents import Extents
-from distseg.models.capture import as_network
+from distseg.cli.export import export
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from distseg.config.sizes import Extents
+from distseg.models.capture.capture import as_network
 from distseg.models.network import user_names
-from distseg.train.engine import Engine
-from distseg.train.loop import train
-from distseg.verify import verify
+from distseg.training.engine import Engine
+from distseg.training.loop import train
+from distseg.training.verify import verify
 
 WAYS = {  # name: (ranks, settings)
     "whole": (1, dict()),

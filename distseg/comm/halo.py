@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from distseg.comm.mail import Mail, Receipt
+from distseg.comm.memory_format import lies_last
 from distseg.comm.waits import Waits
-from distseg.geometry.footprint import Span
-from distseg.geometry.layout import Region
-from distseg.geometry.tile import Box
-from distseg.memory_format import lies_last
+from distseg.tiling.access_pattern import Span
+from distseg.tiling.layout import Region
+from distseg.tiling.tile import Box
 
 
 class Copy(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from distseg.comm.cuda_aware import cuda_aware
+from distseg.comm.memory_format import as_bytes, channels_last
 from distseg.comm.staging import Buffers, settled
 from distseg.comm.waits import Waits, When, waits_of
-from distseg.memory_format import as_bytes, channels_last
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
+from distseg.comm.memory_format import like_layout
 from distseg.comm.staging import Buffers, settled
 from distseg.comm.waits import waits_of
-from distseg.memory_format import like_layout
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -213,9 +213,8 @@ def horovod_lacks(device: str) -> str | None:
         return "Horovod with PyTorch is not installed"
     if device != "cuda":
         return None
-    from mpi4py import MPI  # noqa: F401  before Horovod (see _process_set)
-
     import horovod.torch as hvd
+    from mpi4py import MPI  # noqa: F401  before Horovod (see _process_set)
 
     # Without CUDA it has no events to wait for: it would send a GPU's gradients before the kernels that compute them are done.
     if hvd.nccl_built() or hvd.cuda_built():
@@ -246,9 +245,8 @@ def _give_way(threads: set[int]) -> None:
 
 def _process_set(mesh, device: str):
     """Start Horovod over the mesh, with a process set a stage; returns this rank's."""
-    from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
-
     import horovod.torch as hvd
+    from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
 
     # A rank that is missing is named, and ends the job as in our own waits, instead of holding it until its time limit.
     limit = math.ceil(mesh.waits.timeout)

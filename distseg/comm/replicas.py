@@ -7,8 +7,8 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from distseg.memory_format import as_bytes
-from distseg.watch import beat
+from distseg.comm.memory_format import as_bytes
+from distseg.comm.watch import beat
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from distseg.memory_format import channels_last
+from distseg.comm.memory_format import channels_last
 
 
 def settled(device: torch.device) -> None:

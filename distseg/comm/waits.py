@@ -17,8 +17,8 @@ from typing import Callable, ContextManager, NamedTuple
 
 import torch
 
-from distseg.watch import waits as tell
-from distseg.watch import watched
+from distseg.comm.watch import waits as tell
+from distseg.comm.watch import watched
 
 
 class _Piece(NamedTuple):
@@ -30,8 +30,8 @@ class Waits:
     """All waits of one mesh's communicators, which share what is done meanwhile.
 
     Attributes:
-        timeout: seconds that a rank waits for another, where no guardian watches it (:mod:`distseg.watch`); 0: for ever.
-        span: makes the context of waits with a kind, and of the work that fills them, for those who watch (:mod:`distseg.program.trace`).
+        timeout: seconds that a rank waits for another, where no guardian watches it (:mod:`distseg.comm.watch`); 0: for ever.
+        span: makes the context of waits with a kind, and of the work that fills them, for those who watch (:mod:`distseg.runtime.trace`).
     """
 
     def __init__(self, timeout: float = 0.0):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distseg.geometry.tile import Box
+from distseg.tiling.tile import Box
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from distseg.data import hdf5
-from distseg.data.georeference import Place
-from distseg.data.layout import check_name
+from distseg.data.formats.georeference import Place
+from distseg.data.formats.readers import pillow
 from distseg.data.nodata import NODATA_TAG
-from distseg.data.readers import pillow
-from distseg.disk import whole
-from distseg.geometry.tile import Box, strips
+from distseg.data.store import hdf5
+from distseg.data.store.layout import check_name
+from distseg.report.disk import whole
+from distseg.tiling.tile import Box, strips
 
 _EDGE = 256  # of chunks and TIFF tiles
 _LARGEST_PNG = 1 << 28  # pixels, which Pillow takes at once

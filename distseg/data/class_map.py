@@ -20,9 +20,9 @@ from typing import Callable, Sequence
 import numpy as np
 
 from distseg.data import class_files
-from distseg.data.mapped import let_go
-from distseg.disk import NoRoom, locked, opened_plain, room, room_told
-from distseg.geometry.tile import Box
+from distseg.data.formats.mapped import let_go
+from distseg.report.disk import NoRoom, locked, opened_plain, room, room_told
+from distseg.tiling.tile import Box
 
 _FLUSH = 2.0  # seconds after which what was written goes to the disk and into the record
 _DONE = 1 << 32  # in the record, beside a tile's checksum

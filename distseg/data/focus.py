@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from distseg.data.store import Store
-from distseg.geometry.tile import Box
+from distseg.data.store.store import Store
+from distseg.tiling.tile import Box
 
 _IMAGES_KEPT = 32
 

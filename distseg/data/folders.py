@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Sequence
 
-from distseg.data.layout import check_name
-from distseg.data.readers import SUFFIXES
+from distseg.data.formats.readers import SUFFIXES
+from distseg.data.store.layout import check_name
 
 SPLITS = ("train", "val", "test")
 _MEANT = {"training": "train", "valid": "val", "validation": "val", "testing": "test", **{name: name for name in SPLITS}}

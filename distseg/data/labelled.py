@@ -12,9 +12,9 @@ from typing import Sequence
 from distseg.data.folders import SPLITS, image_files
 from distseg.data.pairs import assign_splits, check_alike, check_train, notes_on_pairs, opened
 from distseg.data.prepare import copy_image, summary
-from distseg.data.store import Store
-from distseg.data.writer import StoreWriter, bytes_of
-from distseg.disk import room
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter, bytes_of
+from distseg.report.disk import room
 from distseg.report.progress import progress
 
 _COLUMNS = ("image", "label", "split")

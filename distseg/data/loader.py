@@ -7,14 +7,13 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from distseg.config import DataConfig
+from distseg.config.settings import DataConfig
+from distseg.config.sizes import Extents
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
-from distseg.data.store import Store
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, Place, Reach, check_grid, owned_tiles
-from distseg.spatial.in_time import Block
-from distseg.spatial.piece import Piece, labels_of_images
+from distseg.data.store.store import Store
+from distseg.tiling.tile import Box, Place, Reach, check_grid, owned_tiles
+from distseg.tiling.tile_batch import Block, Piece, labels_of_images
 
 
 def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach, pixels: bool = True, labels: bool = True) -> list[Piece]:

@@ -8,12 +8,12 @@ from typing import Sequence
 
 import numpy as np
 
-from distseg import rng
-from distseg.data.alpha import MASK
+from distseg.config.sizes import Extents
 from distseg.data.folders import SPLITS, check_folders, paired, split_folders
-from distseg.data.readers import open_image, open_mask
-from distseg.data.told import notes_on
-from distseg.extents import Extents
+from distseg.data.formats.alpha import MASK
+from distseg.data.formats.readers import open_image, open_mask
+from distseg.data.notes import notes_on
+from distseg.tiling import rng
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
     """All pairs of two folders, with their splits: by the folders train, val and test inside, or by ``shares``.
 
     Args:
-        alpha: what becomes of transparency (:func:`distseg.data.readers.open_image`).
+        alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
         ValueError: no images, files without a partner or that would be left out, names that a store can't have, headers that disagree.

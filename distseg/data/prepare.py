@@ -8,21 +8,22 @@ from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from distseg.data.alpha import MASK
+from distseg.config.sizes import Extents
 from distseg.data.folders import SPLITS, some, unread
-from distseg.data.layout import chunk_edge
+from distseg.data.formats.alpha import MASK
+from distseg.data.formats.base import Reader
+from distseg.data.formats.palettes import class_colours
+from distseg.data.formats.readers import SUFFIXES, open_image, open_mask
 from distseg.data.nodata import fitting, to_json
-from distseg.data.palettes import class_colours
 from distseg.data.pairs import Pair, find_pairs, notes_on_pairs
-from distseg.data.readers import SUFFIXES, Reader, open_image, open_mask
-from distseg.data.store import Store
+from distseg.data.store.layout import chunk_edge
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter, bytes_of
 from distseg.data.survey import Survey
-from distseg.data.writer import StoreWriter, bytes_of
-from distseg.disk import room
-from distseg.extents import Extents
-from distseg.geometry.tile import Box, strips
+from distseg.report.disk import room
 from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
+from distseg.tiling.tile import Box, strips
 
 _STRIP_BYTES, _STRIP_PIXELS = 64 << 20, 4 << 20  # what counting classes takes is about 40 bytes a pixel
 _LONG = 1 << 30  # pixels of masks, from which on looking at them is shown

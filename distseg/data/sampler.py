@@ -13,13 +13,13 @@ from fractions import Fraction
 
 import numpy as np
 
-from distseg import rng
-from distseg.config import DataConfig
+from distseg.config.settings import DataConfig
+from distseg.config.sizes import Extents
 from distseg.data.augment import Colour, Turn
 from distseg.data.focus import Focus
-from distseg.data.store import Store
-from distseg.extents import Extents
-from distseg.geometry.tile import Box
+from distseg.data.store.store import Store
+from distseg.tiling import rng
+from distseg.tiling.tile import Box
 
 
 @dataclass(frozen=True)

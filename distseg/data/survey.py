@@ -10,10 +10,10 @@ from typing import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from distseg.data.formats.readers import open_mask
 from distseg.data.pairs import Pair
-from distseg.data.readers import open_mask
-from distseg.geometry.tile import Box, strips
 from distseg.report.progress import SilentProgress
+from distseg.tiling.tile import Box, strips
 
 _STRIP_PIXELS, _ROWS = 4 << 20, 256
 

@@ -14,7 +14,6 @@ from typing import NamedTuple, Sequence
 
 from torch import Tensor
 
-
 Extent = tuple[tuple[int, tuple[int, ...]], ...]
 """A sum of so many times the product of the image's sizes along some dims: ((1, (0,)), (1, (1,))) is the sum of height and width. Empty it is 1."""
 

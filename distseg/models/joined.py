@@ -1,7 +1,7 @@
 """A module of several inputs or outputs as a network of one image and one result.
 
 The bands of an image are dealt to the inputs. The outputs that are trained on lie side by side in the channels of one result, resized to the image where they are smaller; their
-losses are added up by weights (:class:`distseg.loss.Loss`). In evaluation the first of them alone is the result.
+losses are added up by weights (:class:`distseg.layers.loss.Loss`). In evaluation the first of them alone is the result.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from distseg.altered import genuine, hooked
-from distseg.geometry.receptive import POINTWISE
 from distseg.models.axes import Axes, closed, of_images, opened, places_of
+from distseg.models.modified import genuine, hooked
+from distseg.models.receptive_field import POINTWISE
 from distseg.models.resize import Follows, LooksAtSize
 
 _local = threading.local()

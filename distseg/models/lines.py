@@ -1,7 +1,7 @@
 """Lines of an image: vectors that have places of some of its dims in their channels, all of them, as means of rows have.
 
 A line of a map of H x W cells, with C numbers for each row, is kept as (N, C * H, 1, 1). So ranks have all of it, as they have vectors, and any function may be
-computed of it. How long it is follows the size of the map, which layers that open lines look at. Their twins for parts of an image: :mod:`distseg.spatial.lines`.
+computed of it. How long it is follows the size of the map, which layers that open lines look at. Their twins for parts of an image: :mod:`distseg.layers.lines`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Sequence
 
-import torch
 from torch import Tensor
 
 from distseg.models.axes import Extent, length_of, of_size

@@ -12,7 +12,7 @@ from typing import Iterator, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distseg.memory_format import lies_alike
+from distseg.comm.memory_format import lies_alike
 from distseg.models.network import user_names
 
 

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from distseg.altered import hooked
 from distseg.models.bands import answer_of, bands_of, dims_of
 from distseg.models.layers import Pop, Stash, is_vector, outline, register, skip_store
+from distseg.models.modified import hooked
 from distseg.models.resize import LooksAtSize
 
 IMAGE = "image"
@@ -37,7 +37,7 @@ class Network(nn.Module):
     Attributes:
         multiple: of so many pixels are the sizes of its images.
         of_image: the result is a vector of each image.
-        names: where it was captured (:mod:`distseg.models.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
+        names: where it was captured (:mod:`distseg.models.capture.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
         lines: where it was captured, the line of the user's code that each layer comes from.
         check: raises an error where the user's module would do something else with so many images of a size.
         fingerprint: where it was captured, a digest of the calls of the user's forward pass.
@@ -173,7 +173,7 @@ def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Why modules were not captured (:func:`distseg.models.capture.as_network`)."""
+"""Why modules were not captured (:func:`distseg.models.capture.capture.as_network`)."""
 unbounded: WeakSet[nn.Module] = WeakSet()
 """Modules among these that compute each place of all of the image, which no halo is enough for."""
 inexact: WeakSet[nn.Module] = WeakSet()

@@ -15,12 +15,12 @@ from typing import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.blame import blame, blaming
 from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
 from distseg.models.joined import WrongEnds, joined
 from distseg.models.layers import hollow, outline, skip_store
 from distseg.models.meta import OnMeta
 from distseg.models.passes import scripted
+from distseg.models.user_errors import blame, blaming
 
 
 def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Module]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import distseg
 
 
-
 def _folders(*files: str) -> tuple[str, ...]:
     """Return the folders of some files, as they are named and as they are where a name is a link."""
     return tuple(dict.fromkeys(f"{path.parent}{os.sep}" for file in files for path in (Path(file), Path(file).resolve())))

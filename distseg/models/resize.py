@@ -1,7 +1,7 @@
 """Layers whose result has the size of another map, by true places: resizing by any ratio, padding and cropping.
 
 They are called with that other map too, of which they look at nothing but the size. So it need not be there where they run:
-executors leave it out, and tell them the size (:class:`distseg.spatial.resize.Placed`).
+executors leave it out, and tell them the size (:class:`distseg.layers.resize.Placed`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.geometry.footprint import Footprint
-from distseg.geometry.resize import Fit, Follow, Resize, Share, in_front
-
+from distseg.tiling.access_pattern import Footprint
+from distseg.tiling.resize import Fit, Follow, Resize, Share, in_front
 
 RATIO = "ratio"
 
@@ -86,7 +85,7 @@ class FitTo(Follows):
     """``F.pad`` to a size, or a crop to it where that is smaller.
 
     Args:
-        sides: along each dim, what of the difference lies in front (:class:`distseg.geometry.resize.Fit`).
+        sides: along each dim, what of the difference lies in front (:class:`distseg.tiling.resize.Fit`).
         mode, value: as of ``F.pad``.
     """
 

@@ -1,6 +1,6 @@
 """Statistics of an image beside means and maxima: variances, sums of exponentials, and sums of products; each a vector of the image.
 
-They are kinds of :class:`distseg.models.layers.Mean`: they read all places of one map. Their twins for parts of an image: :mod:`distseg.spatial.statistics`.
+They are kinds of :class:`distseg.models.layers.Mean`: they read all places of one map. Their twins for parts of an image: :mod:`distseg.layers.statistics`.
 """
 
 from __future__ import annotations

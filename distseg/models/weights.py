@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from distseg import rng
 from distseg.models.network import flat_layers, is_flat
+from distseg.tiling import rng
 
 
 def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) -> None:

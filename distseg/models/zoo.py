@@ -8,9 +8,9 @@ from typing import Callable
 import torch
 from torch import nn
 
-from distseg.config import ModelConfig
+from distseg.config.settings import ModelConfig
 from distseg.models.bands import tell
-from distseg.models.capture import as_network
+from distseg.models.capture.capture import as_network
 from distseg.models.gigapixel import gigapixel
 from distseg.models.layers import padded
 from distseg.models.own import built, own_builder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Mapping, Sequence
 
-from distseg.units import duration
+from distseg.config.units import duration
 
 
 def closing_of_training(

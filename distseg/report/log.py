@@ -20,8 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Iterator
 
-from distseg.disk import whole
-from distseg.extents import Extents
+from distseg.config.sizes import Extents
+from distseg.report.disk import whole
 
 KINDS = ("start", "step", "validation", "end")
 FILE = "log.jsonl"

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Callable, TextIO
 
-from distseg.units import duration, si
+from distseg.config.units import duration, si
 
 SECONDS_BETWEEN_LINES = 10.0
 

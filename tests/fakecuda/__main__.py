@@ -19,12 +19,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from distseg import config as sections  # noqa: E402
-from distseg.extents import Extents  # noqa: E402
-from distseg.geometry.tile import Reach  # noqa: E402
-from distseg.infer.predict import Predictor  # noqa: E402
-from distseg.train.engine import Engine  # noqa: E402
-from distseg.verify import own_pieces, prepare  # noqa: E402
+from distseg.cli.predict import Predictor  # noqa: E402
+from distseg.config import settings as sections  # noqa: E402
+from distseg.config.sizes import Extents  # noqa: E402
+from distseg.tiling.tile import Reach  # noqa: E402
+from distseg.training.engine import Engine  # noqa: E402
+from distseg.training.verify import own_pieces, prepare  # noqa: E402
 
 from .faults import planted  # noqa: E402
 from .ranks import Untold, mesh_at  # noqa: E402

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from distseg.comm import mail, reducer
 from distseg.comm.staging import Buffers
-from distseg.kernels import plain
-from distseg.train.engine import Engine
-from distseg.loss import Loss
+from distseg.layers.kernels import plain
+from distseg.layers.loss import Loss
+from distseg.training.engine import Engine
 
 
 def _on_the_host(self: Loss, logits: Tensor, labels: Tensor, rows=Loss.rows) -> Tensor:

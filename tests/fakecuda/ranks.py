@@ -5,12 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-
 from torch import Tensor
 
+from distseg.comm.mesh import MeshShape
 from distseg.comm.waits import Ranks, Waits
-from distseg.extents import Extents
-from distseg.mesh import MeshShape
+from distseg.config.sizes import Extents
 
 from .order import Order
 
@@ -84,7 +83,7 @@ class Comm:
 
 
 class FakeMesh(SimpleNamespace):
-    """One rank's place in a mesh, as :class:`distseg.mesh.Mesh`."""
+    """One rank's place in a mesh, as :class:`distseg.comm.mesh.Mesh`."""
 
 
 def mesh_at(samples: int, tiles, stages: int, tile, stage: int, order: Order, told: dict) -> FakeMesh:

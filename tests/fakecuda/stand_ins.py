@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distseg.comm import mail
-from distseg.geometry.tile import Reach
-from distseg.spatial import parallelize
-from distseg.train import descent, engine
+from distseg.runtime import descent, parallelize
+from distseg.tiling.tile import Reach
+from distseg.training import engine
 
 from .waits import Event, Stream, Waits
 

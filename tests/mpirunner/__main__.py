@@ -6,9 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from mpi4py import MPI  # before Horovod, whose shutdown aborts otherwise
-
 import pytest
+from mpi4py import MPI  # before Horovod, whose shutdown aborts otherwise
 
 from .rank import Rank
 

@@ -1,0 +1,73 @@
+"""The head of a command's help: how it is called, and the settings that most runs set.
+
+The flags of all settings follow it. They are about 90, and the few that matter would be lost.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Mapping
+
+from distseg.config.file import sections
+
+EXAMPLES = {
+    "train": ("mpirun -n 4 distseg train CONFIG.yaml --data.store s.h5 --train.output runs/mine",),
+    "evaluate": ("distseg evaluate runs/mine", "distseg evaluate runs/mine --data.store s.h5 --split val"),
+    "predict": ("distseg predict runs/mine --images a.tif b.tif", "mpirun -n 4 distseg predict runs/mine"),
+    "export": ("distseg export runs/mine --formats safetensors torch onnx",),
+    "verify": ("mpirun -n 4 distseg verify --image 97x131 --mesh.tiles 2x2",),
+    "profile": ("mpirun -n 4 distseg profile CONFIG.yaml --image 512x512 --mesh.stages 4",),
+    "submit": ("distseg submit CONFIG.yaml --system slurm --nodes 2 --time 2:00:00",),
+}
+
+_MESH = ("mesh.samples", "mesh.tiles", "mesh.stages")
+_PARTS = ("spatial.exchange_every", "run.memory")
+FIRST = {
+    "train": (
+        *("data.store", "train.output", "model.name", "model.depth", "model.base_channels"),
+        *(*_MESH, *_PARTS, "data.crop", "data.images", "loss.name", "optim.lr", "train.epochs"),
+        "train.resume",
+    ),
+    "evaluate": ("data.store", "run.memory", "predict.tile"),
+    "predict": ("predict.formats", "predict.probabilities", "run.memory", "predict.tile"),
+    "verify": ("model.name", "model.depth", "loss.name", *_MESH, *_PARTS),
+    "profile": ("data.store", "model.name", *_MESH, *_PARTS),
+}
+
+
+def head(command: str, own: Mapping[str, str]) -> str:
+    """Return the head of the help of ``distseg COMMAND``.
+
+    Args:
+        command: such as "train".
+        own: the flags that only this command has, with their help.
+    """
+    lines = [*EXAMPLES.get(command, ()), ""]
+    documents = field_documents()
+    first = {f"--{name}": documents[name] for name in FIRST.get(command, ())}
+    for flag, text in (own | first).items():
+        lines += _entry(flag, text)
+    lines += ["", "A setting is a field of the config file too (section: {field: value}). All of them:", ""]
+    return "\n".join(lines)
+
+
+def _entry(flag: str, text: str) -> list[str]:
+    body = textwrap.wrap(text, 70) or [""]
+    rest = body if len(flag) > 24 else body[1:]
+    first = f"  {flag}" if len(flag) > 24 else f"  {flag:26}{body[0]}"
+    return [first, *(" " * 28 + line for line in rest)]
+
+
+def field_documents() -> dict[str, str]:
+    """Return the first sentence of the documentation of each setting, by its full name."""
+    from docstring_parser import parse_from_object
+
+    from distseg.config.settings import Config
+
+    found = {}
+    for section in sections():
+        kind = Config.__dataclass_fields__[section].default_factory
+        for parameter in parse_from_object(kind).params:
+            text = " ".join((parameter.description or "").split())
+            found[f"{section}.{parameter.arg_name}"] = text.split(". ")[0].replace("``", "")
+    return {f"{s}.{f}": found.get(f"{s}.{f}", "") for s, names in sections().items() for f in names}

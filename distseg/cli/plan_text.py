@@ -1,0 +1,113 @@
+"""What the ranks of a pipeline do in a step, as text: the operations that training would run, made without running any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from distseg.comm.launch import memory_in_use
+from distseg.config.settings import Config, output_weights
+from distseg.layers.graph import reach_for
+from distseg.layers.loss import Loss
+from distseg.layers.norm import live_layers
+from distseg.models.bands import channels_of
+from distseg.models.network import flat_layers, is_flat
+from distseg.planning.stages import partition_of, schedule_of
+from distseg.planning.streaming import budget_of, tiles_in_time
+from distseg.runtime.build import used_reach
+from distseg.runtime.exchange import Exchange
+from distseg.runtime.operations import text
+from distseg.runtime.optimizer import state_copies
+from distseg.runtime.partition import Partition
+from distseg.runtime.schedule import orders
+from distseg.runtime.stage_program import operations
+from distseg.tiling.tile import Place, owned_tiles
+from distseg.training.conflicts import check_settings
+from distseg.training.engine import activations_of, is_cut, make_exchange, make_in_time, order_in_time, owned_per_rank, read_around
+from distseg.training.step import InTiles
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Stands for a communicator whose messages nobody sends."""
+
+    rank: int
+    size: int
+
+
+def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """(legend, operations) of each rank of the pipeline that computes the first tile of the first image.
+
+    Args:
+        model: plain, perhaps only outlined.
+        image: size in pixels of all images of the step.
+
+    Raises:
+        ValueError: a model, or settings, that can't be trained.
+    """
+    check_settings(config, model)
+    if config.pipeline.placement == "devices":
+        raise ValueError("pipeline.placement is devices: torchgpipe orders what it does by itself; plan line or v")
+    reach = used_reach(reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial)
+    exchange = make_exchange(config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False)
+    partition = partition_of(config, model, image, read_around(config, reach, exchange))
+    owned = owned_tiles(image, config.mesh.tiles, owned_per_rank(config), (0,) * len(image), read_around(config, reach, exchange))
+    places = [Place(tuple(image), tile, window, tuple(range(config.data.images)), ()) for tile, window in owned]
+    loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
+    for rank in range(config.mesh.stages):
+        if tiles_in_time(config):
+            yield _in_time(config, model, exchange, partition, places, loss, rank)
+        else:
+            yield _stages(config, model, exchange, partition or Partition.whole(), places, loss, rank)
+
+
+def _in_time(config: Config, model: nn.Module, exchange: Exchange, partition: Partition | None, places: list[Place], loss: Loss, rank: int) -> tuple[str, str]:
+    activations = activations_of(model, exchange, "bf16" if config.train.precision == "bf16" else "fp32", bool(config.train.channels_last))
+    budget = None if config.run.memory is None else budget_of(config.run.memory, _base(config, model), "weights and what the optimizer keeps")
+    executor = make_in_time(config, exchange, activations, budget, partition, _Rank(rank, config.mesh.stages))
+    executor.folder = None  # of which no room is asked for
+    every = [places] * config.train.accumulate
+    works = [executor.work(places, m) for m in range(len(every))]
+    step = InTiles(executor, None, loss, order_in_time(config, loss.linear, bool(exchange.stored)))
+    mine = [f"segment {n}: {executor.name_of(works[0].segments[n])}" for n in works[0].mine]
+    return "\n".join(mine), text([*step.before(works), *step.program(works, every)])
+
+
+def _live(config: Config, model: nn.Module) -> list[int]:
+    return live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+
+
+def _base(config: Config, model: nn.Module) -> float:
+    """About what a process takes besides activations."""
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    return memory_in_use(torch.device("cpu")) + weights * (2 + state_copies(config.optim))
+
+
+def _stages(
+    config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[Place], loss: Loss, rank: int
+) -> tuple[str, str]:
+    flat = is_flat(model)
+    together = config.spatial.exchanges or flat and bool(_live(config, model))
+    units = config.train.accumulate * (1 if together else len(places))
+    order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
+    legend = _legend(config, model, exchange, partition, places, rank) if flat else ["stage 0: the whole network"]
+    return "\n".join(legend), text(operations(order, partition.edges, config.pipeline.recompute))
+
+
+def _legend(config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[Place], rank: int) -> Iterator[str]:
+    """What a pass through each stage does on its way."""
+    names = [name for name, _ in flat_layers(model)]
+    layout = exchange.layout(places[0].image) if exchange else None
+    points = sorted(layout.points) if layout else []
+    live = _live(config, model)
+    for stage in partition.stages_of(rank):
+        layers = partition.ranges[stage] or range(len(names))
+        inside = lambda positions: ", ".join(names[p] for p in positions if p in layers)
+        yield f"stage {stage}: {names[layers.start]} to {names[layers.stop - 1]}"
+        if inside(points):
+            yield f"         borders exchanged before {inside(points)}"
+        if inside(live):
+            yield f"         statistics at {inside(live)}"

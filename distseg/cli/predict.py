@@ -1,0 +1,205 @@
+"""Class maps of whole images, written to files by the network of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+import torch
+
+from distseg.comm.launch import keep_freed_memory, memory_in_use, ranks_on_node, together
+from distseg.comm.mesh import Mesh
+from distseg.comm.replicas import broadcast
+from distseg.comm.watch import beat, phase
+from distseg.config.settings import Config, MeshConfig, with_dims
+from distseg.config.sizes import Extents
+from distseg.data.class_files import Classes, are_there
+from distseg.data.class_map import PartialMap, identity_of
+from distseg.inference.image_source import Scene
+from distseg.inference.metrics import most_likely
+from distseg.inference.predictor import Predictor
+from distseg.layers.context import Context
+from distseg.layers.graph import reach_for
+from distseg.models.bands import answer_of
+from distseg.models.capture.hidden import check_module
+from distseg.models.network import refusals
+from distseg.models.zoo import outline_model
+from distseg.patchgd.filling import Filler, PatchPredictor
+from distseg.patchgd.filling_maps import MapFiller, MapPredictor
+from distseg.patchgd.unet import PatchUNet
+from distseg.patchgd.zoo import network_of
+from distseg.planning.stages import partition_of
+from distseg.planning.streaming import room_of, short_of_room
+from distseg.report.progress import progress
+from distseg.runtime.build import autocast, own_part, place_stages, used_reach
+from distseg.runtime.devices import check_there, devices_of
+from distseg.runtime.pipeline import Pipeline
+from distseg.runtime.precision import choose
+from distseg.tiling.tile import Box
+from distseg.training.checkpoint.files import find, load_weights, read_run_manifest
+from distseg.training.conflicts import check_settings
+from distseg.training.run_config import check_model
+
+
+def load_predictor(run: str, config: Config, world, device: torch.device) -> tuple[Predictor, dict]:
+    """The network of a run or checkpoint on all ranks of ``world``, ready to predict, and its manifest. Collective.
+
+    It is cut into ``mesh.stages``. Where the stages of the training do not divide the ranks, every rank holds all of it.
+    """
+    precision, channels_last = choose(config.train, device, world)
+    if config.train.method == "patchgd":
+        return _load_patches(run, config, world, device, precision, channels_last)
+    with together(world):
+        checkpoint = find(run)
+        manifest = read_run_manifest(checkpoint)
+        if size := manifest["data"].get("size"):
+            config = with_dims(config, len(size), str(Extents(size)))
+        told = _of_mesh(config.mesh, manifest["config"], world.size)
+    if world.rank == 0:
+        print(*told, sep="\n", end="\n" if told else "")
+    stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
+    if stages < config.mesh.stages:
+        config = replace(config, pipeline=replace(config.pipeline, balance=None))
+    one = Extents((1,) * len(config.predict.tile))
+    spatial = replace(config.spatial, tiles_per_rank=one, in_time="together", exchange_every="all", fuse_below=0)
+    memory = config.run.memory
+    config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
+    with together(world):
+        check_there(config.pipeline)
+        check_settings(config)
+        devices = devices_of(config, device)
+        check_model(manifest["config"], config.model, run)
+        model = outline_model(config.model, *manifest["channels"])
+        if model in refusals:
+            size = manifest["data"].get("size")
+            answer_of(model, size)  # it may take images of one size alone
+            check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
+        reach = used_reach(reach_for(model, cut=config.spatial.halo is not None), config.spatial)
+        partition = partition_of(config, model, config.predict.tile, reach, device.type)
+    mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
+    mesh.waits.timeout = config.run.timeout
+    # Weights come last, into the numbers that the network computes with.
+    with together(world):
+        context = Context(per_window=config.spatial.norm_scope == "window")
+        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, whole=config.spatial.halo is None)
+    place_stages(tiled, partition, devices, precision, channels_last)
+    phase(f"loading {checkpoint}")
+    with together(world):
+        if mesh.replicas.rank == 0:
+            load_weights(checkpoint, model, part=partition is not None)
+    broadcast(model, mesh.replicas)
+    pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
+    run_in = autocast(precision, device)
+    outputs, exact = manifest["channels"][1], config.spatial.halo is None
+    room = None
+    if memory is not None:
+        keep_freed_memory(large=False)
+        base = memory_in_use(devices[0])
+        room = room_of(memory, base, "weights", world)
+        for line in short_of_room(memory, base) if world.rank == 0 else ():
+            print(line)
+    predictor = Predictor(
+        tiled, mesh.replicas, devices, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact, ranks_on_node(world), room
+    )
+    return predictor, manifest
+
+
+def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
+    """What of the mesh acts otherwise than in training, each in a sentence.
+
+    Raises:
+        ValueError: it asks for other stages than the training had, which do not divide the ranks.
+    """
+    found = []
+    if ranks % mesh.stages:
+        if mesh.stages != trained.get("mesh", {}).get("stages"):
+            raise ValueError(f"mesh.stages is {mesh.stages}, which does not divide {ranks} process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out")
+        found.append(f"note: the {mesh.stages} stages of the training do not divide {ranks} process{'es' * (ranks > 1)}, so each has all of the network")
+    if mesh.tiles.volume > 1 or mesh.samples > 1:
+        what = " and ".join(f"mesh.{name} {value}" for name, value, more in (("samples", mesh.samples, mesh.samples > 1), ("tiles", mesh.tiles, mesh.tiles.volume > 1)) if more)
+        found.append(f"note: {what}: without effect here, tiles (predict.tile) are dealt to all ranks")
+    return found
+
+
+def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor | MapPredictor, dict]:
+    """The same of a network of patches."""
+    with together(world):
+        checkpoint = find(run)
+        manifest = read_run_manifest(checkpoint)
+        check_model(manifest["config"], config.model, run)
+        network = network_of(config, *manifest["channels"])
+        told = (device, precision, channels_last, config.patchgd.at_once)
+        by_pixels = isinstance(network, PatchUNet)
+        filler = MapFiller(network, Context(), *told) if by_pixels else Filler(network, Context(), Context(), *told)
+        if world.rank == 0:
+            load_weights(checkpoint, network)
+    broadcast(network, world)
+    return (MapPredictor if by_pixels else PatchPredictor)(filler, world), manifest
+
+
+def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:
+    """Write the class map of an image, and on request the probability of each class, to files (:mod:`distseg.data.class_files`).
+
+    The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the files appear when they are whole.
+    Taken up after an interruption, tiles that are there are not computed again. Collective.
+
+    Args:
+        network: tells the network and its settings from others (:func:`distseg.inference.image_source.network_identity`).
+
+    Returns:
+        on the rank that writes, whether there was anything to do: files of the same network and image are left as they are.
+    """
+    ranks = predictor.replicas
+    first = predictor.writes
+    predictor.check(scene.size)
+    every = predictor.tiles_of(scene.size)
+    likely = predictor.outputs if probabilities else 0
+    identity = identity_of({"network": network, "source": scene.source, "classes": classes.names, "no data": classes.nodata}, scene.size, every, likely)
+    partial = None
+    if first and not are_there(paths, identity):
+        partial = PartialMap(paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely)
+    numbers = predictor.agree(partial.missing if partial else None)
+    if numbers is None:
+        return False
+    if first and partial.taken_up and len(numbers) < len(every):
+        print(f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already", flush=True)
+    number_of = {tile: number for number, tile in enumerate(every)}
+    mine = predictor(scene, numbers) if numbers else iter(())
+    if not predictor.last:
+        next(mine, None)  # which hands everything on and yields nothing
+        return False
+    rounds = max(map(len, predictor.deal(scene.size, numbers)))
+    try:
+        with progress(rounds, "round", scene.name, enabled=first) as bar:
+            for number in range(rounds):
+                beat(f"round {number + 1} of {rounds}")
+                done = next(mine, None)
+                parts = ranks.gather(None if done is None else _part(scene, *done, classes.nodata, probabilities))
+                for tile, found, likelihood in filter(None, parts or []):
+                    partial.write(number_of[tile], found, likelihood)
+                bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
+            next(mine, None)  # lets the generator leave evaluation mode
+        if first:
+            partial.pack(paths, classes)
+    finally:
+        if first:
+            partial.close()
+    return first
+
+
+def _part(scene: Scene, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool) -> tuple[Box, np.ndarray, np.ndarray | None]:
+    """Return a tile, its classes and, on request, their probabilities; ``nodata`` and nan where the image has no data."""
+    found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
+    hidden = scene.without_data(tile)
+    if hidden is not None:
+        found[hidden] = nodata
+        if likely is not None:
+            likely[:, hidden] = np.nan
+    return tile, found, likely
+
+
+def _likelihood(logits: np.ndarray) -> np.ndarray:
+    z = torch.from_numpy(logits)
+    return (z.sigmoid() if len(z) == 1 else z.softmax(0)).to(torch.float16).numpy()

@@ -1,0 +1,262 @@
+"""Where the time of an optimizer step goes, rank by rank: a table, a picture of the schedule, and a trace for Perfetto; and what it was expected to take.
+
+Steps run as training runs them. Only for the last one the pipeline, the reducer and the communicators of norms and
+losses are handed a trace, from outside, so that training itself pays nothing for being watchable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Callable, Hashable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from distseg.comm.launch import set_up, together
+from distseg.comm.mesh import Mesh, MeshShape
+from distseg.config.settings import Config
+from distseg.config.sizes import Extents
+from distseg.models.capture.capture import as_network
+from distseg.planning.forecast import Modelled, Passes, StagePasses, costs_of, of_tiles
+from distseg.planning.timeline import ACTION, plot_timeline, write_trace
+from distseg.report.tables import table
+from distseg.runtime.precision import choose
+from distseg.runtime.simulator import Simulation
+from distseg.runtime.trace import Span, Trace, TracedComm
+from distseg.tiling.tile_batch import Piece
+from distseg.training.engine import Engine
+from distseg.training.verify import own_pieces, prepare
+
+COMPUTING = ("forward", "backward", "weight", "recompute")
+_COMPARED = "passes of all ranks beside what a model of a device expects, by which stages are balanced; its times are multiplied by"
+KINDS = (*COMPUTING, "read", "scratch", "wait", "send", "halo", "norm-exchange", "reduce", "update")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step of all ranks.
+
+    Attributes:
+        title: mesh and schedule.
+        details: of the run, for the text.
+        names: of the ranks, by rank.
+        spans: of all ranks, in seconds since the step's start.
+        seconds: until the slowest rank had done the step.
+        expected: of all ranks, modelled (:mod:`distseg.planning.forecast`).
+        simulated: the step of a pipeline, whose passes take so many times as long as modelled.
+    """
+
+    title: str
+    details: str
+    names: tuple[str, ...]
+    spans: tuple[Span, ...]
+    seconds: float
+    expected: Passes | None = None
+    simulated: Callable[[float], Simulation] | None = None
+
+    @property
+    def factor(self) -> float:
+        """How much longer than modelled all passes took together."""
+        modelled = sum(self.expected.values())
+        return sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected) / modelled if modelled else 1.0
+
+    def passes(self) -> dict[tuple[str, str], tuple[int, float]]:
+        """How many passes there were by kind and by what was computed, and their seconds, of all ranks."""
+        found: dict[tuple[str, str], tuple[int, float]] = {}
+        for rank in range(len(self.names)):
+            mine = [span for span in self.spans if span.rank == rank]
+            counts = Counter(map(_pass, mine))
+            for key, seconds in own_seconds(mine, _pass).items():
+                count, before = found.get(key, (0, 0.0))
+                found[key] = count + counts[key], before + seconds
+        return found
+
+    def compared(self) -> list[dict[str, float | str]]:
+        """Of each kind of pass how many there were, and one's mean milliseconds, measured and as modelled, where all passes together take as long."""
+        measured, factor, rows = self.passes(), self.factor, []
+        for (kind, what), modelled in self.expected.items():
+            count, seconds = measured.get((kind, what), (0, 0.0))
+            if count:
+                rows.append({"pass": kind, "of": what, "times": count, "measured [ms]": 1e3 * seconds / count, "modelled [ms]": 1e3 * factor * modelled / count, "ratio": seconds / (factor * modelled)})
+        return rows
+
+    def rows(self) -> list[dict[str, float | str]]:
+        """For each rank the seconds that it spent by kind; ``other`` is what no span covers, so that they add up to the step."""
+        found = []
+        for rank, name in enumerate(self.names):
+            own = own_seconds([s for s in self.spans if s.rank == rank])
+            times = {kind: own[kind] for kind in KINDS}
+            found.append({"rank": name, **times, "other": self.seconds - sum(times.values())})
+        return found
+
+    def text(self) -> str:
+        """The table for a terminal, in milliseconds, with shares of the step."""
+        rows = self.rows()
+        kinds = [*(kind for kind in KINDS if any(row[kind] > 0 for row in rows)), "other"]
+        lines = [{"rank": row["rank"], **{f"{kind} [ms]": 1e3 * row[kind] for kind in kinds}, **self._shares(row)} for row in rows]
+        means = {kind: sum(row[kind] for row in rows) / len(rows) for kind in (*KINDS, "other")}
+        lines.append({"rank": "mean share", **{f"{kind} [ms]": self._share(means[kind]) for kind in kinds}, **self._shares(means)})
+        head = f"{self.title}, {self.details}\nstep {1e3 * self.seconds:.4g} ms; bubble: share of the step in which a rank waits for other stages"
+        return "\n\n".join([head, table(lines), *self._comparison()])
+
+    def _comparison(self) -> Iterator[str]:
+        if not self.expected:
+            return
+        yield f"{_COMPARED} {self.factor:.3g}\n{table(self.compared())}"
+        if self.simulated:
+            of = self.simulated(self.factor)
+            yield f"simulated from these: {1e3 * of.makespan:.4g} ms without sums of gradients and the update; bubble {', '.join(f'{idle:.1%}' for idle in of.idle)} by rank"
+
+    def _shares(self, times: dict) -> dict[str, str]:
+        return {"computing": self._share(sum(times[kind] for kind in COMPUTING)), "bubble": self._share(times["wait"])}
+
+    def _share(self, seconds: float) -> str:
+        return f"{seconds / self.seconds:.1%}"
+
+
+def _pass(span: Span) -> tuple[str, str]:
+    """The kind of a span, and what it computes."""
+    action = ACTION.match(span.name)
+    return span.kind, f"stage {action[2]}" if action else span.name
+
+
+def own_seconds(spans: Sequence[Span], by: Callable[[Span], Hashable] = lambda span: span.kind) -> Counter:
+    """Seconds of one rank's spans, by default by kind; what lies inside another span counts for the inner one alone."""
+    found: Counter = Counter()
+    around: list[Span] = []
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        while around and around[-1].end <= span.start:
+            around.pop()
+        found[by(span)] += span.seconds
+        if around:
+            found[by(around[-1])] -= span.seconds
+        around.append(span)
+    return found
+
+
+def row_names(shape: MeshShape) -> list[str]:
+    """The place in the mesh of each rank, by the axes that are split: ``sample 0 tile 1 stage 0``, tiles numbered row by row."""
+    sizes = {"sample": shape.samples, "tile": shape.tiles.volume, "stage": shape.stages}
+    places = zip(*np.unravel_index(range(shape.size), tuple(sizes.values())))
+    split = [axis for axis, size in sizes.items() if size > 1]
+    return [" ".join(f"{axis} {at}" for axis, at in zip(sizes, place) if axis in split) or "rank 0" for place in places]
+
+
+def profile(config: Config, world, image: Extents | None = None, steps: int = 3, output: str = "profile") -> Profile | None:
+    """Run ``steps`` optimizer steps and watch the last; writes ``timeline.png`` and ``trace.json``. Collective.
+
+    Args:
+        image: size of random images; by default those of the first step on ``data.store``.
+        output: a folder.
+
+    Returns:
+        the profile on rank 0, None elsewhere.
+    """
+    device = set_up(world, config.run.device, config.run.threads).device
+    with together(world):
+        if steps < 1:
+            raise ValueError(f"--steps is at least 1, got {steps}")
+        if config.pipeline.placement == "devices":
+            raise ValueError("pipeline.placement is devices: torchgpipe's threads can't be watched; profile line or v, where ranks hold the stages")
+        config, plain, images = prepare(config, image)
+        model = as_network(plain)
+        MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
+    precision, channels_last = choose(config.train, device, world)
+    mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+    with together(world):
+        costs = costs_of(config, model, images.size, device.type)
+    engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
+    with together(world):
+        own = own_pieces(config, mesh, images, engine.reading)
+        expected, simulated = (None, None) if costs is None else _expected(engine, costs, images.size, own)
+    for _ in range(steps - 1):
+        engine.backward(own)
+        engine.update(config.optim.lr)
+    watched = watch(engine, world)
+    engine.backward(own)
+    with watched.span("update", config.optim.name):
+        engine.update(config.optim.lr)
+    parts = world.gather((watched.spans, watched.now(), expected))
+    found = None
+    with together(world):
+        if parts is not None:
+            spans, seconds, modelled = zip(*parts)
+            every = None if None in modelled else sum(map(Counter, modelled), Counter())
+            found = Profile(*_title(engine), tuple(row_names(mesh.shape)), tuple(s for part in spans for s in part), max(seconds), every, simulated)
+            spans, names = _laid_over(found)
+            plot_timeline(spans, Path(output) / "timeline.png", found.title, names)
+            write_trace(found.spans, Path(output) / "trace.json", rows=found.names)
+    return found
+
+
+def _expected(engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[Piece]]) -> tuple[Passes, Callable[[float], Simulation] | None]:
+    """What this rank's passes are expected to take, and how the pipeline's step is simulated, where there is one."""
+    if engine.in_time:
+        way, given = engine.in_time, engine.in_time.given(own)
+        return of_tiles(costs, way.executor, image, [*way.before(given.works), *way.program(given.works, given.places)], given.works), None
+    way = engine.gradient_step.way
+    units = way.given(own)
+    pixels = sum(piece.place.window.pixels for unit in units for piece in unit.pieces) / len(units)
+    partition = engine.pipeline.partition
+    passes = StagePasses(costs, partition, way.orders_of(len(units)), engine.pipeline.recompute, pixels)
+    return passes.of_rank(engine.mesh.stage), passes.simulated if partition.stages > 1 else None
+
+
+def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
+    """Spans and the names of their rows: what was measured, and under it a pipeline as it was simulated."""
+    if not found.simulated:
+        return found.spans, [*found.names]
+    below = found.simulated(found.factor)
+    spans = [replace(span, rank=len(found.names) + span.rank) for span in below.spans]
+    return [*found.spans, *spans], [*found.names, *(f"simulated, stage {rank}" for rank in range(below.ranks))]
+
+
+def watch(engine: Engine, world) -> Trace:
+    """From now on, the same moment on all ranks, an engine's work is traced. Collective."""
+    world.Barrier()
+    trace = Trace(world.rank, _clock(engine.device))
+    engine.pipeline.trace = trace
+    engine.mesh.waits.span = trace.span
+    engine.reducer = _TracedReducer(engine.reducer, trace)
+    engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
+    for name in ("norm_comm", "batch_comm", "groups_comm"):
+        setattr(engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange"))
+    if engine.in_time:
+        engine.in_time.executor.span = trace.span
+    if engine.gradient_step.head:
+        engine.gradient_step.head.replicas = TracedComm(engine.gradient_step.head.replicas, trace, "reduce")  # the loss's table
+    return trace
+
+
+class _TracedReducer:
+    """A reducer whose sum is a span."""
+
+    def __init__(self, reducer, trace: Trace):
+        self.name, self._reducer, self._trace = reducer.name, reducer, trace
+
+    def sum(self, buckets) -> None:
+        with self._trace.span("reduce", f"gradients, {self.name}"):
+            self._reducer.sum(buckets)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds. On a GPU it waits for the work that is queued, so that spans hold their kernels' time."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def _title(engine: Engine) -> tuple[str, str]:
+    """Mesh and schedule; what else a reader wants to know."""
+    config = engine.config
+    schedule = f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}" if engine.partition else ""
+    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not engine.in_time else ""
+    return f"{engine.mesh.shape}{schedule}", f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}"

@@ -1,0 +1,263 @@
+"""``distseg submit``: from a config and a few figures to a job's script; printed, written, or handed in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Callable, Iterator
+
+from distseg.cli.submit.job import Job, node_of, nodes_for, warning_of
+from distseg.cli.submit.render import render
+from distseg.cli.submit.sites import SITES, site_of
+from distseg.cli.submit.studies import grown, node_counts, sweep
+from distseg.cli.submit.systems import SYSTEMS, System, seconds_of, system_of
+from distseg.comm.mesh import MeshShape
+from distseg.config.settings import Config
+from distseg.report.disk import check_replaceable, whole
+
+
+def add_flags(parser) -> None:
+    """The flags beside those of the config's sections."""
+    add = parser.add_argument
+    add("--system", type=str | None, default=None, help=f"Batch system: {', '.join(SYSTEMS)}; by default the site's.")
+    add("--site", type=str, default="generic", help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).")
+    add("--nodes", type=int | None, default=None, help="Nodes; by default as many as the mesh fills.")
+    add("--processes", type=int | None, default=None, help="Processes a node; by default one a GPU.")
+    add("--gpus", type=int | None, default=None, help="GPUs a node, where the site does not say; 0: none.")
+    add("--cores", type=int | None, default=None, help="Cores a node, where the site does not say.")
+    add("--time", type=str, default="02:00:00", help="The job's limit, HH:MM:SS or D-HH:MM:SS.")
+    add("--warn", type=int | None, default=None, help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.")
+    add("--account", type=str | None, default=None, help="Account or project that pays.")
+    add("--queue", type=str | None, default=None, help="Queue; Slurm's partition.")
+    add("--qos", type=str | None, default=None, help="Slurm's quality of service.")
+    add("--modules", type=str, nargs="+", default=[], help="Modules to load.")
+    add("--venv", type=str | None, default=None, help="Folder of the virtual environment to activate.")
+    add("--option", type=str, action="append", help="One more option of the batch system, written --option=--constraint=gpu; may be given again.")
+    add("--launcher", type=str | None, default=None, help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.")
+    add("--name", type=str | None, default=None, help="The job's name; by default the config's.")
+    add("--sweep", type=str, action="append", help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.")
+    add("--scaling", type=str | None, default=None, help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.")
+    add("--scale", type=str, default="samples", help="What grows with --scaling: samples (images a step) or tiles (ranks an image).")
+    add("--output", type=str | None, default=None, help="Write the script to this file; with --scaling, the nodes are added to its name.")
+    add("--overwrite", action="store_true", help="Replace a file that is there.")
+    add("--submit", action="store_true", help="Also hand the script in, and print the job's number.")
+
+
+def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str]], Config]) -> int:
+    """Print, write or hand in the scripts that ``asked`` describes.
+
+    Args:
+        asked: the parsed flags.
+        config: the settings that they and the config file give.
+        arguments: the flags as they were written.
+        read: settings from other flags.
+    """
+    path = _config_file(arguments)
+    jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
+    scripts = [(job, render(job)) for job in jobs]  # all of them before one is written
+    _note_missing_store(config.data.store)
+    if not (asked.output or asked.submit):
+        print("\n\n".join(script for _, script in scripts), end="")
+        return 0
+    for job, script in scripts:
+        _check_free(Path(job.script), script, Path(path), asked.overwrite)
+    for job, script in scripts:
+        _write(Path(job.script), script)
+    for job, _ in scripts:
+        for number in hand_in(job) if asked.submit else ():
+            print(f"job {number}: {job.script}; {job.system.look.format(job=number)}", flush=True)
+        if not asked.submit:
+            print(job.script)
+    return 0
+
+
+def _config_file(arguments: list[str]) -> str:
+    """The config among the flags: first without a flag, or with ``--config``."""
+    named = [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
+    named += [path for flag, path in zip(arguments, arguments[1:]) if flag == "--config"]
+    named += [word for word in arguments[:1] if not word.startswith("-")]
+    if len(named) != 1 or not Path(named[0]).is_file():
+        raise ValueError("name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ...")
+    return named[0]
+
+
+def _jobs(
+    asked, path: str, config: Config, flags: list[str], read: Callable[[list[str]], Config], command: str
+) -> list[Job]:
+    """The jobs that are asked for, known to be possible."""
+    site = site_of(asked.site)
+    if not (asked.system or site.system):
+        raise ValueError(f"site {site.name} does not say its batch system: give --system, one of {', '.join(SYSTEMS)}")
+    system = system_of(asked.system or site.system)
+    if site.system not in (None, system.name):
+        site = replace(site, launcher=None, binding="", options=())  # the other system's words
+    name = asked.name or Path(path).stem
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name")
+    if config.train.resume not in (True, False):
+        raise ValueError(
+            f"train.resume is {config.train.resume}, but a job goes on from its own last checkpoint each time it queues "
+            "again: leave it out, and train once with it by hand first"
+        )
+    shape, seconds = _shape(config), seconds_of(asked.time)
+    job = Job(
+        name=name,
+        config=path,
+        flags=tuple(flags),
+        shape=shape,
+        site=site,
+        system=system,
+        nodes=node_of(site, asked.processes, asked.gpus, asked.cores),
+        seconds=seconds,
+        warn=warning_of(seconds, asked.warn),
+        script=asked.output or f"{name}.{system.suffix}",
+        command=command,
+        account=asked.account,
+        queue=asked.queue,
+        qos=asked.qos,
+        modules=tuple(asked.modules),
+        venv=asked.venv,
+        options=tuple(asked.option or ()),
+        launcher=asked.launcher,
+    )
+    if asked.scaling:
+        return _scaling(job, asked, config.train.output)
+    job = replace(job, nodes=nodes_for(shape, job.nodes, asked.nodes))
+    entries = sweep(asked.sweep, config.train.output) if asked.sweep else []
+    for entry in entries:
+        _check_entry(job, entry, _shape(read([path, *flags, *entry])))
+    return [replace(job, entries=tuple(entries))]
+
+
+def _shape(config: Config) -> MeshShape:
+    return MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+
+
+def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
+    """Refuse a training whose mesh does not fill the nodes of the array's jobs."""
+    if shape.size != job.shape.size:
+        raise ValueError(
+            f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, but the array's jobs"
+            f" have {job.shape.size}: sweep meshes of one size, or use --scaling"
+        )
+
+
+def _scaling(job: Job, asked, output: str) -> list[Job]:
+    """A job for each number of nodes, with the mesh grown to fill them."""
+    if asked.sweep or asked.nodes:
+        raise ValueError(
+            f"--scaling {asked.scaling} names the nodes of each job: leave"
+            f" {'--sweep' if asked.sweep else '--nodes'} out"
+        )
+    if asked.scale not in ("samples", "tiles"):
+        raise ValueError(f"--scale is samples or tiles, got {asked.scale!r}")
+    return [_scaled(job, count, asked.scale, output) for count in node_counts(asked.scaling)]
+
+
+def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
+    """The job on ``count`` nodes."""
+    shape = grown(job.shape, count * job.nodes.processes, axis)
+    own = (f"--mesh.{axis}", str(getattr(shape, axis)), "--train.output", f"{output}/nodes={count}")
+    script = Path(job.script)
+    return replace(
+        job,
+        name=f"{job.name}-{count}",
+        shape=shape,
+        flags=(*_without(job.flags, own[::2]), *own),
+        nodes=nodes_for(shape, job.nodes, count),
+        script=str(script.with_name(f"{script.stem}-{count}{script.suffix}")),
+    )
+
+
+def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    return [word for name, value in zip(flags[::2], flags[1::2]) if name not in names for word in (name, value)]
+
+
+def _differences(one: Config, other: Config) -> list[str]:
+    """The flags that make ``other`` of ``one``."""
+    fields = [(section, key) for section in Config.__dataclass_fields__ for key in vars(getattr(other, section))]
+    value = lambda config, section, key: getattr(getattr(config, section), key)
+    return [
+        word for section, key in fields if value(one, section, key) != value(other, section, key)
+        for word in (f"--{section}.{key}", _text(value(other, section, key)))
+    ]  # fmt: skip
+
+
+def _text(value) -> str:
+    """A field's value as a flag takes it."""
+    if value is None or isinstance(value, (bool, list)):
+        return json.dumps(value)
+    return str(value)
+
+
+def _command(arguments: list[str]) -> str:
+    return "distseg submit " + shlex.join(word for word in arguments if word not in ("--submit", "--overwrite"))
+
+
+def _note_missing_store(store: str | None) -> None:
+    if store is None or not Path(store).exists():
+        print(
+            f"distseg: note: data.store is {store}, which is not there yet: prepare it before the job starts",
+            file=sys.stderr,
+        )
+
+
+def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
+    """Refuse to write over another file than the same script, unless told to, and over the config at all."""
+    if path.resolve() == config.resolve():
+        raise ValueError(f"--output {path} is the config: name another file for the script")
+    if not path.is_dir():
+        check_replaceable(path)
+    if path.is_dir() or path.exists() and not overwrite and path.read_bytes() != script.encode():
+        raise ValueError(
+            f"{path} is there,"
+            f" {'a folder: give' if path.is_dir() else 'with another content: give --overwrite to replace it, or'}"
+            " another --output"
+        )
+
+
+def _write(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as growing:
+        growing.write_text(script)
+    path.chmod(0o777 & ~_umask())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def hand_in(job: Job) -> Iterator[str]:
+    """Give a written script to its batch system; the jobs' numbers, one by one.
+
+    Raises:
+        ValueError: the system's command is not there, or refuses.
+    """
+    for command in job.system.commands(job.script, len(job.entries)):
+        yield _number(job.system, command, job.script)
+
+
+def _number(system: System, command: list[str], script: str) -> str:
+    try:
+        with open(script if system.by_stdin else "/dev/null") as given:
+            done = subprocess.run(command, stdin=given, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{command[0]} is not here, so {script} is written but not submitted: submit it where {system.name} is"
+        ) from None
+    number = system.number(done.stdout) if done.returncode == 0 else None
+    if number is None:
+        answer = " ".join((done.stderr + done.stdout).split())
+        raise ValueError(
+            f"{shlex.join(command)} did not take the script (code {done.returncode}): {answer}; it is written to"
+            f" {script}"
+        )
+    return number

@@ -1,0 +1,125 @@
+"""One job: what is asked for, checked against the config's mesh and the site's nodes before a script is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from distseg.cli.submit.sites import Site
+from distseg.cli.submit.systems import System
+from distseg.comm.mesh import MeshShape
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a job takes of a cluster: ``count`` nodes, each with so many processes, GPUs, cores, and CPUs as the batch
+    system counts them."""
+
+    count: int
+    processes: int
+    gpus: int
+    cores: int
+    cpus: int
+
+    @property
+    def tasks(self) -> int:
+        return self.count * self.processes
+
+    def __str__(self) -> str:
+        return f"{self.count} node{'' if self.count == 1 else 's'} of {self.processes}"
+
+
+def node_of(site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None) -> Nodes:
+    """One node of a site, with what is asked instead of the site's figures; one process a GPU unless said.
+
+    Raises:
+        ValueError: what a node has is not known; more processes than cores.
+    """
+    cpus = site.cpus if cores in (None, site.cores) else None
+    gpus, cores = (asked if asked is not None else known for asked, known in ((gpus, site.gpus), (cores, site.cores)))
+    if missing := [flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None]:
+        raise ValueError(
+            f"site {site.name} does not say what a node has: give {' and '.join(missing)} (--gpus 0 where there are"
+            " none), or name a site with --site"
+        )
+    for flag, value, least in (("--gpus", gpus, 0), ("--cores", cores, 1), ("--processes", processes, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{flag} is at least {least}, got {value}")
+    processes = processes or gpus
+    if not processes:
+        raise ValueError(
+            f"a node has no GPU, so how many processes to start on it is not clear: give --processes, up to its {cores}"
+            " cores"
+        )
+    if processes > cores:
+        raise ValueError(
+            f"{processes} processes a node are more than its {cores} cores: give --processes up to {cores}"
+        )
+    return Nodes(1, processes, gpus, cores, cpus or cores)
+
+
+def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
+    """So many nodes for a mesh; as many as it fills unless said.
+
+    Raises:
+        ValueError: the mesh is of another size, with both numbers and the repair.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"--nodes is at least 1, got {count}")
+    nodes = replace(node, count=count or max(1, shape.size // node.processes))
+    if shape.size != nodes.tasks:
+        starts = f"{nodes} start{'s' * (nodes.count == 1)} {nodes.tasks}"
+        raise ValueError(
+            f"a mesh of {shape} needs {shape.size} processes, but {starts}: set"
+            f" {', or '.join(_repairs(shape.size, nodes))}"
+        )
+    return nodes
+
+
+def _repairs(size: int, nodes: Nodes) -> list[str]:
+    more_nodes = [f"--nodes {size // nodes.processes}"] if size % nodes.processes == 0 else []
+    each = size // nodes.count
+    other_processes = [f"--processes {each}"] if size % nodes.count == 0 and each <= (nodes.gpus or nodes.cores) else []
+    return [*more_nodes, *other_processes, f"mesh.samples, mesh.tiles and mesh.stages to a product of {nodes.tasks}"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of one config on some nodes, or an array of such trainings that differ in some flags."""
+
+    name: str
+    config: str
+    flags: tuple[str, ...]
+    """Beside the config file."""
+    shape: MeshShape
+    site: Site
+    system: System
+    nodes: Nodes
+    seconds: int
+    """Its time limit."""
+    warn: int
+    """Seconds before the limit at which Slurm signals."""
+    script: str
+    """The file of the script."""
+    command: str = "distseg submit"
+    """What made it."""
+    account: str | None = None
+    queue: str | None = None
+    qos: str | None = None
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    options: tuple[str, ...] = ()
+    launcher: str | None = None
+    entries: tuple[tuple[str, ...], ...] = ()
+    """The flags of each training of an array."""
+
+
+def warning_of(seconds: int, asked: int | None) -> int:
+    """Seconds before the limit at which the job is told: 300, or a quarter of a short job."""
+    if asked is None:
+        return min(300, seconds // 4)
+    if not 0 < 2 * asked <= seconds:
+        raise ValueError(
+            f"--warn is {asked} s, but --time is {seconds} s: a warning comes at most half the time before the limit"
+            f" (and up to a minute early); choose up to {seconds // 2}"
+        )
+    return asked

@@ -1,0 +1,139 @@
+"""A job's script from the template of its batch system: short enough to be read before it is sent.
+
+A template is a script with ``@words@``. A line whose word has nothing to say is left out; a line whose word has several
+values stands once for each.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from importlib.resources import files
+from pathlib import Path
+
+from distseg.cli.submit.job import Job
+from distseg.cli.submit.jsrun import check
+
+_INDEX = {
+    "slurm": "$SLURM_ARRAY_TASK_ID",
+    "lsf": "$LSB_JOBINDEX",
+    "pbs": "${ENTRY:=$PBS_ARRAY_INDEX}",
+    "flux": "$ENTRY",
+}
+_LOGS = {"slurm": ("%j", "%A_%a"), "lsf": ("%J", "%J.%I"), "flux": ("{{id}}", "{{id}}"), "pbs": ("", "")}
+_AGAIN = {"pbs": '-v ENTRY="$ENTRY" ', "flux": '--env=ENTRY="$ENTRY" '}
+
+
+def render(job: Job) -> str:
+    """The job's script.
+
+    Raises:
+        ValueError: a launcher's line with an unknown word in braces, or a jsrun line that breaks jsrun's rules.
+    """
+    template = files("distseg.cli.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
+    words = _words(job)
+    _refuse_line_breaks(words)
+    text = fill(template, words)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _refuse_line_breaks(words: dict[str, object]) -> None:
+    """Refuse a value that would begin a line of its own; the flags of an array are quoted for the shell."""
+    for name in (*(words.keys() - {"entries", "command"}), "command"):  # last: it repeats the others
+        value = words[name]
+        if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"{name} is {value!r}: what stands in a line of a script has no line break")
+
+
+def fill(template: str, words: dict[str, object]) -> str:
+    """The template with its words replaced."""
+    return "".join(line for written in template.splitlines(keepends=True) for line in _lines(written, words))
+
+
+def _lines(line: str, words: dict[str, object]) -> list[str]:
+    names = re.findall(r"@(\w+)@", line)
+    values = {name: words[name] for name in names}
+    if any(value is None or value == () for value in values.values()):
+        return []
+    several = next((name for name, value in values.items() if isinstance(value, tuple)), None)
+    if several:
+        return [text for value in values[several] for text in _lines(line, {**words, several: value})]
+    return [re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), line)]
+
+
+def launch_line(job: Job) -> str:
+    """What starts the processes, held against jsrun's rules where it is jsrun."""
+    nodes = job.nodes
+    words = dict(
+        nodes=nodes.count, tasks=nodes.tasks, processes=nodes.processes, gpus=nodes.gpus, node_cores=nodes.cores
+    )
+    words |= dict(cores=nodes.cores // nodes.processes, cpus=nodes.cpus // nodes.processes)
+    words |= dict(binding=job.site.binding if nodes.processes == nodes.gpus else "")
+    written = job.launcher or job.site.launcher or job.system.launcher
+    try:
+        line = " ".join(written.format(**words).split())
+    except (KeyError, IndexError, ValueError) as e:
+        raise ValueError(
+            f"the launcher's line {written!r} can not be filled in ({e}): it may hold"
+            f" {', '.join('{' + word + '}' for word in words)}"
+        ) from None
+    if line.split()[0].rpartition("/")[2] == "jsrun":
+        check(line, nodes.count, nodes.cores, nodes.gpus, nodes.tasks)
+    return line
+
+
+def _words(job: Job) -> dict[str, object]:
+    nodes, last = job.nodes, len(job.entries) - 1
+    many = bool(job.entries)
+    log = _LOGS[job.system.name][many]
+    return {
+        "title": (
+            f"{job.config} with distseg under {job.system.name}" + (f", {len(job.entries)} trainings" if many else "")
+        ),
+        "command": job.command,
+        "about": tuple(textwrap.wrap(job.site.about, 118)),
+        "name": job.name,
+        "job_name": f'"{job.name}[1-{len(job.entries)}]"' if many else job.name,
+        "account": job.account,
+        "queue": job.queue,
+        "qos": job.qos,
+        "options": (*job.site.options, *job.options),
+        "nodes": nodes.count,
+        "processes": nodes.processes,
+        "gpus": nodes.gpus or None,
+        "ngpus": f":ngpus={nodes.gpus}" if nodes.gpus else "",
+        "cpus": nodes.cpus // nodes.processes,
+        "cores": nodes.cores // nodes.processes,
+        "node_cpus": nodes.cpus,
+        "limit": job.system.limit(job.seconds),
+        "minutes": max(1, job.seconds // 60 - 1),
+        "warn": job.warn,
+        "last": last if many else None,
+        "me": (
+            "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if many else "$SLURM_JOB_ID"
+        ),  # the number of an array's last job is that of all of them
+        "log": f"{job.name}.{log}.log",
+        "modules": shlex.join((*job.site.modules, *job.modules)) or None,
+        "activate": shlex.quote(str(Path(job.venv).expanduser() / "bin/activate")) if job.venv else None,
+        "environment": tuple(f"{name}={shlex.quote(value)}" for name, value in job.site.environment.items()),
+        "entries": _cases(job) if many else None,
+        "mesh": f"{job.shape}: {job.shape.size} processes, on {nodes}",
+        "launch": launch_line(job),
+        "arguments": " ".join(
+            [shlex.quote(job.config), *map(shlex.quote, job.flags), *(['"${ENTRY_FLAGS[@]}"'] if many else [])]
+        ),
+        "again": (_AGAIN.get(job.system.name, "") if many else "") + shlex.quote(job.script),
+    }
+
+
+def _cases(job: Job) -> str:
+    """Which flags an entry of the array has."""
+    cases = [
+        f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;"
+        for index, flags in enumerate(job.entries, job.system.first)
+    ]
+    index = _INDEX[job.system.name]
+    return "\n".join(
+        [f'case "{index}" in', *cases, f'    *) echo "this array has no training {index}" >&2; exit 2 ;;', "esac"]
+    )

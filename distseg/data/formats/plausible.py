@@ -1,0 +1,97 @@
+"""Sizes in headers are claims: can a file of so many bytes hold such an image, and memory take it? Asked before room is made."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from distseg.config.sizes import Extents
+from distseg.config.units import si
+
+# The most that a byte of a file can stand for, in bytes of pixels: deflate's longest match, 258 bytes, takes two bits. A JPEG
+# takes a bit for 64 pixels of a band, but for arithmetic coding, which few files have and which packs plain areas closer still.
+MOST_PACKED = {"PNG": 1032, "JPEG": 8 * 64 * 64, "MPO": 8 * 64 * 64, "BMP": 1032}
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
+    """Refuse an image of ``size`` that a file can't hold even if each of its bytes stands for ``packed`` bytes of pixels.
+
+    Raises:
+        ValueError: naming what the header says and what the file can hold.
+    """
+    stored, claimed = os.path.getsize(path), -(-Extents(size).volume * pixel_bits // 8)
+    if claimed > stored * packed:
+        raise ValueError(
+            f"{path} says that it has {Extents(size)} pixels, {si(claimed, 'B')}, but a file of {stored} bytes "
+            f"holds at most {si(stored * packed, 'B')}: it is damaged, or no image"
+        )
+
+
+def check_memory(path: Path, what: str, needed: int) -> None:
+    """Refuse to decode what does not fit into memory.
+
+    Args:
+        what: is decoded, such as ``its 97x131 pixels are``.
+
+    Raises:
+        ValueError: naming what it takes and what is free.
+    """
+    if needed > (free := free_memory()):
+        raise ValueError(
+            f"{path}: {what} decoded at once, which takes {si(needed, 'B')} of memory, but {si(free, 'B')} are free: "
+            "convert it to tiled TIFF or npy, which are read in parts"
+        )
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the machine's, the job's, its own limit."""
+    return min(_of_machine(), _of_job(), _of_process())
+
+
+def _of_machine() -> int:
+    try:
+        known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(known["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 1 << 62
+
+
+def _of_job() -> int:
+    """What the control groups of this process leave, its own and those around it; files in the page cache make room."""
+    found = [1 << 62]
+    try:
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        lines = []
+    for _, controllers, path in lines:
+        if controllers == "":
+            top, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        found += [
+            left
+            for group in (folder, *folder.parents)
+            if group.is_relative_to(top) and (left := _of_group(group, *names)) is not None
+        ]
+    return min(found)
+
+
+def _of_group(group: Path, most: str, used: str, cached: str) -> int | None:
+    try:
+        limit = int((group / most).read_text())
+        known = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - int((group / used).read_text()) + int(known.get(cached, 0)))
+    except (OSError, ValueError):  # "max": no limit
+        return None
+
+
+def _of_process() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 62
+    return max(0, limit - int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"))

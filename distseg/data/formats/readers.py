@@ -1,0 +1,284 @@
+"""Opens an image file of any common format as something that hands out boxes: ``open_image(path).read(box)``.
+
+TIFF and npy files are read box by box. PNG and JPEG can only be decoded whole: that happens at the first read, and the
+decoded image waits in a scratch file until the reader is dropped. What a header says is believed as far as the file's own
+bytes can carry it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from distseg.comm.launch import release_freed_memory
+from distseg.config.sizes import Extents
+from distseg.data.formats import marks, pam
+from distseg.data.formats.alpha import BAND, MASK
+from distseg.data.formats.base import Reader, note_of_alpha, plain, readable
+from distseg.data.formats.georeference import with_world_file
+from distseg.data.formats.mapped import copied, let_go, room_for
+from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memory
+from distseg.data.nodata import declared
+from distseg.tiling.tile import Box
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
+_MOST_TRAILING_BANDS = 4
+_LARGE = 1 << 24  # bytes that are worth the 20 ms of giving them back
+_STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
+_MASK_SUFFIX = ".msk"  # of GDAL's masks beside files
+_WITHOUT_ALPHA = {"RGBA": "RGB", "LA": "L", "RGBa": "RGB", "La": "L", "PA": "P"}  # Pillow's modes
+_KEYED = ("1", "L", "I", "I;16", "RGB")  # that may have a transparent colour
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+def open_image(path: str | Path, dims: int | None = None, scratch: str | None = None, alpha: str = MASK) -> Reader:
+    """Open an image or a volume.
+
+    Args:
+        alpha: ``mask``: transparency is no band, and where it is 0 there is no data; ``band``: it is a band like others.
+        dims: spatial dims, for npy and TIFF; by default an array of three axes, or a stack of unnamed pages, is an image with bands.
+        scratch: folder for pixels that can only be decoded whole; ``memory``; by default the system's for temporary files.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: not an image, a damaged one, one that viewers turn, or one whose values the reader would have to change.
+    """
+    reader = _opened(Path(path), dims, scratch, alpha)
+    if reader.coded:
+        raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
+    if reader.dtype.kind not in "iuf":
+        raise ValueError(f"{path} holds {reader.dtype}, but pixels are whole or real numbers: convert it")
+    if not reader.bands or min(reader.size, default=0) < 1:
+        raise ValueError(f"{path} has no pixels: {reader.bands} bands of {'x'.join(map(str, reader.size))}")
+    return reader
+
+
+def _opened(path: Path, dims: int | None, scratch: str | None = None, alpha: str = BAND, palette: bool = False) -> Reader:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no image file {path}")
+    reader = _reader(path, dims, scratch, alpha, palette)
+    marks.check_upright(path, reader.orientation)
+    beside = Path(f"{path}{_MASK_SUFFIX}")
+    if beside.is_file():
+        with readable(beside):
+            reader.add_mask(_tiff().open_mask_file(beside, reader.size, scratch), "has a validity mask beside it (.msk): where that is 0 there is no data", beside)
+    if reader.nodata is None:
+        _take_nodata_beside(reader)
+    reader.place = with_world_file(reader.place, path)
+    if reader.place is None and pam.has_place(path):
+        reader.notes += ("lies at a place that only the file beside it says (.aux.xml), which class maps do not get: write it into the file, such as with 'gdal_translate'",)
+    return reader
+
+
+def _take_nodata_beside(reader: Reader) -> None:
+    """Take the number that stands for no data from GDAL's file beside an image."""
+    values = pam.nodata_values(reader.path)
+    if len(values) == 1:
+        reader.nodata = declared(reader.path, values[0], reader.dtype)
+        reader.notes += (f"has no data where it is {values[0]}, as the file beside it says (.aux.xml)",)
+        reader.sources.append(pam.beside(reader.path))
+    elif values:
+        reader.notes += (f"has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: {', '.join(values)}",)
+
+
+def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, palette: bool) -> Reader:
+    suffix = path.suffix.lower()
+    with readable(path):
+        if suffix == ".npy":
+            return NpyReader(path, dims)
+        if suffix in (".tif", ".tiff"):
+            return _tiff().open_tiff(path, dims, scratch, alpha)
+        return PillowReader(path, palette, scratch, alpha)
+
+
+def _tiff() -> ModuleType:
+    """Import what reads TIFF, a quarter of a second's work, once it is needed."""
+    try:
+        import imagecodecs  # noqa: F401
+        import tifffile  # noqa: F401
+    except ImportError as e:
+        raise ValueError(f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile imagecodecs") from e
+    from distseg.data.formats import tiff
+
+    return tiff
+
+
+def open_mask(path: str | Path, dims: int = 2) -> Reader:
+    """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
+    path = Path(path)
+    reader = _opened(path, dims, palette=True)
+    if reader.lossy:
+        raise ValueError(
+            f"{path} is a mask in {reader.lossy}, which changes numbers, so that labels are not those that were drawn: "
+            "write the masks anew, as PNG, or as TIFF without it"
+        )
+    if reader.bands != 1 or reader.dtype.kind not in "iu":
+        raise ValueError(
+            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
+            "convert colours to the numbers of the classes"
+        )
+    return reader
+
+
+class NpyReader(Reader):
+    """A memory-mapped array: (bands, *size), or (*size) of one band.
+
+    An image (height, width, bands) is taken as such if its last axis has at most 4 entries and its first has more.
+    """
+
+    def __init__(self, path: Path, dims: int | None = None):
+        super().__init__(path)
+        array = _mapped(path)
+        dims = dims or max(2, array.ndim - 1)
+        if array.ndim == dims:
+            array = array[None]
+        if array.ndim != dims + 1:
+            raise ValueError(f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has {dims} or, with bands first, {dims + 1}")
+        if array.shape[-1] <= _MOST_TRAILING_BANDS < array.shape[0]:
+            array = np.moveaxis(array, -1, 0)
+        self._array = array
+        self.bands, self.size, self.dtype = array.shape[0], array.shape[1:], plain(array.dtype)
+
+    def _read(self, box: Box) -> np.ndarray:
+        return copied(self._array, self._array[(slice(None), *box.slices)])
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array of a npy file, of which the header is believed if the file is long enough for it."""
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise ValueError(f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store plain numbers")
+        shape, by_columns, dtype = _HEADERS[version](file)
+        if dtype.hasobject or dtype.kind not in "biuf":
+            raise ValueError(f"{path} holds {dtype}, but pixels are whole or real numbers: convert it")
+        offset = file.tell()
+    needed, there = math.prod(int(n) for n in shape) * dtype.itemsize, os.path.getsize(path) - offset
+    if needed > there or min(shape, default=0) < 1:
+        words = f"it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes"
+        raise ValueError(f"its header says that {words}, but it has {there}")
+    return np.memmap(path, dtype, "r", offset, shape, "F" if by_columns else "C")
+
+
+class PillowReader(Reader):
+    """What Pillow decodes, pixels as they are stored: no colour management.
+
+    Args:
+        palette: palette images are the entries' numbers, and nothing is transparent, as in label maps.
+        alpha: what becomes of transparency (:func:`open_image`); a transparent colour always is no data.
+    """
+
+    def __init__(self, path: Path, palette: bool = False, scratch: str | None = None, alpha: str = BAND):
+        super().__init__(path)
+        self._palette, self._scratch, self._array = palette, scratch, None
+        with pillow(path) as image:
+            _refuse_lost_bits(path, image)
+            self.size = image.size[::-1]
+            if image.format in MOST_PACKED:
+                check_bytes(path, self.size, _stored_bits(image.mode), MOST_PACKED[image.format])
+            mode, sample = self._mode(image), self._decoded(_tiny(image))
+            keyed = self._key(image) is not None
+            if keyed or (alpha == MASK and mode in _WITHOUT_ALPHA):
+                self.alpha = len(sample) - 1
+                self.notes += ("has a transparent colour: where that is there is no data",) if keyed else (note_of_alpha(self.alpha),)
+            self.bands, self.dtype = len(sample) - (self.alpha is not None), plain(sample.dtype)
+            if mode == "P":
+                self.palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
+            self.colours = marks.colours(mode if self.alpha is None else _WITHOUT_ALPHA.get(mode, mode))
+            self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
+            self.decoding = math.prod(self.size) * _decoding(image)
+        check_memory(path, f"its {Extents(self.size)} pixels are", self.decoding)
+
+    def _read(self, box: Box) -> np.ndarray:
+        if self._array is None:
+            self._array = self._unpacked()
+            if self.decoding > _LARGE:
+                release_freed_memory()  # Pillow's
+        return copied(self._array, self._array[(slice(None), *box.slices)])
+
+    def _unpacked(self) -> np.ndarray:
+        """All of the image, (bands, height, width), transparency with them."""
+        height, width = self.size
+        shape = (height, width, self.bands + (self.alpha is not None))
+        strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
+        room = room_for(shape, self.dtype, self._scratch)
+        if room is None:
+            check_memory(self.path, f"its {Extents(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
+            room = np.empty(shape, self.dtype)
+        room = np.moveaxis(room, -1, 0)
+        with pillow(self.path) as image:
+            for row in range(0, height, strip):
+                stop = min(row + strip, height)
+                room[:, row:stop] = self._decoded(image.crop((0, row, width, stop)))
+                let_go(room)
+        return room
+
+    def _decoded(self, image) -> np.ndarray:
+        """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers; a transparent colour makes a band of alpha."""
+        mode = self._mode(image)
+        array = np.asarray(image if image.mode == mode else image.convert(mode))
+        array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+        key = self._key(image)
+        if key is None:
+            return array
+        seen = (array != np.array(key, array.dtype).reshape(-1, 1, 1)).any(0, keepdims=True)
+        return np.concatenate([array, seen.astype(array.dtype)])
+
+    def _key(self, image) -> int | tuple[int, ...] | None:
+        """Return the colour that is transparent, where one is."""
+        key = image.info.get("transparency")
+        return key if isinstance(key, (int, tuple)) and not self._palette and image.mode in _KEYED else None
+
+    def _mode(self, image) -> str:
+        if image.mode != "P" or self._palette:
+            return image.mode
+        return "RGBA" if "transparency" in image.info else "RGB"
+
+
+def _tiny(image):
+    """An image of the same kind with one pixel, to learn what decoding gives."""
+    from PIL import Image
+
+    tiny = Image.new(image.mode, (1, 1))
+    tiny.info = image.info
+    return tiny
+
+
+@contextmanager
+def pillow(path: Path):
+    """Open with Pillow. Its limit on pixels is lifted: huge images are what distseg is for."""
+    from PIL import Image
+
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(path, formats=_FORMATS) as image:
+            yield image
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _stored_bits(mode: str) -> int:
+    """That a pixel of Pillow's ``mode`` takes in a file at least."""
+    return 1 if mode in ("1", "P") else {"I;16": 16, "I;16B": 16, "I": 16}.get(mode, 8)
+
+
+def _decoding(image) -> int:
+    """Bytes that Pillow takes for a pixel while it decodes an image."""
+    own = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}.get(image.mode, 4)
+    if image.format == "WEBP":
+        return 4 * own  # the decoder's, its copies
+    return own + 2 * len(image.getbands()) if image.info.get("progressive") else own  # all coefficients of a JPEG
+
+
+def _refuse_lost_bits(path: Path, image) -> None:
+    form = str(image.tile[0][3]) if image.tile else ""
+    if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
+        raise ValueError(f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy")
+    if form in ("L;2", "L;4"):
+        raise ValueError(f"{path} has {form[2:]} bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits")

@@ -1,0 +1,106 @@
+"""TIFF files as images: which pages are read (:mod:`distseg.data.formats.tiff_segments` reads them), and what their tags say of the numbers."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+from tifffile import TiffFile
+
+from distseg.config.sizes import Extents
+from distseg.data.formats import marks
+from distseg.data.formats.alpha import MASK
+from distseg.data.formats.base import Reader, note_of_alpha
+from distseg.data.formats.georeference import place_in
+from distseg.data.formats.tiff_chain import page_kinds
+from distseg.data.formats.tiff_pages import Pages, choose
+from distseg.data.formats.tiff_segments import Segments
+from distseg.data.nodata import NODATA_TAG, declared
+from distseg.tiling.tile import Box
+
+_PALETTE = 3  # photometric interpretation
+
+
+def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> Reader:
+    """Open the first full image of a file.
+
+    Args:
+        dims: 3 makes unnamed pages slices of a volume instead of bands.
+        alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
+
+    Raises:
+        ValueError: a form that is not read, or a damaged file.
+    """
+    file, pages = _opened(path)
+    reader = TiffReader(path, file, pages, dims, scratch, alpha)
+    reader.try_first()
+    return reader
+
+
+def open_mask_file(path: Path, size: tuple[int, ...], scratch: str | None) -> Callable[[Box], np.ndarray]:
+    """Open a validity mask that is a file of its own: box -> (*box.size) bool.
+
+    Raises:
+        ValueError: it is of another ``size`` than its image, or has several bands.
+    """
+    file, pages = _opened(path)
+    return Mask(path, file, Segments(path, file, pages.image, None, None, scratch), size)
+
+
+def _opened(path: Path) -> tuple[TiffFile, Pages]:
+    kinds = page_kinds(path)  # first: it refuses circles
+    file = TiffFile(path, _multifile=False)  # pages in other files are not opened
+    return file, choose(path, file, kinds)
+
+
+class Mask:
+    """Says where an image of ``size`` has data: where the one band of these ``segments`` is not 0."""
+
+    def __init__(self, path: Path, file: TiffFile, segments: Segments, size: tuple[int, ...]):
+        weakref.finalize(self, file.close)
+        if segments.size != size or segments.bands != 1:
+            said = f"{Extents(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
+            raise ValueError(f"{path} has a validity mask of {said}, but the image has {Extents(size)} pixels, and one band says where there is data: write it anew, or remove it")
+        segments.try_first()
+        self._segments = segments
+
+    def __call__(self, box: Box) -> np.ndarray:
+        return self._segments.read(box)[0] != 0
+
+
+class TiffReader(Reader):
+    """The image of a file, which lies on its ``pages``."""
+
+    def __init__(self, path: Path, file: TiffFile, pages: Pages, dims: int | None, scratch: str | None, alpha: str):
+        super().__init__(path)
+        weakref.finalize(self, file.close)
+        page = pages.image.keyframe
+        band = marks.tiff_alpha(page)
+        self._pixels = Segments(path, file, pages.image, dims, band, scratch)
+        self.notes = pages.notes + self._pixels.notes
+        if alpha == MASK and band is not None and self._pixels.bands == page.samplesperpixel > 1:
+            self.alpha = band
+            self.notes += (note_of_alpha(band),)
+        self.size, self.bands, self.dtype = self._pixels.size, self._pixels.bands - (self.alpha is not None), self._pixels.dtype
+        self.decoding = self._pixels.decoding
+        if pages.mask is not None:
+            mask = Segments(path, file, pages.mask, None, None, scratch)
+            self.decoding = max(self.decoding, mask.decoding)
+            self.add_mask(Mask(path, file, mask, self.size), "has a validity mask: where that is 0 there is no data")
+        self.coded, self.colours = page.photometric == _PALETTE, marks.tiff_colours(page, self.bands)
+        self.orientation = marks.turned(page.tags.valueof(marks.ORIENTATION))
+        self.lossy = "LERC with an error" if self._pixels.lossy_lerc else marks.lossy_tiff(page.compression)
+        self.place, self.palette = place_in(page), marks.tiff_palette(page) if self.coded else None
+        told = page.tags.valueof(NODATA_TAG)
+        self.nodata = None if told is None else declared(path, str(told), self.dtype)
+        self.notes += marks.unread_nodata(page)
+
+    def try_first(self) -> None:
+        """Decode a strip or tile, to see whether that can be done. ValueError says what it takes."""
+        marks.check_upright(self.path, self.orientation)
+        self._pixels.try_first()
+
+    def _read(self, box: Box) -> np.ndarray:
+        return self._pixels.read(box)

@@ -1,0 +1,76 @@
+"""Which pages of a TIFF file are the image, and which its validity mask. Thumbnails and pyramids, which say that they are, are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator, Mapping
+
+from tifffile import TiffFile, TiffPageSeries
+
+from distseg.config.sizes import Extents
+from distseg.data.formats.tiff_chain import MASK, REDUCED
+
+_BY_LIKENESS = ("generic", "uniform")  # series that pages are in only since they are of one form
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The image's pages, those of its validity mask, and what is told of the others."""
+
+    image: TiffPageSeries
+    mask: TiffPageSeries | None
+    notes: tuple[str, ...]
+
+
+def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
+    """Return the first image at full size.
+
+    Args:
+        kinds: of each page (:func:`distseg.data.formats.tiff_chain.page_kinds`).
+
+    Raises:
+        ValueError: another image of the file is larger, or there are several masks of full size.
+    """
+    parts = [part for series in file.series for part in _by_kind(path, series, kinds)]
+    full = [series for kind, series in parts if not kind & (REDUCED | MASK)] or [file.series[0]]
+    image, others = full[0], full[1:]
+    for other in others:
+        if _pixels(other) > _pixels(image):
+            raise ValueError(f"{path} holds {_told(image)} first, and a larger image, {_told(other)}: write the one that is meant into a file of its own")
+    masks = [series for kind, series in parts if kind & MASK and not kind & REDUCED]
+    if (count := sum(len(series.pages) for series in masks)) > 1:
+        raise ValueError(f"{path} has {count} masks of full size, of which one can be read: write the image and its mask into a file of their own")
+    more = f"{len(others)} more images" if len(others) > 1 else "one more image"
+    notes = (f"has {more}, which {'are' if len(others) > 1 else 'is'} not read: {', '.join(map(_told, others))}",) if others else ()
+    return Pages(image, masks[0] if masks else None, notes)
+
+
+def _by_kind(path: Path, series: TiffPageSeries, kinds: Mapping[int, int]) -> Iterator[tuple[int, TiffPageSeries]]:
+    """Yield (kind, pages) of a series, apart where it holds several kinds, such as an image and a mask of one form."""
+    there: dict[int, list] = {}
+    for page in series.pages:
+        if page is not None:
+            kind = kinds.get(page.offset, getattr(page, "subfiletype", 0))
+            there.setdefault(kind & (REDUCED | MASK), []).append(page)
+    if len(there) < 2:
+        yield next(iter(there), 0), series
+        return
+    if series.kind not in _BY_LIKENESS:
+        raise ValueError(f"{path} names pages of one image that are full images, reduced ones or masks: write each into a file of its own")
+    for kind, pages in there.items():
+        form = series.keyframe
+        spread = len(pages) > 1
+        yield kind, TiffPageSeries(pages, (len(pages), *form.shape) if spread else form.shape, form.dtype, "I" * spread + form.axes, parent=series.parent, kind=series.kind)
+
+
+def _pixels(series: TiffPageSeries) -> int:
+    page = series.keyframe
+    return page.imagedepth * page.imagelength * page.imagewidth
+
+
+def _told(series: TiffPageSeries) -> str:
+    """Return the size and form of an image in words."""
+    page, pages = series.keyframe, len(series.pages)
+    size = Extents([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])
+    return f"{size} pixels of {page.samplesperpixel} x {page.dtype}{f' on {pages} pages' if pages > 1 else ''}"

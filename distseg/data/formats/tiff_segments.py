@@ -1,0 +1,280 @@
+"""The pixels of a series of TIFF pages, read box by box: a memory map where nothing is compressed, else only the strips or tiles
+that a box touches. Tiles are decoded anew for each box; strips, which boxes side by side share, wait decoded in a scratch file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import numpy as np
+from tifffile import TIFF, TiffFile, TiffPageSeries
+
+from distseg.comm.launch import release_freed_memory
+from distseg.config.sizes import Extents
+from distseg.data.formats import lerc, packed
+from distseg.data.formats.base import plain, readable
+from distseg.data.formats.mapped import copied, let_go, room_for
+from distseg.data.formats.plausible import check_memory
+from distseg.tiling.tile import Box
+
+BANDS = "SCQI"  # axes: samples, channels, and pages that say nothing about what they are
+UNNAMED = "QI"
+_NEVER_PREDICTED = (1, 32773)  # compressions for which libtiff knows no predictor: none, PackBits
+_CHEAP = 1 << 22  # bytes of a tile that may be decoded anew for each box
+_AT_ONCE = 1 << 24  # bytes of a strip or tile from which on all are decoded at the first read, before other work takes memory
+
+
+class Segments:
+    """Reads boxes of a series, whose axes, such as YXS, CYX or ZYX, say which are space and which are bands.
+
+    Args:
+        dims: 3 makes slices of a volume of unnamed pages.
+        alpha: the band that is transparency, which LERC keeps in its mask; None for none.
+        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.room_for`).
+
+    Raises:
+        ValueError: the header promises what the file cannot hold, or a form that is not read.
+    """
+
+    def __init__(self, path: Path, file: TiffFile, series: TiffPageSeries, dims: int | None, alpha: int | None, scratch: str | None):
+        self.path, self._file, self._series, self._alpha, self._scratch = path, file, series, alpha, scratch
+        self._axes, shape = named_axes(path, series, dims)
+        self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
+        self.bands = math.prod(n for a, n in zip(self._axes, shape) if a in BANDS)
+        self.dtype = plain(series.dtype)
+        unnamed = len(series.pages) > 1 and any(a in UNNAMED for a in self._axes)
+        self.notes = (f"has {self.bands} pages that do not say what they are, which are taken as bands",) if unnamed else ()
+        self.decoding = 0  # bytes of memory that the first read takes for a while
+        self._map = self._mapped(shape) if series.dataoffset is not None else None
+        if self._map is None:
+            self._check_pages()
+            self._check_form()
+            self._check_segments()
+
+    def read(self, box: Box) -> np.ndarray:
+        """Return the pixels (bands, *box.size)."""
+        if self._map is None:
+            return self._decoded(box).reshape(self.bands, *box.size)
+        where = dict(zip((a for a in self._axes if a in "ZYX"), box.slices))
+        part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
+        order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")  # bands first, else as it was
+        return copied(self._map, part.transpose(order)).reshape(self.bands, *box.size)
+
+    def try_first(self) -> None:
+        """Decode a strip or tile, to see whether that can be done. ValueError says what it takes."""
+        if self._map is None:
+            with readable(self.path):
+                self._keep(0, [0]) if self._kept is not None else self._part(0, (slice(0, 1),) * 3)
+
+    @property
+    def lossy_lerc(self) -> bool:
+        """True if LERC may have changed numbers, as the first segment says."""
+        data = self._raw(self._series.pages[0], 0) if self._layout.compression == packed.LERC else None
+        return data is not None and lerc.is_lossy(self._checked(data), self.dtype)
+
+    @property
+    def _layout(self):
+        return self._series.keyframe
+
+    def _mapped(self, shape: list[int]) -> np.ndarray:
+        stored = np.dtype(self._series.dtype).newbyteorder(self._file.byteorder)
+        there = os.path.getsize(self.path) - self._series.dataoffset
+        needed = math.prod(int(n) for n in shape) * stored.itemsize
+        if needed > there:
+            words = f"it holds {Extents(shape)} numbers of {stored}, {needed} bytes"
+            raise ValueError(f"its header says that {words}, but it has {there}")
+        return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
+
+    def _check_pages(self) -> None:
+        """Refuse pages that are elsewhere, or that lie within other axes than are read from compressed files."""
+        if any(page is None for page in self._series.pages):
+            raise ValueError(f"{self.path} has pages in other files, which are not opened: write them into one")
+        if len(self._pages_axes) > 1:
+            raise ValueError(f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy")
+
+    def _check_form(self) -> None:
+        """Refuse what programs read in different ways, or of which no decoder says its size beforehand."""
+        layout, convert = self._layout, "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
+        kind = getattr(layout.compression, "name", layout.compression)
+        if layout.predictor != 1 and layout.compression in _NEVER_PREDICTED:
+            raise ValueError(f"{self.path} has a predictor, but no compression that knows one, so that programs read it in different ways: {convert}")
+        if layout.compression == packed.LERC and self.dtype.kind == "f" and self._file.byteorder == ">":
+            raise ValueError(f"{self.path} has real numbers in LERC and is big-endian, which libtiff writes wrongly: write it little-endian")
+        if layout.compression in TIFF.IMAGE_COMPRESSIONS and not packed.says_size(layout.compression):
+            raise ValueError(f"{self.path} is packed by {kind}, which is not read: {convert}")
+
+    def _check_segments(self) -> None:
+        """Each page has all its strips or tiles, and one of them, which is decoded whole, fits into memory."""
+        layout = self._layout
+        needed = math.prod(int(n) for n in layout.chunked)
+        for page in self._series.pages:
+            if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
+                words = f"{Extents(self.size)} pixels are in {needed} strips or tiles"
+                raise ValueError(f"its header says that {words}, but lists {len(page.dataoffsets)}")
+        self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
+        size, taken = Extents(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes
+        check_memory(self.path, f"a strip or tile of {size} pixels is", taken)
+        for page in self._series.pages:
+            for index, count in enumerate(page.databytecounts):
+                self._check_packed(layout.compression, index, count)
+        self.decoding = taken + self._segment_bytes if self._at_once else 0  # with its pages of the scratch file
+
+    @property
+    def _at_once(self) -> bool:
+        return self._segment_bytes > _AT_ONCE
+
+    @property
+    def _pages_axes(self) -> str:
+        """The axes that run over pages; the others lie within each."""
+        spread = len(self._series.pages) > 1
+        inside = sum(n > 1 or a in "YX" for a, n in zip(self._layout.axes, self._layout.shape))
+        return self._axes[: len(self._axes) - inside] if spread else ""
+
+    def _decoded(self, box: Box) -> np.ndarray:
+        """(bands, depth, height, width) of a box, from the pages it lies on."""
+        depth, plane = slice(0, 1), box.slices[-2:]
+        if len(box.start) == 3:
+            depth = box.slices[0]
+        if self._pages_axes != "Z":
+            return np.concatenate([self._page(number, (depth, *plane)) for number in range(len(self._series.pages))])
+        return np.concatenate([self._page(z, (slice(0, 1), *plane)) for z in range(depth.start, depth.stop)], axis=1)
+
+    def _page(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
+        """(bands, depth, height, width) of a part of a page."""
+        found = self._part(number, wanted)
+        return np.moveaxis(found, -1, 1).reshape(-1, *found.shape[1:4])
+
+    def _part(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
+        """(separate bands, depth, height, width, interleaved bands) of a part of a page, from where its strips are kept, or decoded."""
+        layout, kept = self._layout, self._kept
+        if kept is None:
+            found = np.empty((layout.shaped[0], *(s.stop - s.start for s in wanted), layout.shaped[-1]), self.dtype)
+            for index in self._touched(wanted):
+                self._decode(number, index, wanted, found)
+            return found
+        self._keep(number, self._touched(self._whole if self._at_once else wanted))
+        return copied(kept, kept[(number, slice(None), *wanted)])
+
+    def _keep(self, number: int, segments: Iterable[int]) -> None:
+        """Decode strips or tiles of a page that were not decoded before."""
+        for index in segments:
+            if not self._done[number, index]:
+                self._decode(number, index, self._whole, self._kept[number])
+                let_go(self._kept)
+                self._done[number, index] = True
+                if self._at_once:
+                    release_freed_memory()
+
+    @cached_property
+    def _kept(self) -> np.ndarray | None:
+        """Room for all pages, where boxes share strips, or tiles that are dear to decode."""
+        layout, pages = self._layout, self._series.pages
+        if layout.is_tiled and self._segment_bytes <= _CHEAP:
+            return None
+        self._done = np.zeros((len(pages), len(pages[0].dataoffsets)), bool)
+        return room_for((len(pages), *layout.shaped), self.dtype, self._scratch)
+
+    @property
+    def _whole(self) -> tuple[slice, ...]:
+        return tuple(slice(0, n) for n in self._layout.shaped[1:4])
+
+    def _touched(self, wanted: tuple[slice, ...]) -> Iterator[int]:
+        """Yield the numbers of a page's strips or tiles that overlap with the wanted slices, in order."""
+        shaped, edges = self._layout.shaped, self._edges
+        grid = (shaped[0], *(-(-n // edge) for n, edge in zip(shaped[1:4], edges)))
+        along = (range(s.start // edge, -(-s.stop // edge)) for s, edge in zip(wanted, edges))
+        for places in product(range(shaped[0]), *along):
+            yield int(np.ravel_multi_index(places, grid))
+
+    @property
+    def _edges(self) -> tuple[int, int, int]:
+        """Depth, height and width of a strip or tile."""
+        layout = self._layout
+        found = (layout.tiledepth, layout.tilelength, layout.tilewidth) if layout.is_tiled else (1, layout.rowsperstrip, layout.shaped[3])
+        return tuple(int(n) for n in found)
+
+    def _decode(self, number: int, index: int, wanted: tuple[slice, ...], out: np.ndarray) -> None:
+        """Decode a strip or tile of a page, as far as it overlaps with the wanted slices, into ``out``, which has these."""
+        segment, at, shape = self._segment(self._series.pages[number], index)
+        target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)))
+        out[(at[0], *target)] = self._layout.nodata if segment is None else segment[source]  # what a sparse file leaves out
+
+    def _segment(self, page, index: int) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
+        """Return the pixels (depth, height, width, bands), None where a sparse file leaves them out; their place; their shape."""
+        layout, data = self._layout, self._raw(page, index)
+        if data is None:
+            return layout.decode(None, index)
+        if layout.compression == packed.LERC:
+            _, at, shape = layout.decode(None, index)
+            alpha = self._alpha is not None and self._alpha == shape[-1] - 1
+            found = lerc.decoded(self._checked(data), shape[-1], self.dtype, alpha)[None]
+            return (found.byteswap() if self._file.byteorder == ">" else found), at, found.shape  # as libtiff has packed them
+        self._checked(data, page.jpegtables)
+        try:
+            return layout.decode(data, index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
+        except Exception as e:
+            if layout.compression in packed.DEFLATES and packed.unpacks_to_more(data, self._segment_bytes):
+                raise ValueError(f"a strip or tile of {self._segment_bytes} bytes unpacks to more") from e
+            raise
+
+    def _raw(self, page, index: int) -> bytes | None:
+        count = page.databytecounts[index]
+        return self._bytes(page.dataoffsets[index], count) if count else None
+
+    def _checked(self, data: bytes, tables: bytes | None = None) -> bytes:
+        """Return the bytes of a segment, LERC's own where others pack it again; refuse an image in it that is larger than the segment."""
+        layout = self._layout
+        if not packed.says_size(layout.compression) or layout.jpegheader is not None:
+            return data
+        if layout.compression == packed.LERC and (tag := layout.tags.valueof(lerc.ADDED)):
+            data = lerc.unpacked(data, int(tag[1]), self._segment_bytes)
+        found = [size for size in (packed.size_of(layout.compression, part) for part in (data, tables) if part) if size]
+        most = self._edges[1:]
+        if not found or any(a > n for size in found for a, n in zip(size, most)):
+            said = f"{Extents(found[0])} pixels" if found else "of no known size"
+            raise ValueError(f"a strip or tile of {Extents(most)} pixels holds an image {said}")
+        return data
+
+    def _check_packed(self, compression: int, index: int, count: int) -> None:
+        """Refuse a segment, if it is there at all, whose bytes cannot hold its pixels; the last one may hold less than the others."""
+        layout = self._layout
+        if not count or packed.fits(compression, self._packed(self._segment_bytes), count):
+            return
+        _, at, shape = layout.decode(None, index)
+        inside = math.prod(min(a + n, m) - a for a, n, m in zip(at[1:4], shape, layout.shaped[1:4])) * layout.shaped[-1] * layout.dtype.itemsize
+        if not packed.fits(compression, self._packed(inside), count):
+            raise ValueError(f"a strip or tile of {inside} bytes can't be packed into {count}")
+
+    def _packed(self, pixels: int) -> int:
+        """Bytes in a file of so many bytes of pixels: less, of bits."""
+        layout = self._layout
+        return pixels * layout.bitspersample // (8 * layout.dtype.itemsize)
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        self._file.filehandle.seek(offset)
+        return self._file.filehandle.read(count)
+
+
+def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[str, list[int]]:
+    """Return the axes that matter and their lengths; ValueError for axes that are neither space nor bands."""
+    kept = [(a, n) for a, n in zip(series.axes, series.shape) if n > 1 or a in "YX"]
+    if dims == 3 and not any(a == "Z" for a, _ in kept):
+        kept = [("Z" if a in UNNAMED else a, n) for a, n in kept]
+    axes = "".join(a for a, _ in kept)
+    if set(axes) - set(BANDS + "ZYX") or sum(a in BANDS for a in axes) > 1:
+        raise ValueError(
+            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has space and one axis of bands: "
+            "write one file for each entry of the others"
+        )
+    return axes, [n for _, n in kept]
+
+
+def _overlap(at: int, length: int, wanted: slice) -> tuple[slice, slice]:
+    """Where a segment's pixels [at, at + length) go in the wanted slice, and which of its own those are."""
+    a, b = max(at, wanted.start), min(at + length, wanted.stop)
+    return slice(a - wanted.start, b - wanted.start), slice(a - at, b - at)

@@ -1,0 +1,134 @@
+"""Reads all of a store and says what is not what was written, or can not be: each damage with its image and place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+
+from distseg.data.nodata import missing
+from distseg.data.store.chunks import ChunkReader, Damage
+from distseg.data.store.image_writer import first_bad, position
+from distseg.data.store.statistics import ClassCounts
+from distseg.data.store.store import Store
+from distseg.report.progress import SilentProgress
+from distseg.report.progress import progress as _progress
+from distseg.tiling.tile import Box
+
+_MOST = 20  # findings of an image that are told one by one
+
+
+def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _progress) -> list[str]:
+    """A line for each damage; none for a store that is whole.
+
+    Args:
+        progress: makes what shows how far it is (:func:`distseg.report.progress.progress`).
+
+    Raises:
+        FileNotFoundError: nothing there.
+    """
+    try:
+        store = Store(path)
+    except ValueError as e:
+        return [str(e)]
+    findings: list[str] = []
+    names = [name for split in store.splits.values() for name in split]
+    with progress(len(names), "image", f"checking {path}") as shown:
+        for name in names:
+            found = list(_findings(store, name, shown))
+            more = (
+                [f"{path} is damaged: {len(found) - _MOST} more places of image {name!r}"] if len(found) > _MOST else []
+            )
+            findings += found[:_MOST] + more
+            shown.advance()
+    return findings
+
+
+def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
+    yield from _each(
+        store, name, "pixels", lambda reader, index, pixels: _wrong_pixels(store, name, reader, index, pixels), shown
+    )
+    if store.masked(name):
+        yield from _each(store, name, "valid", lambda reader, index, valid: "are neither 0 nor 1" if valid.max() > 1 else None, shown)
+    if store.has_labels(name):
+        counts, damaged = ClassCounts(len(store.classes), store.size(name)), False
+        for finding in _each(
+            store,
+            name,
+            "labels",
+            lambda reader, index, labels: _wrong_labels(store, reader, index, labels, counts),
+            shown,
+        ):
+            damaged = True
+            yield finding
+        if not damaged:
+            yield from _wrong_counts(store, name, counts)
+
+
+def _each(
+    store: Store,
+    name: str,
+    what: str,
+    wrong: Callable[[ChunkReader, tuple, np.ndarray], str | None],
+    shown: SilentProgress,
+) -> Iterator[str]:
+    """What is wrong with each chunk of an image: that it can't be read, or what ``wrong`` finds in it."""
+    try:
+        reader = store.reader(name, what)
+    except (ValueError, OSError) as e:
+        yield str(e)
+        return
+    for index in np.ndindex(reader.grid):
+        box = reader.place(index)
+        try:
+            chunk = reader.load(index)[tuple(slice(0, n) for n in box.size)]
+            if (found := wrong(reader, index, chunk)) is not None:
+                yield str(reader.damage(index, found))
+        except (Damage, OSError) as e:
+            yield str(e)
+        shown.advance(0, pixels=box.pixels)
+
+
+def _wrong_pixels(
+    store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
+) -> str | None:
+    place = reader.place(index)
+    pixels = pixels.copy() if store.masked(name) else pixels  # the mask's chunk is read into the same memory
+    valid = store.valid(name, Box(place.start[1:], place.stop[1:]))
+    bad = first_bad(pixels, missing(pixels, store.nodata(name), valid))
+    if bad is None:
+        return None
+    band, *place = position(reader.place(index), bad)
+    return f"have what is no number: band {store.band_names[band]} is {pixels[bad]} at {tuple(place)}"
+
+
+def _wrong_labels(
+    store: Store, reader: ChunkReader, index: tuple[int, ...], labels: np.ndarray, counts: ClassCounts
+) -> str | None:
+    box = reader.place(index)
+    bad = (labels >= len(store.classes)) & (labels != store.ignore)
+    if bad.any():
+        place = np.argwhere(bad)[0]
+        return f"have the label {labels[tuple(place)]} at {position(box, place)}, which is no class"
+    counts.add(Box(box.start, box.stop), labels)
+    return None
+
+
+def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]:
+    words = f"{store.path} is damaged: the counts of image {name!r}"
+    try:
+        table = store.block_counts(name)
+    except (ValueError, OSError) as e:
+        yield str(e)
+        return
+    if not np.array_equal(table, counts.table):
+        class_, *block = (int(i) for i in np.argwhere(table != counts.table)[0])
+        place = Box(
+            tuple(b * store.block for b in block),
+            tuple(min((b + 1) * store.block, n) for b, n in zip(block, store.size(name))),
+        )
+        found, expected = counts.table[(class_, *block)], table[(class_, *block)]
+        yield f"{words} say {expected} pixels of {store.classes[class_]} at {place}, there are {found}"
+    elif store.class_counts(name) != counts.totals:
+        yield f"{words} in the index say {store.class_counts(name)}, there are {counts.totals}"

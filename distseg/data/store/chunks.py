@@ -1,0 +1,254 @@
+"""The chunks of a dataset, written with a checksum each, and read past HDF5 with that checksum.
+
+HDF5 tells where each chunk lies in the file. From there on a box is read by the system's own calls, which let other threads
+go on, and in less time than HDF5 takes without checking anything (docs/data.md).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import zlib
+from dataclasses import dataclass
+from itertools import product
+from typing import Iterator, Sequence
+
+import h5py
+import numpy as np
+
+from distseg.data.store.hdf5 import Data
+from distseg.data.store.layout import chunk_sum, digest
+from distseg.tiling.tile import Box
+
+_DEFLATE_RATIO = 1032  # no stream of deflate grows by more
+_PACKED_MORE = 1 << 16  # bytes that packing may add, where it saves nothing
+_SKIPPED = 1  # in a chunk's mask: the filter was left out, as HDF5 does where it saves nothing
+AGAIN = "copy the store again, or prepare it anew"
+_buffers = threading.local()
+
+
+class Damage(ValueError):
+    """A part of a store is not what was written: the message names the image and the place."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where in a file the checksums of a dataset's chunks begin, and their own."""
+
+    at: int
+    digest: str
+
+
+class ChunkWriter:
+    """Writes boxes into a chunked dataset of a growing file; each chunk goes to the file once it is whole.
+
+    ``sums`` (chunks along each dim) uint64 are the checksums of those that are.
+    """
+
+    def __init__(self, dataset: h5py.Dataset):
+        self._dataset, self._chunk, self._shape = dataset, dataset.chunks, dataset.shape
+        self._packed = dataset.compression == "gzip"
+        self.sums = np.zeros(_grid(self._shape, self._chunk), np.uint64)
+        self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}  # chunks that are not whole, and what they miss
+
+    def write(self, box: Box, array: np.ndarray) -> None:
+        """``array`` (*box.size); each pixel is written once."""
+        for index, outside, inside in _touched(box, self._chunk):
+            part = array[outside]
+            chunk, missing = self._pending.pop(index, None) or self._begun(index)
+            chunk[inside] = part
+            if missing > part.size:
+                self._pending[index] = chunk, missing - part.size
+            else:
+                self._finish(index, chunk)
+
+    def _begun(self, index: tuple[int, ...]) -> tuple[np.ndarray, int]:
+        return np.zeros(self._chunk, self._dataset.dtype), _extent(index, self._chunk, self._shape).pixels
+
+    def _finish(self, index: tuple[int, ...], chunk: np.ndarray) -> None:
+        data = zlib.compress(chunk, 1) if self._packed else chunk.tobytes()
+        self.sums[index] = chunk_sum(data)
+        self._dataset.id.write_direct_chunk(tuple(i * c for i, c in zip(index, self._chunk)), data)
+
+
+class ChunkReader:
+    """Reads boxes of a chunked dataset.
+
+    Args:
+        handle: descriptor of the file.
+        path, what: for errors, such as ``pixels of image 'a'``.
+        sums: where the chunks' checksums are; None where there are none.
+        leading: dims that come before space, such as bands.
+
+    Raises:
+        Damage: chunks are missing, or said to lie outside the file, or can't have the size they are said to have.
+    """
+
+    def __init__(self, handle: int, dataset: Data, path: str, what: str, sums: Sums | None = None, leading: int = 0):
+        self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunk
+        self._handle, self._path, self._what, self._leading = handle, path, what, leading
+        if self.chunk is None or "fletcher32" in dataset.filters:
+            raise Damage(f"{path} is damaged: the {what} are not stored as distseg stores them")
+        self._packed = dataset.filters == ("gzip",)
+        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of a chunk that is not packed
+        self.grid = _grid(self.shape, self.chunk)
+        self._check_size(os.fstat(handle).st_size)
+        self._at, self._sizes, self._masks = self._places(dataset)
+        self._sums = None if sums is None else self._read_sums(sums)
+
+    @property
+    def chunks(self) -> int:
+        return math.prod(self.grid)
+
+    def read(self, box: Box) -> np.ndarray:
+        """The pixels (*box.size).
+
+        Raises:
+            Damage: of a chunk that the box touches.
+            OSError: the disk can't be read there.
+        """
+        return self.read_boxes([box])[0]
+
+    def read_boxes(self, boxes: Sequence[Box]) -> np.ndarray:
+        """Return the pixels of boxes of one size, (boxes, *box.size); a chunk that several of them touch is loaded once.
+
+        Raises:
+            Damage, OSError: as :meth:`read`.
+        """
+        out = np.empty((len(boxes), *boxes[0].size), self.dtype)
+        wanted: dict[tuple[int, ...], list[tuple]] = {}
+        for number, box in enumerate(boxes):
+            for index, outside, inside in _touched(box, self.chunk):
+                wanted.setdefault(index, []).append(((number, *outside), inside))
+        for index, parts in wanted.items():
+            chunk = self.load(index)
+            for outside, inside in parts:
+                out[outside] = chunk[inside]
+        return out
+
+    def load(self, index: tuple[int, ...]) -> np.ndarray:
+        """A chunk, also beyond the border of the image; to be copied before the next one is loaded."""
+        data = self._stored(index)
+        if self._sums is not None and chunk_sum(data) != self._sums[index]:
+            raise self.damage(index, "are not those that were written, their checksum differs")
+        if self._packed and not self._masks[index] & _SKIPPED:
+            data = self._unpacked(index, data)
+        return np.frombuffer(data, self.dtype).reshape(self.chunk)
+
+    def place(self, index: tuple[int, ...]) -> Box:
+        """The pixels of a chunk."""
+        return _extent(index, self.chunk, self.shape)
+
+    def damage(self, index: tuple[int, ...], how: str) -> Damage:
+        return Damage(f"{self._path} is damaged: {self._words(index)} {how}: {AGAIN}")
+
+    def _words(self, index: tuple[int, ...]) -> str:
+        """What a chunk is, and where."""
+        box = self.place(index)
+        bands = f", bands {box.start[0]} to {box.stop[0] - 1}" if self._leading and self.grid[0] > 1 else ""
+        return f"the {self._what} at {Box(box.start[self._leading :], box.stop[self._leading :])}{bands}"
+
+    def _read_sums(self, sums: Sums) -> np.ndarray:
+        data = os.pread(self._handle, 8 * self.chunks, sums.at)
+        if digest(data) != sums.digest:
+            raise Damage(
+                f"{self._path} is damaged: the checksums of the {self._what} are not those that were written: {AGAIN}"
+            )
+        return np.frombuffer(data, "<u8").reshape(self.grid)
+
+    def _stored(self, index: tuple[int, ...]) -> memoryview:
+        size, at, done = int(self._sizes[index]), int(self._at[index]), 0
+        buffer = _buffer(size)
+        try:
+            while done < size and (count := os.preadv(self._handle, [buffer[done:]], at + done)):
+                done += count
+        except OSError as e:
+            raise OSError(f"{self._path}: {self._words(index)} can not be read from the disk ({e.strerror})") from e
+        if done < size:
+            raise self.damage(index, "are cut off")
+        return buffer
+
+    def _unpacked(self, index: tuple[int, ...], data: memoryview) -> bytes:
+        stream = zlib.decompressobj()
+        try:
+            found = stream.decompress(data, self._bytes + 1)
+        except zlib.error as e:
+            raise self.damage(index, f"can not be unpacked ({e})") from None
+        if len(found) != self._bytes or not stream.eof:
+            raise self.damage(index, "can not be unpacked (they are more or fewer than they should be)")
+        return found
+
+    def _check_size(self, file_size: int) -> None:
+        """Before anything is made room for: whether a file of this size could hold such data."""
+        least = self.chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
+        if least > file_size:
+            shape = "x".join(map(str, self.shape))
+            raise Damage(
+                f"{self._path} is damaged: the {self._what}, {shape} of {self.dtype}, take {least} bytes at least, "
+                f"but the file has {file_size}: {AGAIN}"
+            )
+
+    def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each chunk lies in the file, how many bytes it takes there, and its filter mask."""
+        at, sizes = np.full(self.grid, -1, np.int64), np.zeros(self.grid, np.int64)
+        masks = np.zeros(self.grid, np.uint32)
+        for found in _chunk_list(dataset):
+            index = tuple(a // c for a, c in zip(found.chunk_offset, self.chunk))
+            if all(i < n for i, n in zip(index, self.grid)):
+                at[index], sizes[index], masks[index] = found.byte_offset, found.size, found.filter_mask
+        end = os.fstat(self._handle).st_size
+        plain = (masks & _SKIPPED > 0) if self._packed else np.ones(self.grid, bool)
+        wrong = (
+            (at < 0)
+            | (sizes < 1)
+            | (sizes > 2 * self._bytes + _PACKED_MORE)
+            | (at > end - sizes)
+            | plain & (sizes != self._bytes)
+        )
+        if wrong.any():
+            raise self.damage(tuple(int(i) for i in np.argwhere(wrong)[0]), "are missing or cut off")
+        return at, sizes, masks
+
+
+def _chunk_list(dataset: Data) -> list:
+    found: list = []
+    if hasattr(dataset.id, "chunk_iter"):
+        dataset.id.chunk_iter(found.append)
+        return found
+    return [dataset.id.get_chunk_info(k) for k in range(dataset.id.get_num_chunks())]
+
+
+def _grid(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-n // c) for n, c in zip(shape, chunk))
+
+
+def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) -> Box:
+    return Box(
+        tuple(i * c for i, c in zip(index, chunk)), tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape))
+    )
+
+
+def _touched(box: Box, chunk: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
+    """Of each chunk that a box touches the index, and what they share: as slices of the box, and of the chunk."""
+    axes = [
+        [
+            (
+                i,
+                slice(max(a, i * c) - a, min(b, (i + 1) * c) - a),
+                slice(max(a, i * c) - i * c, min(b, (i + 1) * c) - i * c),
+            )
+            for i in range(a // c, -(-b // c))
+        ]
+        for a, b, c in zip(box.start, box.stop, chunk)
+    ]
+    for parts in product(*axes):
+        index, outside, inside = zip(*parts)
+        yield index, outside, inside
+
+
+def _buffer(size: int) -> memoryview:
+    """Room for a chunk, one a thread: fresh memory would take longer than reading into it."""
+    if len(getattr(_buffers, "room", b"")) < size:
+        _buffers.room = bytearray(size)
+    return memoryview(_buffers.room)[:size]

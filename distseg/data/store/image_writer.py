@@ -1,0 +1,174 @@
+"""One image on its way into a store: takes its blocks, refuses what training could not use, counts its classes."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import h5py
+import numpy as np
+
+from distseg.config.sizes import Extents
+from distseg.data.formats.georeference import Place
+from distseg.data.nodata import missing as missing_of
+from distseg.data.store import layout
+from distseg.data.store.chunks import ChunkWriter
+from distseg.data.store.header import Entry
+from distseg.data.store.statistics import ClassCounts, Moments
+from distseg.tiling.tile import Box
+
+_LARGEST = 1e30  # beyond lie the numbers that stand for no data, which would drown all others in means and deviations
+
+
+class ImageWriter:
+    """Writes blocks of an image and its labels into its group of the file.
+
+    Args:
+        bands, classes: names.
+        nodata: the number that stands for no data in its pixels; None for none.
+        label: of the whole image.
+        masked: it has a validity mask.
+        place: where on earth it lies.
+        moments: takes the pixels of a training image, None for others.
+        check: raises what the disk has said.
+    """
+
+    def __init__(
+        self,
+        group: h5py.Group,
+        name: str,
+        split: str,
+        size: tuple[int, ...],
+        dtype: np.dtype,
+        labels: bool,
+        bands: list[str],
+        classes: list[str],
+        ignore: int,
+        nodata: int | float | None,
+        moments: Moments | None,
+        check: Callable[[], None],
+        label: int | float | None = None,
+        masked: bool = False,
+        place: Place | None = None,
+    ):
+        self._check_disk = check
+        self.name, self.split, self.size, self.dtype = name, split, size, dtype
+        self.bands, self.classes, self.ignore = bands, classes, ignore
+        self.group, self.nodata, self.moments, self.missing, self.label = group, nodata, moments, Box.whole(size).pixels, label
+        self.counts = ClassCounts(len(classes), size) if labels else None
+        self.without_data = 0  # pixels
+        shape = (len(bands), *size)
+        pixels = group.create_dataset("pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize))
+        self._chunks = {"pixels": ChunkWriter(pixels)}
+        packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
+        for what, there in (("labels", labels), ("valid", masked)):
+            if there:
+                self._chunks[what] = ChunkWriter(group.create_dataset(what, size, "u1", **packed))
+        self.masked, self.place = masked, place
+        self._sums: dict[str, np.ndarray] = {}
+        self._digests: dict[str, str] = {}
+
+    def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None, valid: np.ndarray | None = None) -> None:
+        """Write pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type.
+
+        A pixel without data in any band is ignored, whatever its label.
+
+        Args:
+            valid: where there is data, (*box.size) bool, of an image with a validity mask; None for everywhere.
+        """
+        self._check_shapes(box, pixels, labels, valid)
+        missing = missing_of(pixels, self.nodata, valid)
+        self._check_pixels(box, pixels, missing)
+        nothing = None if missing is None else missing.all(0)
+        self._chunks["pixels"].write(Box((0, *box.start), (len(self.bands), *box.stop)), pixels)
+        if self.masked:
+            self._chunks["valid"].write(box, np.ones(box.size, np.uint8) if valid is None else valid.astype(np.uint8))
+        if labels is not None:
+            self._check_labels(box, labels)
+            labels = labels.astype(np.uint8)
+            if nothing is not None:
+                labels[nothing] = self.ignore
+            self._chunks["labels"].write(box, labels)
+            self.counts.add(box, labels)
+        if self.moments:
+            self.moments.add(pixels, missing)
+        self.without_data += 0 if nothing is None else int(nothing.sum())
+        self.missing -= box.pixels
+        if not self.missing:
+            self._finish()
+        self._check_disk()
+
+    def entry(self, first: int) -> tuple[Entry, np.ndarray]:
+        """The image's line in the index, and the checksums of its chunks, which begin at ``first``; ValueError unless all is written."""
+        if self.missing:
+            raise ValueError(f"image {self.name!r}: {self.missing} of its {Extents(self.size)} pixels were never written")
+        labels, totals = self.counts is not None, self.counts.totals if self.counts else None
+        known = self.name, self.split, self.size, self.dtype, labels, totals
+        starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
+        places = {what: int(start) for what, start in zip(self._sums, starts)}
+        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label, self.masked, self.place)
+        return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
+
+    def _finish(self) -> None:
+        for what, chunks in self._chunks.items():
+            self._sums[what], self._digests[what] = chunks.sums, layout.digest(chunks.sums)
+        self._chunks.clear()
+        if self.counts:
+            table = self.counts.table.astype("<u4")
+            self.group.create_dataset("counts", data=table, compression="gzip", compression_opts=1)
+            self._digests["counts"] = layout.digest(table)
+            self.counts.forget()
+
+    def _check_shapes(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None) -> None:
+        if len(box.start) != len(self.size) or not Box.whole(self.size).contains(box) or min(box.size) < 1:
+            raise ValueError(f"image {self.name!r}: the block {box} is empty or outside an image of {Extents(self.size)}")
+        if box.pixels > self.missing:
+            raise ValueError(f"image {self.name!r}: some of the block {box} is written already: write each pixel once")
+        if pixels.shape != (len(self.bands), *box.size):
+            raise ValueError(f"image {self.name!r}: pixels of the block {box} have the shape {(len(self.bands), *box.size)}, got {pixels.shape}")
+        if (labels is None) != (self.counts is None):
+            raise ValueError(f"image {self.name!r} was added {'without' if self.counts is None else 'with'} labels: write it so")
+        if labels is not None and labels.shape != box.size:
+            raise ValueError(f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got {labels.shape}")
+        if valid is not None and (not self.masked or valid.shape != box.size):
+            what = f"have the shape {box.size}, got {valid.shape}" if self.masked else "were given, but it was added without a validity mask: add it with masked=True"
+            raise ValueError(f"image {self.name!r}: valid pixels of the block {box} {what}")
+
+    def _check_pixels(self, box: Box, pixels: np.ndarray, missing: np.ndarray | None) -> None:
+        if not np.can_cast(pixels.dtype, self.dtype, "safe"):
+            raise ValueError(f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with")
+        if (bad := first_bad(pixels, missing)) is not None:
+            band, *inside = bad
+            raise ValueError(
+                f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {position(box, inside)}: "
+                f"replace it by a number, and label the pixel as ignored, or say that it stands for no data: --nodata={pixels[bad]}"
+            )
+
+    def _check_labels(self, box: Box, labels: np.ndarray) -> None:
+        if labels.dtype.kind not in "iu":
+            raise ValueError(f"image {self.name!r}: labels are whole numbers, got {labels.dtype}")
+        bad = ((labels < 0) | (labels >= len(self.classes))) & (labels != self.ignore)
+        if bad.any():
+            inside = np.argwhere(bad)[0]
+            names = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes))
+            value = labels[tuple(inside)]
+            raise ValueError(
+                f"image {self.name!r}: label {value} at {position(box, inside)} is no class: there are {names}, and "
+                f"{self.ignore} is ignored; map other values to these (--values={value}={self.ignore})"
+            )
+
+
+def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
+    """The index of the first number that is none, or must stand for no data, but is not among the ``missing``; None if all are fine."""
+    if pixels.dtype.kind != "f":
+        return None
+    fine = np.isfinite(pixels)
+    if pixels.dtype.itemsize > 2:
+        with np.errstate(invalid="ignore"):
+            fine &= np.abs(pixels) < _LARGEST
+    if missing is not None:
+        fine |= missing
+    return None if fine.all() else tuple(int(i) for i in np.argwhere(~fine)[0])
+
+
+def position(box: Box, inside) -> tuple[int, ...]:
+    return tuple(int(a + p) for a, p in zip(box.start, inside))

@@ -1,0 +1,71 @@
+"""What a store knows of its data without reading them again: mean and deviation of each band, and where each class is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distseg.data.store.layout import BLOCK, blocks
+from distseg.tiling.tile import Box
+
+
+class Moments:
+    """Mean and standard deviation of each band, fed block by block.
+
+    Blocks are joined by the formula of Chan, Golub and LeVeque (Updating formulae and a pairwise algorithm for computing
+    sample variances, 1979) in float64: no sum of squares, whose difference from a large mean would cancel.
+    """
+
+    def __init__(self, bands: int):
+        self.pixels = [0] * bands
+        self.mean = np.zeros(bands)
+        self._squares = np.zeros(bands)  # sums of squared distances from the mean
+
+    def add(self, pixels: np.ndarray, missing: np.ndarray | None = None) -> None:
+        """(bands, *size), not empty, but for the values that are ``missing``."""
+        for band, values in enumerate(pixels):
+            self._add(band, values if missing is None else values[~missing[band]])
+
+    def _add(self, band: int, values: np.ndarray) -> None:
+        before, count = self.pixels[band], values.size
+        if not count:
+            return
+        total = before + count
+        values = values.astype(np.float64)
+        mean = values.mean()
+        values -= mean
+        shift = mean - self.mean[band]
+        self._squares[band] += np.vdot(values, values) + shift**2 * before * count / total
+        self.mean[band] += shift * count / total
+        self.pixels[band] = total
+
+    @property
+    def std(self) -> np.ndarray:
+        """Of the whole population; 1 for a constant band, so that dividing by it does nothing."""
+        std = np.sqrt(self._squares / np.maximum(1, self.pixels))
+        return np.where(std > 0, std, 1.0)
+
+
+class ClassCounts:
+    """Pixels of each class in every block of an image: ``table`` (classes, *blocks), and their ``totals``."""
+
+    def __init__(self, classes: int, size):
+        self.totals = [0] * classes
+        self.table = np.zeros((classes, *blocks(size)), dtype=np.int64)
+
+    def add(self, box: Box, labels: np.ndarray) -> None:
+        """Labels (*box.size); those that are no class count nowhere."""
+        touched = box.coarsened((BLOCK,) * len(box.start))
+        cell = np.zeros((1,) * labels.ndim, dtype=np.int64)
+        for dim, (a, b, first, count) in enumerate(zip(box.start, box.stop, touched.start, touched.size)):
+            along = (np.arange(a, b) // BLOCK - first).reshape([-1 if d == dim else 1 for d in range(labels.ndim)])
+            cell = cell * count + along
+        classes = len(self.totals)
+        valid = labels < classes
+        found = np.bincount((cell * classes + labels.astype(np.int64))[valid], minlength=touched.pixels * classes)
+        found = np.moveaxis(found.reshape(*touched.size, classes), -1, 0)
+        self.table[(slice(None), *touched.slices)] += found
+        self.totals = [int(t + n) for t, n in zip(self.totals, found.reshape(classes, -1).sum(1))]
+
+    def forget(self) -> None:
+        """Keep the totals only: a store has many images."""
+        del self.table

@@ -1,0 +1,179 @@
+"""Writes a store, block by block, so that no image has to fit into memory, and whole or not at all.
+
+The file grows under another name and takes its own when everything is in it, checked and on the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import ContextManager, Sequence
+
+import numpy as np
+
+from distseg.config.sizes import Extents
+from distseg.data.formats.georeference import Place
+from distseg.data.nodata import fitting
+from distseg.data.store import hdf5, header, layout
+from distseg.data.store.image_writer import ImageWriter
+from distseg.data.store.statistics import Moments
+from distseg.report.disk import check_replaceable, locked, room_told, to_disk
+
+
+def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
+    """Return the bytes that an image takes in a store at most: its pixels, and planes of a byte a pixel, such as labels."""
+    return Extents(size).volume * (bands * dtype.itemsize + planes)
+
+
+class StoreWriter:
+    """``with StoreWriter(path, classes, bands) as writer: writer.add_image(...).write(box, pixels, labels)``.
+
+    Args:
+        classes: names in the order of their labels, 2 to 255.
+        numbers: instead, each image has a number, and ``classes`` is its one name.
+        bands: names of the bands, or how many there are.
+        ignore: label of pixels that count nowhere; no class has it.
+        provenance: where the data come from; anything JSON can hold.
+        overwrite: replace a store that is there.
+        colours: (classes, 3) uint8, in which class maps are drawn.
+        expected: bytes that it may take, for the message of a full disk; by default those of the images added so far.
+
+    Raises:
+        FileExistsError: ``path`` is there and ``overwrite`` is not set, or it is no file.
+        ValueError: classes, bands or data that make no store, naming the image and the position.
+        NoRoom: the disk is full. Nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        classes: Sequence[str],
+        bands: Sequence[str] | int,
+        ignore: int = 255,
+        provenance: dict | None = None,
+        overwrite: bool = False,
+        expected: int = 0,
+        numbers: bool = False,
+        colours: np.ndarray | None = None,
+    ):
+        self.expected, self._added, self.numbers, self.colours = expected, 0, numbers, colours
+        self.path, self.partial = Path(path), Path(f"{path}.partial")
+        self.classes, self.ignore, self.provenance = list(classes), ignore, provenance or {}
+        self.bands = [f"band{b}" for b in range(bands)] if isinstance(bands, int) else list(bands)
+        self._images: dict[str, ImageWriter] = {}
+        self.moments = Moments(len(self.bands))
+        self._check()
+        if self.path.is_dir():
+            raise FileExistsError(f"{self.path} is a folder: choose another name for the store")
+        check_replaceable(self.path)
+        if self.path.exists() and not overwrite:
+            raise FileExistsError(f"{self.path} is already there: choose another name, or overwrite it (--overwrite)")
+
+    def _check(self) -> None:
+        if self.numbers != (len(self.classes) == 1) or len(self.classes) > 255 or len(set(self.classes)) < len(self.classes) or not all(self.classes):
+            raise ValueError(f"a store has 2 to 255 classes (or one, where it has numbers, which it names) with different names, got {self.classes}: name the background too")
+        if not len(self.classes) <= self.ignore <= 255:
+            raise ValueError(
+                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored pixels are no class: "
+                f"give a number from {len(self.classes)} to 255, and where masks have {self.ignore} for such pixels, "
+                f"say what it stands for: --ignore 255 --values={self.ignore}=255"
+            )
+        if not self.bands:
+            raise ValueError("an image has at least one band, got none")
+
+    def __enter__(self) -> "StoreWriter":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._finished = False
+        with room_told(self.path):
+            self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
+        self._growing = hdf5.Growing(self.path, self._lock.fileno())
+        self.file = self._growing.file
+        header.begin(self.file)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self.file.close()
+            if not self._finished:
+                self.partial.unlink(missing_ok=True)
+            self._lock.close()
+
+    def add_image(
+        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False, place: Place | None = None
+    ) -> ImageWriter:  # fmt: skip
+        """A new image of ``size`` pixels, to be written in blocks that cover it.
+
+        Args:
+            labels: whether its pixels have labels.
+            label: of the whole image, instead: the number of its class, or in a store of one class the number that this names.
+            nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
+            masked: it has a validity mask, which is written with its pixels.
+            place: where on earth it lies, for class maps of it.
+        """
+        self._check_disk()
+        if name in self._images:
+            raise ValueError(f"two images have the name {name!r}: rename one")
+        layout.check_name(name, str(self.path))
+        if np.dtype(dtype).kind not in "iuf":
+            raise ValueError(f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: convert them")
+        if min(size, default=0) < 1:
+            raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
+        self._check_label(name, labels, label)
+        group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
+        moments = self.moments if split == "train" else None
+        value = fitting(nodata, dtype)
+        self._added += bytes_of(size, len(self.bands), dtype, labels + masked)
+        image = ImageWriter(
+            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label, masked, place
+        )  # fmt: skip
+        self._images[name] = image
+        return image
+
+    def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
+        """Refuse labels of pixels and of whole images in one store, and what is no label."""
+        others, one = self._images.values(), self.numbers
+        of_pixels, of_images = labels or any(image.counts for image in others), label is not None or any(image.label is not None for image in others)
+        if of_pixels and (of_images or one):
+            raise ValueError(f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of whole images, and not both: make a store of each")
+        if label is not None and not (math.isfinite(label) if one else label in range(len(self.classes))):
+            known = "a number" if one else f"0 to {len(self.classes) - 1} for {len(self.classes)} classes"
+            raise ValueError(f"image {name!r} has the label {label}: that of an image is {known}")
+
+    def _finish(self) -> None:
+        index, sums = self._entries()
+        if not any(image.split == "train" for image in index):
+            raise ValueError("no image is in the split 'train', from which the store takes mean and deviation of each band: put one there")
+        for band, pixels in zip(self.bands, self.moments.pixels):
+            if not pixels:
+                raise ValueError(
+                    f"band {band} has no data in any pixel of the split 'train': leave the band out, "
+                    "or say which number stands for no data (--nodata)"
+                )
+        known = self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance
+        header.write(self.file, *known, index, sums, self.colours)
+        with self._room_told():
+            self._growing.close()
+            to_disk(self.partial)
+            os.replace(self.partial, self.path)
+            self._finished = True
+            to_disk(self.path.parent)
+
+    def _entries(self) -> tuple[list[header.Entry], np.ndarray]:
+        """The lines of the index, and the checksums of all chunks."""
+        index, sums, first = [], [np.zeros(0, np.uint64)], 0
+        for image in self._images.values():
+            entry, found = image.entry(first)
+            index.append(entry), sums.append(found)
+            first += found.size
+        return index, np.concatenate(sums)
+
+    def _check_disk(self) -> None:
+        with self._room_told():
+            self._growing.check()
+
+    def _room_told(self) -> ContextManager[None]:
+        return room_told(self.path, self.partial, max(self.expected, self._added))

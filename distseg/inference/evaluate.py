@@ -1,0 +1,50 @@
+"""How good a network is on whole images: one confusion matrix over all images, tiles and ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable
+
+import numpy as np
+
+from distseg.data.store.store import Store
+from distseg.inference.image_source import store_scene
+from distseg.inference.metrics import confusion, most_likely, scores
+from distseg.inference.predictor import Predictor
+from distseg.inference.rounds import in_rounds
+
+
+def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False) -> np.ndarray | None:
+    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``.
+
+    Args:
+        stop: asked now and then, on all ranks, for the same answer: whether to give up, which returns None.
+    """
+    classes = len(store.classes)
+    total = np.zeros((classes, classes))
+    names = store.split(split)
+
+    def work(image: int, results) -> None:
+        nonlocal total
+        for tile, logits in results:
+            total += confusion(store.labels(names[image], tile), most_likely(logits), classes, store.ignore)
+
+    scenes = [partial(store_scene, store, name) for name in names]
+    if not in_rounds(predictor, scenes, [store.size(name) for name in names], world, f"evaluate {split}", work, stop):
+        return None
+    return sum(world.allgather(total)).astype(np.int64)
+
+
+def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:
+    """Rows of the table that compares methods: a row a class, then the means; a column a method and score."""
+    found = {method: scores(matrix, classes) for method, matrix in matrices.items()}
+    rows = []
+    for c in classes:
+        row = {"class": c, "pixels": next(iter(found.values()))["classes"][c]["pixels"]}
+        for method, score in found.items():
+            row.update({f"{method} {kind}": score["classes"][c][kind] for kind in ("iou", "dice", "accuracy")})
+        rows.append(row)
+    mean = {"class": "mean", "pixels": sum(row["pixels"] for row in rows)}
+    for method, score in found.items():
+        mean.update({f"{method} iou": score["mean_iou"], f"{method} dice": score["mean_dice"], f"{method} accuracy": score["accuracy"]})
+    return [*rows, mean]

@@ -1,0 +1,127 @@
+"""Images to predict, from a store or from files, and what tells their results from others."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+
+from distseg.config.settings import Config
+from distseg.data.formats.alpha import BAND
+from distseg.data.formats.georeference import Place
+from distseg.data.formats.readers import open_image
+from distseg.data.nodata import fitting, missing
+from distseg.data.store.image_writer import first_bad, position
+from distseg.data.store.store import Store, normalised, shrunken
+from distseg.tiling.tile import Box
+
+
+def everywhere(box: Box) -> None:
+    """Say that an image has data in all pixels of a box."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image: its size, normalised pixels (C, *box.size) float32 of any box, the ``source``, which tells it from others of its name, and
+    the bytes that the first read takes for a while, where its file can only be decoded whole (``decoding``).
+
+    ``without_data`` says of a box which pixels have no data in any band, (*box.size) bool; None where all have.
+    """
+
+    name: str
+    size: tuple[int, ...]
+    read: Callable[[Box], np.ndarray]
+    source: str = ""
+    decoding: int = 0
+    notes: tuple[str, ...] = ()  # on its file (:func:`distseg.data.notes.notes_on`)
+    without_data: Callable[[Box], np.ndarray | None] = everywhere
+    place: Place | None = None  # where on earth it lies
+
+
+def store_scene(store: Store, name: str) -> Scene:
+    """An image of a store."""
+    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path), without_data=lambda box: store.without_data(name, box), place=store.place(name) if store.shrink == 1 else None)
+
+
+def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1, scratch: str | None = None) -> Scene:
+    """An image file, normalised with the constants of the store that the network was trained on.
+
+    As in a store, it is 0 where there is no data. Transparency is no band, unless the network was trained with one more than the file has without it.
+
+    Args:
+        nodata: the number that stands for no data; by default what a TIFF file says of itself.
+        shrink: a pixel is the mean of so many along each dim (``data.shrink``).
+        scratch: folder for what can only be decoded whole (:func:`distseg.data.formats.readers.open_image`).
+
+    Raises:
+        ValueError: another number of bands; when it is read, pixels that are no numbers and do not stand for no data.
+    """
+    data = manifest["data"]
+    mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
+    reader = open_image(path, scratch=scratch)
+    if reader.alpha is not None and reader.bands + 1 == len(mean):
+        reader = open_image(path, scratch=scratch, alpha=BAND)
+    number = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
+    if nodata is not None and number is None:
+        raise ValueError(
+            f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be that: "
+            "leave it out, or name another number"
+        )
+    if reader.bands != len(mean):
+        raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows")
+    check_type(path, reader.dtype, data)
+    no_mean = f"data.shrink is {shrink}, but {path} has pixels without data, of which no mean can be taken: leave it out"
+    if shrink > 1 and number is not None:
+        raise ValueError(no_mean)
+
+    def read(box: Box) -> np.ndarray:
+        box = Box(tuple(shrink * a for a in box.start), tuple(shrink * b for b in box.stop))
+        pixels, valid = reader.read_valid(box)
+        if shrink > 1 and valid is not None and not valid.all():
+            raise ValueError(no_mean)
+        if (bad := first_bad(pixels, missing(pixels, number, valid))) is not None:
+            raise ValueError(
+                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, "
+                f"such as by the band's mean, or say that it stands for no data: --nodata={pixels[bad]}"
+            )
+        return normalised(pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, number, valid)
+
+    def without_data(box: Box) -> np.ndarray | None:
+        if shrink > 1:
+            return None
+        pixels, valid = reader.read_valid(box)
+        found = missing(pixels, number, valid)
+        return None if found is None else found.all(0)
+
+    told = ("" if number is None else f", no data is {number}") + (", transparency is no data" if reader.alpha is not None else "")
+    source = "; ".join(map(_file_identity, (path, *reader.sources))) + told
+    known = number is not None or reader.masked
+    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, source, reader.decoding, reader.notes, without_data if known else everywhere, reader.place if shrink == 1 else None)
+
+
+def check_type(image: str, dtype: np.dtype, data: dict) -> None:
+    """Refuse pixels of another type than those a network was trained on: the same picture has other numbers in it.
+
+    Args:
+        data: of a run's manifest.
+    """
+    types = data.get("types")  # older runs do not know
+    if types and str(dtype) not in types:
+        raise ValueError(f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, in whose range its numbers hardly are: convert the image to {types[0]}")
+
+
+def network_identity(checkpoint: Path, config: Config, manifest: dict) -> str:
+    """Tells a network's results from those of other weights, also of a run that was trained anew in its folder, and of other settings."""
+    spatial = config.spatial
+    settings = [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
+    return json.dumps([_file_identity(checkpoint / "manifest.json"), manifest["step"], manifest["config"]["model"], *settings])
+
+
+def _file_identity(path: str | Path) -> str:
+    """Path, size and time of a file: another one under its name is another."""
+    found = os.stat(path)
+    return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"

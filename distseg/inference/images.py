@@ -1,0 +1,96 @@
+"""What a network says of whole images: of each one a vector, and how good these are."""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+import numpy as np
+
+from distseg.data.store.store import Store
+from distseg.inference.image_source import Scene, store_scene
+from distseg.inference.metrics import confusion, mean, quadratic_kappa, ratio
+from distseg.inference.predictor import Predictor
+from distseg.inference.rounds import in_rounds
+
+
+def vectors_of(
+    predictor: Predictor, scenes: Sequence[Callable[[], Scene]], sizes: Sequence[Sequence[int]], world, what: str, stop: Callable[[], bool] = lambda: False
+) -> np.ndarray | None:
+    """The network's vector of each image, (images, C'), the same on every rank. Collective over ``world``.
+
+    Args:
+        scenes: open the images, of these ``sizes``.
+        what: is said beside the bar.
+        stop: asked now and then, on all ranks, for the same answer: whether to give up, which returns None.
+    """
+    found: dict[int, np.ndarray] = {}
+
+    def work(image: int, results) -> None:
+        for _, vector in results:  # the same with each tile, and on each rank
+            found[image] = vector.reshape(-1)
+
+    if not in_rounds(predictor, scenes, sizes, world, what, work, stop):
+        return None
+    every = {image: vector for those in world.allgather(found) for image, vector in those.items()}
+    return np.stack([every[image] for image in range(len(scenes))])
+
+
+def evaluate_images(predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False) -> dict | None:
+    """The scores (:func:`scores_of_images`) over the images of ``split``; None where it was stopped. Collective over ``world``."""
+    names = store.split(split)
+    vectors = vectors_of(predictor, [lambda name=name: store_scene(store, name) for name in names], [store.size(name) for name in names], world, f"evaluate {split}", stop)
+    return None if vectors is None else scores_of_images(vectors, np.array([store.label(name) for name in names]), store.classes)
+
+
+def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict:
+    """Of logits (images, classes), or of one logit for two classes, against class numbers (images,); of one class, against the numbers that it names.
+
+    Classes: accuracy, the share of images whose largest logit is right; of each class accuracy = tp / (tp + fn), precision = tp / (tp + fp)
+    and auc, the area under the curve of true over false positives of its probability; their means; of a class that no image has none. kappa: quadratic weighted, for classes in an order (:func:`quadratic_kappa`).
+    Numbers: mae, rmse, and r2 = 1 - squared error / squared deviation.
+    """
+    if len(classes) == 1:
+        return _of_numbers(vectors[:, 0].astype(float), labels.astype(float))
+    likely = probabilities(vectors)
+    matrix = confusion(labels, likely.argmax(1), len(classes), ignore=-1)
+    hit, truth, predicted = np.diag(matrix).astype(float), matrix.sum(1), matrix.sum(0)
+    table = {
+        name: {"accuracy": ratio(hit[c], truth[c]), "precision": ratio(hit[c], predicted[c]), "auc": area_under_curve(likely[:, c], labels == c), "images": int(truth[c])}
+        for c, name in enumerate(classes)
+    }
+    over = lambda kind: mean(row[kind] for row in table.values() if row["images"])
+    means = {"accuracy": ratio(hit.sum(), matrix.sum()), "mean_accuracy": over("accuracy"), "auc": over("auc"), "kappa": quadratic_kappa(matrix)}
+    return {"classes": table, **means, "confusion": matrix.tolist()}
+
+
+def most_frequent(store: Store, split: str) -> float | None:
+    """The accuracy on ``split`` of always saying the class that most training images have."""
+    labels = [store.label(name) for name in store.split("train")]
+    most = max(set(labels), key=labels.count)
+    names = store.split(split)
+    return ratio(sum(store.label(name) == most for name in names), len(names))
+
+
+def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float | None:
+    """How often a positive image scores higher than another one, ties by half; None where all are alike."""
+    n, m = int(positive.sum()), int((~positive).sum())
+    if not n or not m:
+        return None
+    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # from 1 on, of equal scores the middle one
+    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def probabilities(vectors: np.ndarray) -> np.ndarray:
+    """(images, classes) of logits; of one logit (images, 2)."""
+    logits = vectors.astype(float)
+    if logits.shape[1] == 1:
+        logits = np.concatenate((np.zeros_like(logits), logits), 1)
+    likely = np.exp(logits - logits.max(1, keepdims=True))
+    return likely / likely.sum(1, keepdims=True)
+
+
+def _of_numbers(found: np.ndarray, wanted: np.ndarray) -> dict:
+    error = found - wanted
+    deviation = ((wanted - wanted.mean()) ** 2).sum()
+    return {"mae": float(np.abs(error).mean()), "rmse": float((error**2).mean() ** 0.5), "r2": ratio(deviation - (error**2).sum(), deviation), "images": len(wanted)}

@@ -1,0 +1,84 @@
+"""The colour baseline: the best that a classifier can do which sees one pixel and nothing around it.
+
+Whether a network understands more than colour is told only beside this. Colours are quantised, and the joint counts of
+(colour, class) over the training split give p(colour | class) and the share of each class; a pixel is given the class
+that maximises p(colour | class) * share^a. The exponent a (1 is Bayes' rule, 0 treats rare classes as frequent ones)
+is the one with the best mean IoU on the training split, which the counts alone tell.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+import numpy as np
+
+from distseg.comm.watch import beat
+from distseg.data.store.store import Store
+from distseg.inference.metrics import scores
+from distseg.tiling.tile import Box
+
+_BINS = 1 << 16
+_BANDS = 16  # of more, the first ones: two levels of each
+_EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_BLOCK = 512
+
+
+def baseline(store: Store, split: str, world) -> np.ndarray:
+    """The confusion matrix on ``split`` of a colour classifier fitted to the training split, (classes, classes). Collective."""
+    classes, levels = len(store.classes), int(_BINS ** (1 / min(store.bands, _BANDS)))
+    known = _counts(store, "train", levels, world)
+    lookup = max((_classifier(known, a) for a in _EXPONENTS), key=lambda table: _mean_iou(_confusion(known, table), classes))
+    return _confusion(_counts(store, split, levels, world), lookup)
+
+
+def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
+    """Pixels of each colour and class, (levels^bands, classes), over all ranks."""
+    classes = len(store.classes)
+    total = np.zeros(levels ** min(store.bands, _BANDS) * classes)
+    for position, (name, box) in enumerate(_blocks(store, split)):
+        if position % world.size == world.rank:
+            beat(f"colours of image {name}")
+            labels = store.labels(name, box)
+            valid = labels != store.ignore
+            colour = _quantised(store.read_normalised(name, box)[:_BANDS], levels)[valid]
+            total += np.bincount(colour * classes + labels[valid], minlength=total.size)
+    everyone = world.allgather(total) if world.size > 1 else [total]
+    return sum(everyone).reshape(-1, classes).astype(np.int64)
+
+
+def _blocks(store: Store, split: str) -> Iterator[tuple[str, Box]]:
+    for name in store.split(split):
+        size = store.size(name)
+        for corner in np.ndindex(*(-(-n // _BLOCK) for n in size)):
+            start = tuple(c * _BLOCK for c in corner)
+            yield name, Box(start, tuple(min(a + _BLOCK, n) for a, n in zip(start, size)))
+
+
+def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
+    """Normalised pixels (C, *size) -> one colour number (*size): ``levels`` steps a band between -2.5 and 2.5 deviations."""
+    steps = np.clip((pixels + 2.5) * (levels / 5), 0, levels - 1).astype(np.int64)
+    colour = np.zeros(pixels.shape[1:], dtype=np.int64)
+    for band in steps:
+        colour = colour * levels + band
+    return colour
+
+
+def _classifier(counts: np.ndarray, exponent: float) -> np.ndarray:
+    """The class of each colour, (colours,); a colour never seen is the most frequent class."""
+    share = counts.sum(0) / max(1, counts.sum())
+    weight = np.where(share > 0, share ** (exponent - 1), 0)  # counts = share * p(colour | class) * N
+    found = (counts * weight).argmax(1)
+    found[counts.sum(1) == 0] = share.argmax()
+    return found
+
+
+def _confusion(counts: np.ndarray, lookup: np.ndarray) -> np.ndarray:
+    classes = counts.shape[1]
+    matrix = np.zeros((classes, classes), dtype=np.int64)
+    for predicted in range(classes):
+        matrix[:, predicted] = counts[lookup == predicted].sum(0)
+    return matrix
+
+
+def _mean_iou(matrix: np.ndarray, classes: int) -> float:
+    return scores(matrix, [str(c) for c in range(classes)])["mean_iou"] or 0.0

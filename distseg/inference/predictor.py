@@ -1,0 +1,408 @@
+"""A trained network over whole images: tile after tile, in the memory of one, with the whole image's result.
+
+What runs is the executor of tiles in time (:mod:`distseg.runtime.streaming`), forward only. Where every norm has fixed
+statistics a tile depends on its own window alone, so tiles are dealt to the ranks one by one. A live norm (instance,
+group) needs all of a map first: each rank then has a block of the image, and maps wait in memory or in a scratch folder
+between one norm and the next. A network that can not be computed in parts goes window by window
+(:mod:`distseg.inference.windows`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections import deque
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, product
+from pathlib import Path
+from typing import Callable, ContextManager, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from distseg.comm.collective import Alone
+from distseg.comm.staging import upload
+from distseg.config.sizes import Extents
+from distseg.data.formats.plausible import free_memory
+from distseg.data.prefetch import prefetch
+from distseg.inference.image_source import Scene
+from distseg.inference.windows import Windows
+from distseg.layers.norm import DistributedNorm
+from distseg.models.network import check_calls, check_size
+from distseg.planning.streaming import Activations, BudgetTiling, SizeTiling
+from distseg.runtime.parallelize import TiledModel
+from distseg.runtime.partition import Partition
+from distseg.runtime.pipeline import Pipeline
+from distseg.runtime.streaming import InTime, computed, windows
+from distseg.runtime.tile_program import whole
+from distseg.tiling.layout import Layout
+from distseg.tiling.segment import segments_of
+from distseg.tiling.tile import Box, Place, most_even_grid, split, tiles, window
+from distseg.tiling.tile_batch import Block
+
+_SHARE = 0.5  # of the memory that is free, in which maps may wait
+
+
+def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
+    """Refuse images that cannot be predicted, before anything is computed.
+
+    Args:
+        predictor: with a method ``check(size)``.
+        sizes: the name of an image of each size that there is.
+
+    Raises:
+        ValueError: naming the image and the setting.
+    """
+    for size, name in sorted(sizes.items()):
+        try:
+            predictor.check(size)
+        except ValueError as e:
+            raise ValueError(f"image {name!r} of {Extents(size)} pixels: {e}") from None
+
+
+class Predictor:
+    """A model in evaluation mode over whole images; every rank calls it alike.
+
+    Args:
+        model: already parallelized and on its devices; its context's communicators are set here.
+        replicas: the ranks that hold the same layers; the tiles of an image are dealt to them.
+        devices: of this rank; of each stage, where it has several.
+        autocast: makes the context in which the network runs.
+        tile: pixels of a tile; memory follows from it, where no ``room`` is given.
+        room: bytes for activations, the same on all ranks: tiles are as large as fit, and maps wait in memory where these do too.
+        scratch: folder where maps wait between live norms; ``memory``; by default memory where they fit into half of
+            what is free, else the system's folder for such files.
+        pipeline: this rank's links to the other stages, where the model is cut into stages.
+        outputs: channels of the result; for probabilities.
+        exact: the model's halo is its own; with another, whole windows go through every layer.
+        neighbours: ranks that share this one's memory, itself included.
+    """
+
+    def __init__(
+        self, model: TiledModel, replicas, devices: Sequence[torch.device], autocast: Callable[[], ContextManager], tile: Extents, scratch: str | None = None,
+        channels_last: bool = False, pipeline: Pipeline | None = None, outputs: int | None = None, exact: bool = True, neighbours: int = 1, room: float | None = None,
+    ):  # fmt: skip
+        self.model, self.replicas, self.devices, self.autocast = model, replicas, list(devices), autocast
+        self.tile, self.scratch, self.channels_last, self.pipeline = tile, scratch, channels_last, pipeline
+        self.outputs, self.exact, self.neighbours = outputs, exact, neighbours
+        self.room = None if room is None else 2 ** (int(4 * math.log2(room)) / 4)  # so that another day's tiles are the same
+        self._workers = {replicas.size: replicas}
+        self._sizes: dict[tuple[int, ...], Extents] = {}
+        self._layouts: dict[tuple, Layout] = {}
+        self._tilings: dict[float, BudgetTiling] = {}
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank holds the last stage, which has the results."""
+        return self.pipeline is None or self.pipeline.last
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the one that writes results: the first that has them."""
+        return self.last and self.replicas.rank == 0
+
+    @property
+    def windowed(self) -> bool:
+        """Whether windows go through every layer whole."""
+        approximate = not self.exact or (self.model.context.per_window and self.model.live_in_training)
+        return self.model.graph is None or approximate
+
+    @property
+    def independent(self) -> bool:
+        """Whether a tile's result depends on its own window only."""
+        return not self.model.always_live or self.model.context.per_window
+
+    def grid_of(self, size) -> Extents:
+        """The tiles of an image, of at most the configured size, or a stride cell more."""
+        steps = (n if t >= n else max(1, t // s) * s for t, s, n in zip(self._tile_of(size), self.model.reach.stride, size))
+        return Extents(-(-n // step) for n, step in zip(size, steps))
+
+    def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
+        """The maps of an image, in one piece or cut at ``borders`` along each dim."""
+        borders = borders or [(0, n) for n in size]
+        key = tuple(map(tuple, borders))
+        if key not in self._layouts:
+            self._layouts = {key: Layout(self.model.graph, size, borders, "all").check_result(borders)}  # the last one: images often are of one size
+        return self._layouts[key]
+
+    def _tiling(self, budget: float) -> BudgetTiling:
+        """Tiles within a budget, which are searched for once."""
+        return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
+
+    def _tile_of(self, size) -> Extents:
+        """The size of the tiles of an image."""
+        if self.exact and self.model.graph is None:  # nothing is known of how far it sees
+            return Extents(size)
+        if self.room is None or self.windowed:
+            return self.tile
+        size = tuple(size)
+        if size not in self._sizes:
+            last = segments_of(self.model.graph, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
+            self._sizes[size] = Extents(self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1))
+        return self._sizes[size]
+
+    def check(self, size) -> None:
+        """Refuse an image that can't be predicted, before anything is computed.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        if len(self.tile) != len(size):
+            raise ValueError(f"predict.tile is {self.tile}, of {len(self.tile)} dims, but images have {len(size)}: give it as many numbers")
+        check_size(self.model.model, size)
+        check_calls(self.model.model, size)
+        if self.scratch not in (None, "memory") and not Path(self.scratch).is_dir():
+            raise ValueError(f"predict.scratch is {self.scratch}, which is no folder: make it, or name another")
+        if not (self.windowed or self.independent):
+            self._check_norms(self.layout(size).sizes)
+        if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
+            raise ValueError(
+                f"an image of {Extents(size)} pixels has several tiles of predict.tile {self.tile}, but a model with live norms that is not a flat nn.Sequential "
+                "is predicted in one: raise predict.tile, flatten the model, or use batch norm"
+            )
+
+    def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        """Of this rank's stages; ``sizes``: of the maps of an image."""
+        for number in self.model.live_always:
+            norm, source = self.model.layers[number], self.model.graph[number].first
+            if isinstance(norm, DistributedNorm):
+                norm.check_map(math.prod(sizes[source]), self.model.channels[source])
+
+    def tiles_of(self, size) -> list[Box]:
+        """The tiles of an image, row by row; they do not depend on the ranks."""
+        return tiles(size, self.grid_of(size), self.model.reach.stride)
+
+    def deal(self, size, numbers: Sequence[int] | None = None) -> list[list[int]]:
+        """The tiles of each rank, by number, in the order in which it computes them.
+
+        Args:
+            numbers: of the tiles to compute; all by default.
+        """
+        wanted = range(len(self.tiles_of(size))) if numbers is None else numbers
+        if self._dealt_singly:
+            return [list(wanted[rank :: self.replicas.size]) for rank in range(self.replicas.size)]
+        grid = self.grid_of(size)
+        owners = _blocks(grid, self._ranks_of(grid))
+        return [[n for n in wanted if owners[n] == rank] for rank in range(self.replicas.size)]
+
+    def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
+        """(ranks an image, what each rank computes) of several images, so that all ranks have about as much to do.
+
+        Images of several tiles that do not depend on each other are cut up between ranks; those whose tiles do are dealt to groups of
+        as many ranks as the image with the fewest tiles can use.
+        """
+        if self._dealt_singly:
+            every = [(image, n) for image, size in enumerate(sizes) for n in range(len(self.tiles_of(size)))]
+            parts = (every[len(every) * r // self.replicas.size : len(every) * (r + 1) // self.replicas.size] for r in range(self.replicas.size))
+            return 1, [[Share(image, [n for _, n in those]) for image, those in groupby(part, key=lambda item: item[0])] for part in parts]
+        together = min((self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1)
+        groups = max(1, min(self.replicas.size // together, len(sizes)))
+        together = self.replicas.size // groups
+        dealt = [[Share(image, None) for image in range(group, len(sizes), groups)] for group in range(groups)]
+        return together, [dealt[r // together] if r // together < groups else [] for r in range(self.replicas.size)]
+
+    def among(self, ranks: int) -> "Predictor":
+        """The same for every so many consecutive ranks by themselves. Collective."""
+        if ranks == self.replicas.size:
+            return self
+        part = copy.copy(self)
+        part.replicas = Alone() if ranks == 1 else self.replicas.Split(self.replicas.rank // ranks, self.replicas.rank)
+        part._workers = {part.replicas.size: part.replicas}
+        return part
+
+    def __call__(self, scene: Scene, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yield (tile, logits (C', *tile.size) float32, of a network in float64 float64) for the tiles of this rank (:meth:`deal`); nothing on ranks without the last stage.
+
+        Of a network for whole images yield its vector (C', 1, ...) with each of some boxes.
+
+        Args:
+            numbers: of the tiles to compute, the same on all ranks. All by default.
+        """
+        every = self.tiles_of(scene.size)
+        mine = [every[n] for n in self.deal(scene.size, numbers)[self.replicas.rank]]
+        if self.windowed or len(every) == 1 and self._cut is None and self.room is None:  # a tile as large as the image needs no maps to wait
+            yield from self._by_windows(scene, mine)
+        elif self._dealt_singly:
+            if mine:
+                yield from self._in_time(scene, Alone(), Box.whole(scene.size), None, mine)
+        else:
+            yield from self._in_blocks(scene, mine)
+
+    def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
+        """(layer, cells of its result) of all that this rank computes of an image; not of a model over windows."""
+        every = self.tiles_of(size)
+        mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
+        block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
+        executor, place = self._executor(size, block, borders)
+        work = executor.work([place], boxes=[mine])
+        return computed(whole(work), work)
+
+    @property
+    def _dealt_singly(self) -> bool:
+        """Whether any rank may compute any tile: none depends on another, nor on another rank's weights."""
+        return self.independent and (self.pipeline is None or self.pipeline.comm.size == 1)
+
+    def _ranks_of(self, grid: Extents) -> Extents:
+        """How the ranks share a grid of tiles; fewer of them, where there are fewer tiles."""
+        return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
+
+    def _in_blocks(self, scene: Scene, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        count = self._ranks_of(self.grid_of(scene.size)).volume
+        workers = self._first(count)
+        if self.replicas.rank < count:
+            yield from self._in_time(scene, workers, *self._block(scene.size), mine)
+
+    def _block(self, size) -> tuple[Box, list[list[int]]]:
+        """This rank's part of an image, and the borders between all ranks' along each dim: those of tiles."""
+        grid, stride = self.grid_of(size), self.model.reach.stride
+        ranks = self._ranks_of(grid)
+        starts = [[a for a, _ in split(n, g, s)] for n, g, s in zip(size, grid, stride)]
+        borders = [[*(begun[a] for a, _ in split(g, r, 1)), n] for begun, g, r, n in zip(starts, grid, ranks, size)]
+        cell = np.unravel_index(self.replicas.rank, ranks)
+        return Box(tuple(b[c] for b, c in zip(borders, cell)), tuple(b[c + 1] for b, c in zip(borders, cell))), borders
+
+    def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        reader = _Reader(scene.read)
+        executor, place = self._executor(scene.size, block, borders)
+        work = executor.work([place], boxes=None if self.model.of_image else [mine])
+        operations = whole(work)
+        ahead = reader.ahead(list(windows(operations, work)))
+        with self._evaluating(workers), executor.transfers.moving(), ahead:
+            blocks = [Block(place, lambda box: self._uploaded(reader(box)))]
+            results = ((op.box, y) for op, y in executor.run(operations, [work], [blocks]))
+            while (found := self._next(results)) is not None:
+                yield found
+            executor.transfers.flush()
+
+    @torch.no_grad()
+    def _next(self, results: Iterator[tuple[Box, torch.Tensor]]) -> tuple[Box, np.ndarray] | None:
+        """Within a call, so that whoever takes results keeps his own setting of gradients."""
+        for box, output in results:
+            return box, output[0].to(torch.promote_types(output.dtype, torch.float32)).cpu().numpy()
+        return None
+
+    @property
+    def _cut(self) -> Partition | None:
+        """The stages, where they lie on several ranks or devices."""
+        return self.pipeline.partition if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1) else None
+
+    def _executor(self, size, block: Box, borders: Sequence[Sequence[int]] | None) -> tuple[InTime, Place]:
+        """Of a block of an image, and where that lies; maps wait in memory or in files."""
+        place = Place(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
+        layout = self.layout(size, borders)
+        executor = self._in_memory(layout)
+        stored = executor.stored([place])
+        if not self._fits(stored):
+            executor.folder, stored = self.scratch or tempfile.gettempdir(), 0
+            executor.check_room([place])
+        if self.room is not None:
+            executor.tiling = self._tiling(self.room - stored)
+        return executor, place
+
+    def _in_memory(self, layout: Layout) -> InTime:
+        model, cut = self.model, self._cut
+        stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
+        return InTime(
+            model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations, self.autocast,
+            self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
+        )  # fmt: skip
+
+    def _fits(self, stored: int) -> bool:
+        """Whether maps of so many bytes wait in memory."""
+        if self.scratch is not None:
+            return self.scratch == "memory"
+        return stored <= _SHARE * (self.room if self.room is not None else free_memory() / self.neighbours)
+
+    def _by_windows(self, scene: Scene, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        places = [Place(tuple(scene.size), tile, window(tile, scene.size, self.model.reach), (0,), (0,)) for tile in mine]
+        reads = self.pipeline is None or self.pipeline.first
+        workers = self._first(min(self.replicas.size, len(self.tiles_of(scene.size))))
+        with self._evaluating(workers), closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead:
+            results = self._windows(places, lambda i: self._uploaded(next(ahead)))  # windows are asked for in order, each once
+            while (found := self._next((mine[i], output) for i, output in results)) is not None:
+                yield found
+
+    @cached_property
+    def _windows(self) -> Windows:
+        partition, comm = (self.pipeline.partition, self.pipeline.comm) if self.pipeline else (None, Alone())
+        return Windows(self.model, partition, comm, self.devices[0], self.autocast)
+
+    @cached_property
+    def _activations(self) -> Activations:
+        with self.autocast():
+            kind = self.devices[0].type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+        model = self.model
+        return Activations(model.graph, model.kinds, model.channels, dtype.itemsize, self.dtype.itemsize, self.channels_last, graph_kept=False)
+
+    def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
+        """(C, *size) -> (1, C, *size) where and as the network takes it."""
+        return upload(torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.model.parameters()), torch.float32)
+
+    def _first(self, count: int):
+        """The communicator of the first ``count`` ranks, for images with fewer tiles than ranks (collective)."""
+        if count not in self._workers:
+            self._workers[count] = self.replicas.Split(int(self.replicas.rank >= count), self.replicas.rank)
+        return self._workers[count]
+
+    def agree(self, numbers: list[int] | None) -> list[int] | None:
+        """What the first rank with the last stage says, on all ranks (collective)."""
+        numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
+        return numbers if self.pipeline is None else self.pipeline.comm.bcast(numbers, root=self.pipeline.partition.placement[-1])
+
+    @contextmanager
+    def _evaluating(self, workers):
+        """Evaluation mode, with instance and group statistics shared by the ranks at work on the image."""
+        context, training = self.model.context, self.model.training
+        before = context.norm_comm, context.batch_comm, self.model.exchange
+        context.norm_comm = context.batch_comm = workers
+        self.model.exchange = None
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+            context.norm_comm, context.batch_comm, self.model.exchange = before
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the work on several images: an image, and of its tiles these, by number, or all."""
+
+    image: int
+    tiles: list[int] | None
+
+
+class _Reader:
+    """Reads windows of an image, those that are expected next ahead."""
+
+    def __init__(self, read: Callable[[Box], np.ndarray]):
+        self.read = read
+        self._expected: deque[Box] = deque()
+        self._ahead: Iterator[np.ndarray] = iter(())
+
+    @contextmanager
+    def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
+        """Inside, a thread reads one of these windows while another is computed."""
+        with closing(prefetch(map(self.read, windows), 1)) as self._ahead:
+            self._expected.extend(windows)
+            yield
+
+    def __call__(self, box: Box) -> np.ndarray:
+        if self._expected and self._expected[0] == box:
+            self._expected.popleft()
+            return next(self._ahead)
+        return self.read(box)
+
+
+def _blocks(grid: Extents, ranks: Extents) -> list[int]:
+    """The rank of each tile of a grid that a coarser grid of ranks shares."""
+    owner = [[r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)] for g, n in zip(grid, ranks)]
+    return [int(np.ravel_multi_index(cell, ranks)) for cell in product(*owner)]

@@ -1,0 +1,101 @@
+"""Windows one after another through every layer: how a network is predicted that can not be computed in parts.
+
+That is any module that is no flat Sequential of known layers, and what is approximate on purpose: a halo of the config's own,
+norms over single windows. Through the stages of a pipeline windows go as its micro-batches do, without gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Callable, ContextManager, Iterator
+
+import torch
+from torch import Tensor
+
+from distseg.comm.watch import beat
+from distseg.runtime.actions import Forward
+from distseg.runtime.parallelize import TiledModel
+from distseg.runtime.partition import Partition
+from distseg.runtime.pipeline import Pipeline
+from distseg.runtime.schedule import orders
+from distseg.runtime.stage import Stage
+from distseg.tiling.tile import Place
+from distseg.tiling.tile_batch import Piece, Unit, on_tile
+
+_AT_ONCE = 4  # windows in a pipeline
+
+
+class Windows:
+    """A model over windows.
+
+    Args:
+        partition: its stages; None for a model in one piece.
+        comm: of the pipeline's ranks.
+        autocast: makes the context in which the network runs.
+    """
+
+    def __init__(self, model: TiledModel, partition: Partition | None, comm, device: torch.device, autocast: Callable[[], ContextManager]):
+        self.model, self.partition, self.comm, self.autocast = model, partition or Partition.whole(), comm, autocast
+        self.results = _Results()
+        if comm.size == 1:
+            return
+        last = self.partition.stages - 1
+        stages = [
+            Stage(s, model, self.partition.ranges[s], self.partition.incoming(s), self.partition.outgoing(s), self.results if s == last else None, autocast)
+            for s in self.partition.stages_of(comm.rank)
+        ]
+        self.pipeline = Pipeline(self.partition, stages, comm, device)
+
+    @torch.no_grad()
+    def __call__(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index, output on the tile (1, C', *tile.size)) on the rank with the last stage; nothing on the others.
+
+        Args:
+            places: the windows, the same on all ranks of a pipeline.
+            load: index -> the window's pixels (1, C, *window.size); asked on the rank with the first stage only.
+        """
+        for i, output in self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load):
+            yield i, on_tile(output, places[i])
+
+    def _alone(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        for i, place in enumerate(places):
+            beat(f"window {i + 1} of {len(places)}")
+            with self.autocast():
+                yield i, self._output(load(i), place)
+
+    def _output(self, x: Tensor, place: Place) -> Tensor:
+        if self.partition.stages == 1:
+            return self.model([x], [place])[0]
+        maps = {0: x}
+        for number, layers in enumerate(self.partition.ranges):
+            device = self.model.device_of(layers) or x.device  # stages of one rank may lie on several
+            maps = {source: y.to(device) for source, y in maps.items()}
+            later = {edge.map for edge in self.partition.edges if edge.target > number}
+            self.model.run([maps], [place], layers, later)
+        return maps[layers.stop]
+
+    def _through_stages(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, len(places), _AT_ONCE):
+            numbers = range(first, min(first + _AT_ONCE, len(places)))
+            units = [Unit(m, [Piece(load(i) if self.pipeline.first else None, None, places[i])]) for m, i in enumerate(numbers)]
+            actions = orders("gpipe", self.partition.placement, len(units))[self.comm.rank]
+            self.pipeline.run([a for a in actions if isinstance(a, Forward)], units)
+            for m, output in self.results.taken():
+                yield first + m, output
+
+
+@dataclass
+class _Results:
+    """Behind the last stage: keeps what comes out."""
+
+    found: dict[int, Tensor] = field(default_factory=dict)
+
+    def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+        return outputs
+
+    def note(self, unit: Unit, rows: list[Tensor]) -> None:
+        (self.found[unit.micro_batch],) = rows
+
+    def taken(self) -> list[tuple[int, Tensor]]:
+        found, self.found = sorted(self.found.items()), {}
+        return found

@@ -1,0 +1,85 @@
+"""Dropout whose masks depend on (seed, epoch, sample, layer, position) only, so every layout draws the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.staging import upload
+from distseg.layers.context import Context
+from distseg.models.layers import DropImage, VectorDropout
+from distseg.tiling import rng
+from distseg.tiling.tile import Box, Place
+
+CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
+
+
+def channel_mask(p: float, k: int, channels: int) -> Tensor:
+    """(C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
+    return torch.from_numpy((rng.uniform(k, channels) >= p) / _share_kept(p))
+
+
+def image_mask(p: float, k: int) -> Tensor:
+    """() float64: 0 of an image that is dropped, else 1."""
+    return torch.tensor(float(rng.uniform(k, 1)[0] >= p), dtype=torch.float64)
+
+
+def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Box, device, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(C, *box.size): the part inside ``box`` of the mask of a feature map of this size."""
+    position = torch.arange(channels, device=device)
+    for n, a, b in zip(size, box.start, box.stop):
+        position = position.unsqueeze(-1) * n + torch.arange(a, b, device=device)
+    return (rng.uniform_at(k, position) >= p).to(dtype) / _share_kept(p)
+
+
+def _share_kept(p: float) -> float:
+    """Return 1 - p, and 1 where nothing is kept that could be divided by it."""
+    return 1 - p if p < 1 else 1.0
+
+
+def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -> int:
+    """Return the key of an image's mask; ``turn`` is how often the pass has called the layer before."""
+    return rng.key(seed, epoch, sample, layer, "dropout", *((turn,) if turn else ()))
+
+
+class KeyedDropout(nn.Module):
+    """The twin of PyTorch's dropout layers for a window of an image; ``stride`` is the layer's cumulative one."""
+
+    def __init__(self, dropout: nn.Module, context: Context, stride: tuple[int, ...], name: str):
+        super().__init__()
+        self.p, self.context, self.stride, self.name = dropout.p, context, stride, name
+        self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
+        self.image = dropout if isinstance(dropout, DropImage) else None
+        self.of_vector = isinstance(dropout, VectorDropout)
+        self.turn = 0  # of calls in the pass at hand, of a module that calls its layers itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.image and not self.training:
+            return self.image.forward(x)
+        if not self.training or self.p == 0:
+            return x
+        mask = self.mask(x)
+        self.turn += self.context.whole
+        return x * upload(mask, x.device, x.dtype)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """(B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image."""
+        place, context = self.context.place, self.context
+        if self.image:
+            return torch.stack([image_mask(self.p, k) for k in self.keys(place)]).view(-1, 1, *(1 for _ in self.stride)) * self.image.kept
+        if self.by_channel:
+            return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in x.shape[2:]))
+        size, held = tuple(x.shape[2:]), Box.whole(x.shape[2:])
+        if not (context.whole or self.of_vector):
+            region = context.region(context.current, self.stride, size)
+            size, held = region.size, region.held
+        return torch.stack([element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype) for k in self.keys(place)])
+
+    def channels_of(self, place: Place, channels: int) -> Tensor:
+        """(B, C) float64, where channels are dropped."""
+        return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
+
+    def keys(self, place: Place) -> list[int]:
+        """One an image: of its mask."""
+        return [dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn) for sample in place.samples]

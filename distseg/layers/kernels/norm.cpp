@@ -1,0 +1,461 @@
+// Norm and activation of one image or a part of it in as few passes over memory as there can be: moments (read x),
+// forward (read x, write y), sums of the backward pass (read g, x), gradient (read g, x, write dx). What PyTorch stores
+// between norm and activation is computed again.
+//
+//     z = scale * (x - pivot) + bias,   y = z > 0 ? z : slope * z,   g' = z > 0 ? g : slope * g
+//
+// A tensor is a set of runs of contiguous values: rows of pixels with all their channels (channels last), or rows of one
+// channel. Where channels come last parameters are laid out anew as a period that the values of a run repeat; else they are one
+// number; so both layouts take the same inner loops, whose lengths are multiples of a vector whatever the number of channels.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+using std::int64_t;
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+static inline float load(const float* x, int64_t i) { return x[i]; }
+static inline double load(const double* x, int64_t i) { return x[i]; }
+static inline float load(const BFloat16* x, int64_t i) {
+    uint32_t bits = uint32_t(x[i].bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+static inline void store(float* y, int64_t i, float v) { y[i] = v; }
+static inline void store(double* y, int64_t i, double v) { y[i] = v; }
+static inline void store(BFloat16* y, int64_t i, float v) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    y[i].bits = v != v ? 0x7fc0 : uint16_t(rounded);
+}
+
+template <class T> struct Wider { using type = float; };
+template <> struct Wider<double> { using type = double; };
+template <class T> using Accumulated = typename Wider<T>::type;
+
+extern "C" {
+// Sizes of a part of a feature map, and which of its cells count as owned: a box of rows, columns and, in volumes, planes.
+struct Shape {
+    int64_t channels, depth, height, width;
+    int64_t channels_last;
+    int64_t own[6];  // begin and end along depth, height, width
+    int64_t threads;
+};
+// How a tensor of that shape lies in memory, in values: along planes, rows and, where channels come first, channels.
+struct Strides {
+    int64_t channel, plane, row;
+};
+}
+
+static const int64_t FLUSH = 256;  // periods that are added up in the narrow type
+
+struct Runs {
+    const Shape& s;
+    int64_t rows, count, period;
+    int64_t lanes;  // of the period that some run has values for: short rows of one channel do not fill it
+    explicit Runs(const Shape& s) : s(s), rows(s.depth * s.height), count(s.channels_last ? rows : rows * s.channels) {
+        period = s.channels_last ? std::lcm(s.channels, int64_t(16)) : 32;
+        if (s.channels_last && period < 64) period *= (64 + period - 1) / period;
+        lanes = s.channels_last ? period : std::min(period, s.width);
+    }
+    int64_t values(int64_t pixels) const { return s.channels_last ? pixels * s.channels : pixels; }
+};
+
+// One of them, told on from the one before: a division for each would take as long as a short run.
+struct Run {
+    const Shape& s;
+    int64_t channel, plane, row;  // the channel where channels come first, else 0
+    Run(const Runs& runs, int64_t number) : s(runs.s), channel(number / runs.rows), plane(number % runs.rows / runs.s.height), row(number % runs.rows % runs.s.height) {}
+    void advance() {
+        if (++row < s.height) return;
+        row = 0;
+        if (++plane < s.depth) return;
+        plane = 0, ++channel;
+    }
+    int64_t offset(const Strides& t) const { return channel * t.channel + plane * t.plane + row * t.row; }
+    bool owned() const { return s.own[0] <= plane && plane < s.own[1] && s.own[2] <= row && row < s.own[3]; }
+};
+
+// Parameters of channels as the inner loops want them: a period of values, or one.
+template <class A> struct Parameter {
+    const A* of_channel;
+    std::vector<A> values;
+    Parameter(const Runs& runs, const A* of_channel) : of_channel(of_channel), values(runs.s.channels_last ? runs.period : 0) {
+        for (size_t j = 0; j < values.size(); ++j) values[j] = of_channel[int64_t(j) % runs.s.channels];
+    }
+};
+template <class A> struct One {
+    A value;
+    A operator[](int64_t) const { return value; }
+};
+
+// Call ``f`` with the parameters of a run of channel ``c``.
+template <class F, class... A> static inline void with(const Runs& runs, int64_t c, F f, const Parameter<A>&... parameters) {
+    if (runs.s.channels_last) f(parameters.values.data()...);
+    else f(One<A>{parameters.of_channel[c]}...);
+}
+
+template <class F> static void each_thread(const Runs& runs, F work) {
+    int64_t threads = std::max<int64_t>(1, std::min(runs.s.threads, runs.count));
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t t = 0; t < threads; ++t) work(t, runs.count * t / threads, runs.count * (t + 1) / threads);
+}
+
+template <class F> static inline void each_run(const Runs& runs, int64_t first, int64_t last, F f) {
+    Run run(runs, first);
+    for (int64_t r = first; r < last; ++r, run.advance()) f(run);
+}
+
+// ---- moments -------------------------------------------------------------------------------------------------------
+
+// Mean and sum of squared deviations of each channel, joined without cancellation (Chan, Golub, LeVeque 1979).
+struct Moments {
+    std::vector<double> count, mean, m2;
+    explicit Moments(int64_t channels) : count(channels), mean(channels), m2(channels) {}
+    void join(int64_t c, double n, double other_mean, double other_m2) {
+        if (n == 0) return;
+        double total = count[c] + n, delta = other_mean - mean[c];
+        m2[c] += other_m2 + delta * delta * (count[c] * n / total);
+        mean[c] += delta * (n / total);
+        count[c] = total;
+    }
+};
+
+template <class T, class A, class P>
+static void add_moments(const T* x, int64_t n, int64_t period, P pivot, A* __restrict s1, A* __restrict s2) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A v = load(x + i, j) - pivot[j];
+            s1[j] += v;
+            s2[j] += v * v;
+        }
+    }
+}
+
+// Sums against a pivot, which is the running mean: so no digits are lost to a large mean.
+template <class T, class A> struct MomentsOfRuns {
+    const Runs& runs;
+    Moments found;
+    std::vector<A> pivot, s1, s2;
+    int64_t pixels = 0, channel = 0;
+    explicit MomentsOfRuns(const Runs& runs) : runs(runs), found(runs.s.channels), pivot(runs.period), s1(runs.period), s2(runs.period) {}
+
+    void add(const T* x, int64_t width, int64_t c) {
+        if (c != channel) flush();
+        channel = c;
+        int64_t whole = runs.values(width), step = FLUSH * runs.period;
+        for (int64_t i = 0; i < whole; i += step) {
+            if (pixels == 0) take_pivot(x + i);
+            int64_t n = std::min(step, whole - i);
+            if (runs.s.channels_last) add_moments(x + i, n, runs.period, pivot.data(), s1.data(), s2.data());
+            else add_moments(x + i, n, runs.period, One<A>{pivot[0]}, s1.data(), s2.data());
+            pixels += runs.s.channels_last ? n / runs.s.channels : n;
+            if (runs.values(pixels) >= step) flush();
+        }
+    }
+    void take_pivot(const T* x) {
+        for (int64_t j = 0; j < (runs.s.channels_last ? runs.lanes : 1); ++j) {
+            int64_t c = runs.s.channels_last ? j % runs.s.channels : channel;
+            pivot[j] = found.count[c] > 0 ? A(found.mean[c]) : load(x, runs.s.channels_last ? c : 0);
+        }
+    }
+    void flush() {
+        if (pixels == 0) return;
+        int64_t first = runs.s.channels_last ? 0 : channel, apart = runs.s.channels_last ? runs.s.channels : 1;
+        for (int64_t c = 0; c < apart; ++c) {
+            double a = 0, b = 0;
+            for (int64_t j = c; j < runs.lanes; j += apart) a += s1[j], b += s2[j];
+            found.join(first + c, pixels, double(pivot[c]) + a / pixels, std::max(0.0, b - a * a / pixels));
+        }
+        std::fill_n(s1.begin(), runs.lanes, A(0));
+        std::fill_n(s2.begin(), runs.lanes, A(0));
+        pixels = 0;
+    }
+};
+
+template <class T> static void moments(const Shape& s, const Strides& sx, const T* x, double* mean, double* m2) {
+    using A = Accumulated<T>;
+    Runs runs(s);
+    std::vector<MomentsOfRuns<T, A>> parts(std::max<int64_t>(1, s.threads), MomentsOfRuns<T, A>(runs));
+    each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
+        each_run(runs, first, last, [&](const Run& run) {
+            if (run.owned()) parts[t].add(x + run.offset(sx) + runs.values(s.own[4]), s.own[5] - s.own[4], run.channel);
+        });
+        parts[t].flush();
+    });
+    Moments all(s.channels);
+    for (auto& part : parts)
+        for (int64_t c = 0; c < s.channels; ++c) all.join(c, part.found.count[c], part.found.mean[c], part.found.m2[c]);
+    std::copy(all.mean.begin(), all.mean.end(), mean);
+    std::copy(all.m2.begin(), all.m2.end(), m2);
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+template <class T, class A, class P>
+static void normalise(const T* x, T* y, int64_t n, int64_t period, P pivot, P scale, P bias, A slope) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A z = (load(x + i, j) - pivot[j]) * scale[j] + bias[j];
+            store(y + i, j, z > 0 ? z : slope * z);
+        }
+    }
+}
+
+template <class T, class A>
+static void forward(const Shape& s, const Strides& sx, const Strides& sy, const T* x, T* y, const A* pivot, const A* scale, const A* bias, double slope) {
+    Runs runs(s);
+    each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
+        Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
+        int64_t n = runs.values(s.width);
+        each_run(runs, first, last, [&](const Run& run) {
+            auto part = [&](auto p, auto a, auto b) { normalise(x + run.offset(sx), y + run.offset(sy), n, s.channels_last ? runs.period : n, p, a, b, A(slope)); };
+            with(runs, run.channel, part, p, a, b);
+        });
+    });
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+template <class T, class A, class P>
+static void add_sums(const T* g, const T* x, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, A* __restrict s1, A* __restrict s2) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A d = load(x + i, j) - pivot[j], v = load(g + i, j);
+            v = d * scale[j] + bias[j] > 0 ? v : slope * v;
+            s1[j] += v;
+            s2[j] += v * d;
+        }
+    }
+}
+
+// Of all cells, owned or not: sum g' and sum g' * (x - pivot) of each channel.
+template <class T, class A>
+static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* g, const T* x, const A* pivot, const A* scale, const A* bias, double slope, double* sum, double* weighted) {
+    Runs runs(s);
+    int64_t threads = std::max<int64_t>(1, s.threads);
+    std::vector<std::vector<double>> parts(threads, std::vector<double>(2 * s.channels));
+    each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
+        Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
+        std::vector<A> s1(runs.period), s2(runs.period);
+        int64_t added = 0, channel = 0, apart = s.channels_last ? s.channels : 1, whole = runs.values(s.width), step = FLUSH * runs.period;
+        auto flush = [&] {
+            for (int64_t j = 0; j < runs.lanes; ++j) {
+                parts[t][channel + j % apart] += s1[j];
+                parts[t][s.channels + channel + j % apart] += s2[j];
+                s1[j] = s2[j] = 0;
+            }
+            added = 0;
+        };
+        each_run(runs, first, last, [&](const Run& run) {
+            if (run.channel != channel) flush();
+            channel = run.channel;
+            const T *gr = g + run.offset(sg), *xr = x + run.offset(sx);
+            for (int64_t i = 0; i < whole; i += step) {
+                int64_t n = std::min(step, whole - i);
+                with(runs, channel, [&](auto p, auto a, auto b) { add_sums(gr + i, xr + i, n, runs.period, p, a, b, A(slope), s1.data(), s2.data()); }, p, a, b);
+                added += n;
+                if (added >= step) flush();
+            }
+        });
+        flush();
+    });
+    for (int64_t c = 0; c < s.channels; ++c) {
+        sum[c] = weighted[c] = 0;
+        for (auto& part : parts) sum[c] += part[c], weighted[c] += part[s.channels + c];
+    }
+}
+
+template <class T, class A, class P>
+static void add_gradient(const T* g, const T* x, T* dx, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, P tilt, P shift) {
+    for (int64_t i = 0; i < n; i += period) {
+        int64_t length = std::min(period, n - i);
+#pragma omp simd
+        for (int64_t j = 0; j < length; ++j) {
+            A d = load(x + i, j) - pivot[j], v = load(g + i, j);
+            v = d * scale[j] + bias[j] > 0 ? v : slope * v;
+            store(dx + i, j, v * scale[j] + (d * tilt[j] + shift[j]));
+        }
+    }
+}
+
+// dx = scale * g', and on owned cells + tilt * (x - pivot) + shift.
+template <class T, class A>
+static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const Strides& sd, const T* g, const T* x, T* dx, const A* pivot, const A* scale, const A* bias, double slope, const A* tilt, const A* shift) {
+    Runs runs(s);
+    std::vector<A> zeros(s.channels);
+    each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
+        Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias), k(runs, tilt), h(runs, shift), none(runs, zeros.data());
+        each_run(runs, first, last, [&](const Run& r) {
+            auto part = [&](int64_t begin, int64_t end, const Parameter<A>& tilt, const Parameter<A>& shift) {
+                int64_t i = runs.values(begin), n = runs.values(end - begin);
+                auto run = [&](auto p, auto a, auto b, auto k, auto h) {
+                    add_gradient(g + r.offset(sg) + i, x + r.offset(sx) + i, dx + r.offset(sd) + i, n, s.channels_last ? runs.period : n, p, a, b, A(slope), k, h);
+                };
+                if (n > 0) with(runs, r.channel, run, p, a, b, tilt, shift);
+            };
+            int64_t begin = r.owned() ? s.own[4] : s.width, end = r.owned() ? s.own[5] : s.width;
+            part(0, begin, none, none);
+            part(begin, end, k, h);
+            part(end, s.width, none, none);
+        });
+    });
+}
+
+// ---- whole maps ----------------------------------------------------------------------------------------------------
+
+extern "C" {
+// What makes up a norm of whole images, all of which this process has.
+struct Norm {
+    int64_t images, groups;  // groups of channels that share statistics; 0: each channel has its own
+    int64_t joint;           // the images share them, as in batch norm
+    double eps, slope;
+    double p;                // of the channels that a dropout before the norm leaves out
+};
+}
+
+// One of the keyed generator's numbers in [0, 1) (distseg/tiling/rng.py).
+static inline double uniform(uint64_t key, uint64_t position) {
+    uint64_t z = key + 0x9E3779B97F4A7C15u * (position + 1);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z = z ^ (z >> 31);
+    return double(z >> 11) * 0x1p-53;
+}
+
+// Of one image: y by pivot, scale and bias; xhat = hat * (x - pivot) + offset.
+struct Numbers {
+    double *pivot, *scale, *bias, *hat, *offset;
+    Numbers(double* numbers, int64_t image, int64_t channels) {
+        double* own = numbers + 5 * channels * image;
+        pivot = own, scale = own + channels, bias = own + 2 * channels, hat = own + 3 * channels, offset = own + 4 * channels;
+    }
+};
+
+template <class A> static std::vector<A> narrowed(const double* values, int64_t n) { return std::vector<A>(values, values + n); }
+
+// The moments of all rows (joint: one, else one an image) from those of the images' channels: mean and m2 (rows, statistics).
+static double joined(const Norm& n, int64_t channels, double pixels, const std::vector<double>& means, const std::vector<double>& m2s, double* mean, double* m2) {
+    int64_t rows = n.joint ? 1 : n.images, parts = n.joint ? n.images : 1, groups = n.groups ? n.groups : channels, width = channels / groups;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = 0; k < groups; ++k) {
+            double sum = 0, squares = 0;
+            auto each = [&](auto f) {
+                for (int64_t i = 0; i < parts; ++i)
+                    for (int64_t c = k * width; c < (k + 1) * width; ++c) f((row * parts + i) * channels + c);
+            };
+            each([&](int64_t at) { sum += means[at]; });
+            double middle = sum / (parts * width);
+            each([&](int64_t at) { squares += m2s[at] + pixels * (means[at] - middle) * (means[at] - middle); });
+            mean[row * groups + k] = middle, m2[row * groups + k] = squares;
+        }
+    return pixels * parts * width;
+}
+
+template <class T, class A>
+static void norm_forward(const Shape& s, const Norm& n, const Strides& sx, const Strides& sy, int64_t bx, int64_t by, const T* x, T* y, const uint64_t* keys, const A* weight, const A* bias, double* mean, double* m2, double* numbers) {
+    int64_t channels = s.channels, width = n.groups ? channels / n.groups : 1, statistics = channels / width;
+    std::vector<double> means(n.images * channels), m2s(n.images * channels), masks(n.images * channels, 1.0);
+    for (int64_t b = 0; b < n.images; ++b) {
+        moments(s, sx, x + b * bx, &means[b * channels], &m2s[b * channels]);
+        for (int64_t c = 0; keys && c < channels; ++c) {
+            double m = uniform(keys[b], c) >= n.p ? 1 / (1 - n.p) : 0.0;
+            masks[b * channels + c] = m, means[b * channels + c] *= m, m2s[b * channels + c] *= m * m;
+        }
+    }
+    double count = joined(n, channels, double(s.depth * s.height * s.width), means, m2s, mean, m2);
+    for (int64_t b = 0; b < n.images; ++b) {
+        Numbers f(numbers, b, channels);
+        for (int64_t c = 0; c < channels; ++c) {
+            int64_t k = (n.joint ? 0 : b * statistics) + c / width;
+            double m = masks[b * channels + c], r = 1 / std::sqrt(m2[k] / count + n.eps), w = weight ? weight[c] : 1.0;
+            f.pivot[c] = m > 0 ? mean[k] / m : 0.0;
+            f.offset[c] = m > 0 ? 0.0 : -mean[k] * r;
+            f.hat[c] = m * r;
+            f.scale[c] = m * r * w;
+            f.bias[c] = (bias ? bias[c] : 0.0) + f.offset[c] * w;
+        }
+        forward(s, sx, sy, x + b * bx, y + b * by, narrowed<A>(f.pivot, channels).data(), narrowed<A>(f.scale, channels).data(), narrowed<A>(f.bias, channels).data(), n.slope);
+    }
+}
+
+template <class T, class A>
+static void norm_backward(const Shape& s, const Norm& n, const Strides& sg, const Strides& sx, const Strides& sd, int64_t bg, int64_t bx, int64_t bd, const T* g, const T* x, T* dx, const A* weight, double* numbers, double* dweight, double* dbias) {
+    int64_t channels = s.channels, rows = n.joint ? 1 : n.images, width = n.groups ? channels / n.groups : 1;
+    double count = double(s.depth * s.height * s.width) * (n.joint ? n.images : 1) * width;
+    std::vector<double> weights(rows * channels), biases(rows * channels), total(channels), weighted(channels);
+    for (int64_t b = 0; b < n.images; ++b) {
+        Numbers f(numbers, b, channels);
+        sums(s, sg, sx, g + b * bg, x + b * bx, narrowed<A>(f.pivot, channels).data(), narrowed<A>(f.scale, channels).data(), narrowed<A>(f.bias, channels).data(), n.slope, total.data(), weighted.data());
+        for (int64_t c = 0; c < channels; ++c) {
+            biases[(n.joint ? 0 : b * channels) + c] += total[c];
+            weights[(n.joint ? 0 : b * channels) + c] += f.hat[c] * weighted[c] + f.offset[c] * total[c];
+        }
+    }
+    std::vector<A> tilt(channels), shift(channels);
+    for (int64_t b = 0; b < n.images; ++b) {
+        Numbers f(numbers, b, channels);
+        int64_t row = n.joint ? 0 : b * channels;
+        for (int64_t first = 0; first < channels; first += width) {
+            double s1 = 0, s2 = 0;
+            for (int64_t c = first; c < first + width; ++c) {
+                double w = weight ? weight[c] : 1.0;
+                s1 += w * biases[row + c], s2 += w * weights[row + c];
+            }
+            for (int64_t c = first; c < first + width; ++c) {
+                tilt[c] = A(-f.hat[c] * f.hat[c] * (s2 / count));
+                shift[c] = A(-f.hat[c] * (s1 / count + f.offset[c] * (s2 / count)));
+            }
+        }
+        gradient(s, sg, sx, sd, g + b * bg, x + b * bx, dx + b * bd, narrowed<A>(f.pivot, channels).data(), narrowed<A>(f.scale, channels).data(), narrowed<A>(f.bias, channels).data(), n.slope, tilt.data(), shift.data());
+    }
+    for (int64_t c = 0; c < channels; ++c) {
+        dweight[c] = dbias[c] = 0;
+        for (int64_t row = 0; row < rows; ++row) dweight[c] += weights[row * channels + c], dbias[c] += biases[row * channels + c];
+    }
+}
+
+// ---- for ctypes: one function a type -------------------------------------------------------------------------------
+
+#define DISTSEG_EXPORT(NAME, T, A)                                                                                                                  \
+    extern "C" void moments_##NAME(const Shape* s, const Strides* sx, const T* x, double* mean, double* m2) { moments(*s, *sx, x, mean, m2); }      \
+    extern "C" void forward_##NAME(const Shape* s, const Strides* sx, const Strides* sy, const T* x, T* y, const A* pivot, const A* scale,           \
+                                   const A* bias, double slope) {                                                                                   \
+        forward(*s, *sx, *sy, x, y, pivot, scale, bias, slope);                                                                                     \
+    }                                                                                                                                               \
+    extern "C" void sums_##NAME(const Shape* s, const Strides* sg, const Strides* sx, const T* g, const T* x, const A* pivot, const A* scale,        \
+                                const A* bias, double slope, double* sum, double* weighted) {                                                       \
+        sums(*s, *sg, *sx, g, x, pivot, scale, bias, slope, sum, weighted);                                                                         \
+    }                                                                                                                                               \
+    extern "C" void gradient_##NAME(const Shape* s, const Strides* sg, const Strides* sx, const Strides* sd, const T* g, const T* x, T* dx,          \
+                                    const A* pivot, const A* scale, const A* bias, double slope, const A* tilt, const A* shift) {                   \
+        gradient(*s, *sg, *sx, *sd, g, x, dx, pivot, scale, bias, slope, tilt, shift);                                                              \
+    }                                                                                                                                               \
+    extern "C" void norm_forward_##NAME(const Shape* s, const Norm* n, const Strides* sx, const Strides* sy, int64_t bx, int64_t by, const T* x,      \
+                                        T* y, const uint64_t* keys, const A* weight, const A* bias, double* mean, double* m2, double* numbers) {     \
+        norm_forward(*s, *n, *sx, *sy, bx, by, x, y, keys, weight, bias, mean, m2, numbers);                                                         \
+    }                                                                                                                                               \
+    extern "C" void norm_backward_##NAME(const Shape* s, const Norm* n, const Strides* sg, const Strides* sx, const Strides* sd, int64_t bg,          \
+                                         int64_t bx, int64_t bd, const T* g, const T* x, T* dx, const A* weight, double* numbers, double* dweight,   \
+                                         double* dbias) {                                                                                           \
+        norm_backward(*s, *n, *sg, *sx, *sd, bg, bx, bd, g, x, dx, weight, numbers, dweight, dbias);                                                 \
+    }
+
+DISTSEG_EXPORT(float32, float, float)
+DISTSEG_EXPORT(float64, double, double)
+DISTSEG_EXPORT(bfloat16, BFloat16, float)

@@ -1,0 +1,256 @@
+"""Statistics over some dims of an image that lies in pieces: the twins of :class:`distseg.models.lines.AlongLines`, and of functions of lines.
+
+A window adds to the places along the kept dims that it owns, and what ranks have of a line is put together as moments are. With lines of L places a row of the
+statistics is (L, C), and of images of several sizes as long as the longest. ``f`` stands for a statistic, ``g`` for its gradient, summed over all windows of all
+ranks, at the place of a cell::
+
+    mean          dx = g / N                                 maximum       dx = g where the first largest is, or g / times at each of them
+    sum           dx = g                                     log sum exp   dx = g * exp(x - f)
+    variance      dx = g * 2 (x - mean) / (N - correction)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.collective import add, gather
+from distseg.layers.context import Context
+from distseg.layers.mean import DistributedMean, largest_of, numbers_of
+from distseg.layers.moments import Moments, combine, stack
+from distseg.layers.norm import Contribution
+from distseg.layers.statistics import exponentials
+from distseg.layers.statistics import twin_of as twin_of_statistic
+from distseg.models.layers import Max, Mean, as_vector
+from distseg.models.lines import AlongLines, OfLines, folded, places_along
+from distseg.models.statistics import LogSumExp, Variance
+from distseg.tiling.tile import Box
+
+
+class Where(NamedTuple):
+    """Cells that a window owns, counted in the window and in the map, and the size of the map."""
+
+    own: Box
+    place: Box
+    size: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """Contribution of a window to a line: moments of its places ``at``, of ``length`` places in all. None stands for a window without cells."""
+
+    moments: Moments | None
+    at: Tensor
+    length: int
+    channels: int
+
+
+class DistributedLines(DistributedMean):
+    """The twin of :class:`distseg.models.lines.AlongLines`."""
+
+    def __init__(self, layer: AlongLines, *args):
+        super().__init__(layer, *args)
+        self.__dict__["of_whole"] = layer  # no child: it holds nothing
+        self.kept, self.statistic = layer.kept, _STATISTICS[type(layer.of)](layer.of)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.of_whole(x)
+
+    def where(self, x: Tensor, index: int) -> Where:
+        own = self.own(x, index)
+        if self.context.per_window or self.context.whole:
+            return Where(own, own, tuple(x.shape[2:]))
+        region = self.context.region(index, self.stride, x.shape[2:])
+        return Where(own, region.owned.intersection(region.held), tuple(region.size))
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
+        own, place, size = self.where(x, index)
+        length, at = places_along(self.kept, size), self._numbers(place, size).to(x.device)
+        found = []
+        for image, row in zip(x[(..., *own.slices)], self.rows(index)):
+            part = self.statistic.moments(*self._opened(image, place, size)) if own.pixels else None
+            found.append(Contribution(row, Part(part, at, length, x.shape[1]), own.pixels))
+        return found
+
+    def _opened(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return an image's owned cells as (places of the line, C, cells of each), and the numbers of these cells among those of the whole map."""
+        others = [d for d in range(len(size)) if d not in self.kept]
+        numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
+        cells = folded(image.unsqueeze(0), self.kept).flatten(2)
+        return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
+
+    def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
+        """Return which places of the line a box of the map has."""
+        return numbers_of(_picked(place, self.kept), [size[d] for d in self.kept])
+
+    def statistics(self, parts: list[Contribution]) -> Moments:
+        rows, longest = sorted({part.row for part in parts}), max(part.moments.length for part in parts)
+        mine = stack([self._line([part.moments for part in parts if part.row == row], longest) for row in rows])
+        home = torch.device("cpu") if self.comm.size > 1 else None
+        return self.statistic.joined(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+
+    def _line(self, parts: list["Part"], length: int) -> Moments:
+        """Return what the parts of an image make of a line, which has nothing behind its end."""
+        nothing = self.statistic.nothing(torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device))
+        line = Moments(*(t.clone() for t in nothing))
+        for part in parts:
+            if part.moments is not None:
+                there = self.statistic.joined(stack([Moments(*(t[part.at] for t in line)), part.moments]))
+                for whole, some in zip(line, there):
+                    whole[part.at] = some
+        return line
+
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Where) -> Tensor:
+        length = places_along(self.kept, where.size)
+        values = self.statistic.value(statistics)
+        return as_vector(torch.stack([values[i, :length].t() for i in rows]), x.dim() - 2).to(x.dtype)
+
+    def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
+        for i, of_image in zip(rows, g.double()):
+            of_image = of_image.view(total.shape[-1], -1).t()
+            total[i, : len(of_image)] += of_image
+
+    def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
+        return add(total, self.comm), statistics
+
+    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: Where) -> Tensor:
+        (total, statistics), dx = shares, torch.zeros_like(x)
+        own, place, size = where
+        if not own.pixels:
+            return dx
+        at = self._numbers(place, size).to(x.device)
+        for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
+            cells, numbers = self._opened(image, place, size)
+            there = Moments(*(t[i, at] for t in statistics))
+            of_image += self._closed(self.statistic.gradient(cells, numbers, total[i, at], there), of_image).to(x.dtype)
+        return dx
+
+    def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
+        """Return what :meth:`_opened` gives as an image (C, *size)."""
+        size = like.shape[1:]
+        others = [d for d in range(len(size)) if d not in self.kept]
+        cells = cells.reshape(*(size[d] for d in self.kept), len(like), *(size[d] for d in others))
+        order = [*self.kept, -1, *others]  # of the image, the channels first
+        return cells.permute([order.index(d) for d in (-1, *range(len(size)))])
+
+
+class _Mean:
+    """Of cells (L, C, cells of each place): the moments that a statistic is made of, and its gradient."""
+
+    def __init__(self, layer: Mean):
+        self.layer = layer
+
+    def nothing(self, zeros: Tensor) -> Moments:
+        """Return the moments of no cells."""
+        return Moments(zeros.new_zeros(len(zeros)), zeros, zeros)
+
+    def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
+        var, mean = torch.var_mean(cells, -1, correction=0)
+        return Moments(self._count(cells), mean.double(), var.double() * cells.shape[-1])
+
+    def _count(self, cells: Tensor) -> Tensor:
+        return torch.full((len(cells),), float(cells.shape[-1]), dtype=torch.float64, device=cells.device)
+
+    def joined(self, parts: Moments) -> Moments:
+        """Return the moments of all cells from those of parts stacked along dim 0."""
+        return combine(parts)
+
+    def value(self, statistics: Moments) -> Tensor:
+        """Return the statistic (..., L, C)."""
+        return statistics.mean * statistics.count.unsqueeze(-1) if self.layer.total else statistics.mean
+
+    def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
+        """Return the gradient of the cells; ``there``: the statistics of their places, of which ``g`` (L, C) is the gradient."""
+        g = g if self.layer.total else g / there.count.unsqueeze(-1)
+        return g.to(cells.dtype).unsqueeze(-1).expand_as(cells)
+
+
+class _Variance(_Mean):
+    def value(self, statistics: Moments) -> Tensor:
+        return statistics.m2 / self._divisor(statistics)
+
+    def _divisor(self, statistics: Moments) -> Tensor:
+        return (statistics.count - self.layer.correction).unsqueeze(-1)
+
+    def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
+        return (cells - _beside(there.mean, cells)) * _beside(2 * g / self._divisor(there), cells)
+
+
+class _LogSumExp(_Mean):
+    """With ``mean`` for the largest values, and ``m2`` for sums of exponentials less these."""
+
+    def nothing(self, zeros: Tensor) -> Moments:
+        return Moments(zeros.new_zeros(len(zeros)), torch.full_like(zeros, -math.inf), zeros)
+
+    def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
+        largest = cells.amax(-1)
+        return Moments(self._count(cells), largest.double(), (cells - largest.unsqueeze(-1)).double().exp().sum(-1))
+
+    def joined(self, parts: Moments) -> Moments:
+        return exponentials(parts)
+
+    def value(self, statistics: Moments) -> Tensor:
+        return statistics.mean + statistics.m2.log()
+
+    def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
+        return (cells - _beside(self.value(there), cells)).exp() * _beside(g, cells)
+
+
+class _Max(_Mean):
+    """With ``mean`` for the largest values, and ``m2`` for where the first of them is, or how many there are."""
+
+    def nothing(self, zeros: Tensor) -> Moments:
+        nowhere = torch.full_like(zeros, math.inf) if self.layer.first else zeros
+        return Moments(zeros.new_zeros(len(zeros)), torch.full_like(zeros, -math.inf), nowhere)
+
+    def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
+        largest = cells.amax(-1)
+        there = cells == largest.unsqueeze(-1)
+        said = numbers[there.byte().argmax(-1)] if self.layer.first else there.sum(-1)
+        return Moments(self._count(cells), largest.double(), said.double())
+
+    def joined(self, parts: Moments) -> Moments:
+        return largest_of(parts, self.layer.first)
+
+    def value(self, statistics: Moments) -> Tensor:
+        return statistics.mean
+
+    def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
+        if self.layer.first:
+            return (numbers == there.m2.unsqueeze(-1)) * _beside(g, cells)
+        return (cells == _beside(there.mean, cells)) * _beside(g / there.m2, cells)
+
+
+def _beside(line: Tensor, cells: Tensor) -> Tensor:
+    """Return numbers of a line (L, C) for each of its cells (L, C, 1), in their type."""
+    return line.to(cells.dtype).unsqueeze(-1)
+
+
+_STATISTICS = {Mean: _Mean, Max: _Max, Variance: _Variance, LogSumExp: _LogSumExp}
+
+
+class DistributedOfLines(OfLines):
+    """The twin of :class:`distseg.models.lines.OfLines` for a window of an image."""
+
+    def __init__(self, layer: OfLines, context: Context, stride: tuple[int, ...], name: str):
+        tensors = {**layer._parameters, **layer._buffers}
+        super().__init__(layer.steps, layer.reads, tensors, layer.part, layer.made)
+        self.context, self.stride = context, stride
+
+    def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
+        if self.context.per_window or self.context.whole:
+            return super().forward(like, *lines)
+        return self.at(self.context.region(self.context.current, self.stride, like.shape[2:]).size, lines)
+
+
+def twin_of(layer: nn.Module) -> type[nn.Module]:
+    """Return the twin of a layer that looks at the whole image."""
+    kinds = ((AlongLines, DistributedLines), (OfLines, DistributedOfLines))
+    return next((twin for kind, twin in kinds if isinstance(layer, kind)), None) or twin_of_statistic(layer)
+
+
+def _picked(box: Box, dims: Sequence[int]) -> Box:
+    """Return a box's sides along some dims."""
+    return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -1,0 +1,402 @@
+"""What each kind of layer does on a part of its feature map: the twins of the layers that look at neighbours.
+
+Zero padding belongs to the border of the image, not to that of a tile. So a layer is run without its own padding on just
+the cells that its part is made from; what of them lies beyond the image is filled in here, by the layer's own kernel
+where both sides of a dim are alike, which costs no copy.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg.comm.staging import upload
+from distseg.layers import moving
+from distseg.layers.dropout import DROPOUTS, KeyedDropout
+from distseg.layers.fitting import cropped, fitted, mirrored, padded, taken_from
+from distseg.layers.norm import NORMS, DistributedNorm
+from distseg.layers.resize import Placed, PlacedPositions, resized
+from distseg.models.capture.positions import Positions
+from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum
+from distseg.models.lines import OfLines
+from distseg.models.modified import altered, genuine, known
+from distseg.models.moving import Windows
+from distseg.models.network import Call
+from distseg.models.receptive_field import POINTWISE
+from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
+from distseg.tiling import access_pattern as footprint
+from distseg.tiling.access_pattern import Align, Footprint, Gather, Interpolate, Scatter, Shift
+from distseg.tiling.graph import Node
+from distseg.tiling.layout import Part
+from distseg.tiling.resize import Follow, Resize
+from distseg.tiling.tile import Box
+
+
+def _conv3d(x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int) -> Tensor:
+    """``F.conv3d``, which for one volume of few channels in float32 unfolds it: 15 times as slow as oneDNN's kernel, and in 27 times the memory.
+
+    That kernel can be called itself where no backward pass follows.
+    """
+    fast = x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if not fast or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+    sizes = [[n] * 3 if isinstance(n, int) else list(n) for n in (padding, stride, dilation)]
+    return torch.mkldnn_convolution(x, weight, bias, *sizes, groups)
+
+
+_CONV = (F.conv1d, F.conv2d, _conv3d)
+_CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_AVG_POOL = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_PADS = {nn.modules.padding._ConstantPadNd: "constant", nn.modules.padding._ReflectionPadNd: "reflect", nn.modules.padding._ReplicationPadNd: "replicate"}
+_FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
+_ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, MainOutput, DistributedNorm, KeyedDropout)
+
+
+def node_of(call: Call, dims: int) -> Node:
+    """A layer call as :class:`distseg.tiling.layout.Layout` wants it.
+
+    Raises:
+        ValueError: a layer that can't be computed in parts, by name, with what to do.
+    """
+    name, layer = call.name, call.layer
+    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula, OfLines):
+        return Node(name, call.inputs)
+    if isinstance(layer, Positions):
+        return Node(name, call.reads, placed=True)
+    if isinstance(layer, Follows):
+        return Node(name, call.reads, layer.footprints(), call.like)
+    layer = layer.inner if isinstance(layer, Derived) else layer
+    if len(call.inputs) > 1:
+        raise ValueError(f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map")
+    if isinstance(layer, (*NORMS, *DROPOUTS)):
+        check_plain(name, layer)
+    for kinds, footprints in _FOOTPRINTS:
+        if genuine(layer, kinds):
+            try:
+                return Node(name, call.inputs, footprints(layer, dims))
+            except _Unsupported as e:
+                raise ValueError(f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}") from None
+    hidden = next((part for part in layer.modules() if isinstance(part, (*NORMS, *DROPOUTS)) and getattr(part, "p", 1) > 0), None)
+    if hidden not in (None, layer):
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
+        )
+    if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
+        raise ValueError(f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known")
+    if genuine(layer, _ALIKE):
+        return Node(name, call.inputs)
+    which = f", which {altered(layer)}," if known(type(layer)) is not nn.Module and altered(layer) else ""
+    raise ValueError(
+        f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and has no twin for parts of an image: write it as layers that have one "
+        "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
+    )
+
+
+def check_plain(name: str, layer: nn.Module) -> None:
+    """Refuse a norm or dropout that does more than its class says: its twin would leave that out.
+
+    Raises:
+        ValueError: naming the layer and what it does besides.
+    """
+    if why := altered(layer):
+        base = known(type(layer)).__name__
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or masks are the whole image's, so it is replaced by a twin, which would "
+            f"leave that out: put what it does besides into a layer of its own behind or before a plain {base}"
+        )
+
+
+class _Unsupported(ValueError):
+    """What a layer is asked to do."""
+
+
+def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()) -> Tensor:
+    """A layer's result on ``part.made``.
+
+    Args:
+        x: (B, C, *have.size), the input on ``have``: ``part.taken`` is in it, and what it has beyond the map is padding already.
+        others: what else it is called with, and where that lies.
+    """
+    if isinstance(layer, Derived):
+        layer = layer.filled()
+    if isinstance(layer, PlacedPositions):
+        return layer.on_box(x, part.size, part.made)
+    if isinstance(layer, Placed):
+        layer = layer.inner
+    if isinstance(layer, Spread):
+        return layer.part(others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)])
+    if isinstance(layer, OfLines):
+        return layer.at(part.size, [line for line, _ in others])
+    if others:
+        return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
+    function = _function_of(type(layer))
+    if function is None or altered(layer):  # one that looks at single pixels
+        return layer(cropped(x, have, part.taken))
+    return function(layer, x, have, part)
+
+
+@cache
+def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, Part], Tensor] | None:
+    return next((function for kinds, function in _RUN if issubclass(kind, kinds)), None)
+
+
+def fill_of(layer: nn.Module) -> float | None:
+    """What a layer's padding consists of; None where it has none of its own to fill in (mirror images are made from the map)."""
+    layer = layer.inner if isinstance(layer, Placed) else layer
+    if isinstance(layer, _CONVS):
+        return 0.0 if fuses(layer) else None
+    if isinstance(layer, _MAX):
+        return -math.inf
+    if isinstance(layer, nn.modules.padding._ConstantPadNd):
+        return layer.value
+    if isinstance(layer, FitTo):
+        return layer.value if layer.mode == "constant" else None
+    return 0.0 if isinstance(layer, (*_AVG, Fill, Windows)) else None
+
+
+def fuses(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution that :mod:`distseg.layers.conv` computes together with the exchange before it."""
+    return isinstance(layer, _CONVS) and layer.padding_mode == "zeros"
+
+
+def framed(layer: nn.Module, part: Part) -> Box:
+    """What an exchange had best make for a layer: what it is computed from, with padding where only one side of a dim has any."""
+    if fill_of(layer) is None:
+        return part.taken
+    alike = [t - r == s - u for t, r, s, u in zip(part.taken.start, part.raw.start, part.raw.stop, part.taken.stop)]
+    if not isinstance(layer, _CONVS):
+        alike = [a and t == r for a, t, r in zip(alike, part.taken.start, part.raw.start)]
+    return Box(
+        tuple(t if a else r for a, t, r in zip(alike, part.taken.start, part.raw.start)),
+        tuple(t if a else r for a, t, r in zip(alike, part.taken.stop, part.raw.stop)),
+    )
+
+
+# convolutions
+
+
+def _conv_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    if conv.padding_mode == "circular":
+        raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflect or replicate")
+    found = []
+    for d in range(dims):
+        k, s, dilation = conv.kernel_size[d], conv.stride[d], conv.dilation[d]
+        before = after = conv.padding[d] if not isinstance(conv.padding, str) else 0
+        if conv.padding == "same":  # the odd cell goes behind
+            before = dilation * (k - 1) // 2
+            after = dilation * (k - 1) - before
+        found.append(Gather(k, s, dilation, before, after, mirrored=conv.padding_mode != "zeros"))
+    return tuple(found)
+
+
+def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    if conv.padding_mode != "zeros":
+        x, have = mirrored(x, have, part, conv.padding_mode)
+    x, pads = fitted(x, have, part.raw)
+    native = [max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None for pad, s in zip(pads, conv.stride)]
+    if None in native:
+        x = padded(x, [(0, 0) if p is not None else pad for p, pad in zip(native, pads)])
+    y = _CONV[len(pads) - 1](x, conv.weight, conv.bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups)
+    # Where only one side is padded the kernel pads both, and the other side's surplus is cut off.
+    start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
+    return taken_from(y, start, part.made.size)
+
+
+def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    return tuple(
+        Scatter(conv.kernel_size[d], conv.stride[d], conv.dilation[d], conv.padding[d], conv.output_padding[d]) for d in range(dims)
+    )
+
+
+def _transposed(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    x = cropped(x, have, part.taken)
+    dims = range(len(conv.stride))
+    first = [part.taken.start[d] * conv.stride[d] - conv.padding[d] for d in dims]
+    span = [conv.dilation[d] * (conv.kernel_size[d] - 1) + 1 for d in dims]
+    last = [(part.taken.stop[d] - 1) * conv.stride[d] - conv.padding[d] + span[d] for d in dims]
+    extra = [max(0, part.made.stop[d] - last[d]) for d in dims]
+    y = _CONV_TRANSPOSE[len(dims) - 1](x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation)
+    return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
+
+
+# poolings
+
+
+def _tuple(value, dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value)
+
+
+def _pool_footprints(pool: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    if getattr(pool, "return_indices", False):
+        raise _Unsupported("its indices are those of a tile, not of the image; set return_indices=False")
+    k, s, p, d = (_tuple(getattr(pool, field, 1), dims) for field in ("kernel_size", "stride", "padding", "dilation"))
+    return tuple(Gather(k[i], s[i], d[i], p[i], p[i], pool.ceil_mode) for i in range(dims))
+
+
+def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    dims = len(part.size)
+    k, s, d = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation"))
+    x, pads = fitted(x, have, part.raw)
+    # The kernel itself pads both sides alike, and rounds up over an overhang behind.
+    native = [(b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None for i, (b, a) in enumerate(pads)]
+    x = padded(x, [(0, 0) if n else pad for n, pad in zip(native, pads)], -math.inf)
+    return _MAX_POOL[dims - 1](x, k, s, [n[0] if n else 0 for n in native], d, pool.ceil_mode)
+
+
+def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    dims = len(part.size)
+    k, s, p = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "padding"))
+    x, pads = fitted(x, have, part.raw)
+    y = _AVG_POOL[dims - 1](padded(x, pads), k, s)
+    divisor = getattr(pool, "divisor_override", None)
+    if divisor is not None:
+        return y * (math.prod(k) / divisor)
+    if part.raw == part.taken:
+        return y
+    for i in range(dims):
+        first = torch.arange(part.made.start[i], part.made.stop[i]) * s[i] - p[i]
+        low, high = (-p[i], part.size[i] + p[i]) if pool.count_include_pad else (0, part.size[i])
+        cells = (first + k[i]).clamp(max=high) - first.clamp(min=low)
+        y = y * (k[i] / upload(cells, y.device, y.dtype)).view(-1, *(1,) * (dims - 1 - i))
+    return y
+
+
+# up-sampling and padding
+
+
+def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
+    """The whole numbers of cells that each cell becomes; None where it scales by others, or to a size."""
+    if up.scale_factor is None:
+        return None
+    factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
+    whole = all(f == int(f) >= 1 for f in factors) and not (up.align_corners and up.mode == "bicubic")
+    return tuple(int(f) for f in factors) if whole else None
+
+
+def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    factors = _factors(up, dims)
+    if factors is None:
+        return _resize_footprints(up, dims)
+    if up.mode in ("nearest", "nearest-exact"):
+        return tuple(Scatter(f, f) for f in factors)
+    if up.align_corners:
+        return tuple(Align(f) for f in factors)
+    return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
+
+
+def _resize_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    """To a fixed size, or by a factor that is no whole number."""
+    wanted = _tuple(up.size, dims) if up.size is not None else None
+    factors = None if wanted else up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
+    rules = [Follow(0, n) for n in wanted] if wanted else [Follow(factor=float(f)) for f in factors]
+    places = [None if wanted or up.recompute_scale_factor else float(f) for f in factors or wanted]
+    return tuple(Resize(kernel_of(up.mode), bool(up.align_corners), rule, factor) for rule, factor in zip(rules, places))
+
+
+def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    factors = _factors(up, len(part.size))
+    if factors is None:
+        return _resized(up, _resize_footprints(up, len(part.size)), x, have, part)
+    if not up.align_corners or part.taken == Box.whole(part.size):
+        return _grown(up, factors, x, have, part)
+    x = cropped(x, have, part.taken)
+    for dim, (n, f, first, a, b) in enumerate(zip(part.size, factors, part.taken.start, part.made.start, part.made.stop), 2):
+        x = _aligned(x, dim, n, n * f, first, range(a, b))
+    return x
+
+
+def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: Part) -> Tensor:
+    return _resized(lambda x: layer.made(x, part.result), layer.footprints(), x, have, part, layer.factors == RATIO)
+
+
+def _resized(whole: Callable[[Tensor], Tensor], footprints: Sequence[Resize], x: Tensor, have: Box, part: Part, ratio: bool = False) -> Tensor:
+    """Resize a part; of a map that is there as a whole, and wanted so, by PyTorch's kernel."""
+    x = cropped(x, have, part.taken)
+    if part.taken.size == part.size and part.made.size == part.result:
+        return whole(x)
+    return resized(x, footprints, part, ratio)
+
+
+def _fit_to(layer: FitTo, x: Tensor, have: Box, part: Part) -> Tensor:
+    if layer.mode == "constant":
+        return padded(*fitted(x, have, part.raw), layer.value)
+    x, have = mirrored(x, have, part, layer.mode)
+    return cropped(x, have, part.raw)
+
+
+def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: Part) -> Tensor:
+    return x
+
+
+def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
+    """Cells of m, of n along a dim, of which ``x`` has those from ``first`` on."""
+    place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * ((n - 1) / (m - 1) if m > 1 else 0.0)
+    low = place.long().clamp(max=n - 1)
+    share = upload(place - low, x.device, x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
+    below, above = (x.index_select(dim, upload(at - first, x.device)) for at in (low, (low + 1).clamp(max=n - 1)))
+    return below + (above - below) * share
+
+
+def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[Footprint, ...]:
+    return (Scatter(shuffle.upscale_factor, shuffle.upscale_factor),) * dims
+
+
+def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: Part) -> Tensor:
+    return _grown(shuffle, (shuffle.upscale_factor,) * len(part.size), x, have, part)
+
+
+def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: Part) -> Tensor:
+    """All that comes of the cells that are taken, cut to what is wanted."""
+    y = layer(cropped(x, have, part.taken))
+    return taken_from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
+
+
+def _fill_footprints(layer: Fill, dims: int) -> tuple[Footprint, ...]:
+    return (footprint.Fill(multiple=layer.multiple),) * dims
+
+
+def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
+    return padded(*fitted(x, have, part.raw))
+
+
+def _pad_footprints(pad: nn.Module, dims: int) -> tuple[Footprint, ...]:
+    if isinstance(pad, nn.modules.padding._CircularPadNd):
+        raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflection or replication")
+    mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)
+    sides = [pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))]  # PyTorch names the last dim's first
+    return tuple(Shift(before=before, after=after, mirrored=mirrors) for before, after in sides)
+
+
+def _pad(pad: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+    mode = next(mode for kind, mode in _PADS.items() if isinstance(pad, kind))
+    if mode == "constant":
+        return padded(*fitted(x, have, part.raw), pad.value)
+    x, have = mirrored(x, have, part, mode)
+    return cropped(x, have, part.raw)
+
+
+_FOOTPRINTS = (
+    (_CONVS, _conv_footprints),
+    (_TRANSPOSED, _transposed_footprints),
+    ((*_MAX, *_AVG), _pool_footprints),
+    (nn.Upsample, _up_footprints),
+    (nn.PixelShuffle, _shuffle_footprints),
+    (Fill, _fill_footprints),
+    *moving.FOOTPRINTS,
+    ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
+)
+_RUN = (
+    (_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad),
+    (Fill, _fill), *moving.RUN, (ResizeTo, _resize_to), (FitTo, _fit_to), (VectorAt, _vector_at),
+)  # fmt: skip

@@ -1,0 +1,304 @@
+"""Losses as functions of sums over pixels, so that pieces of an image add up to the loss of the whole.
+
+A loss here never is a mean of means. Each image contributes a row of sums (of -log p, of class weights, of overlaps),
+rows of all tiles and ranks are added, and the loss is a function L(S) of the table S (images x sums) of the whole step.
+By the chain rule a tile's part of the gradient is dL/dS (the same on every rank) times its own rows' gradients.
+
+Definitions, with labels y, valid pixels those with y != ignore_index:
+
+    cross_entropy         sum w_y * -log p_y / sum w_y                    (PyTorch's, label smoothing included)
+    binary_cross_entropy  mean over valid pixels (and classes, one against the rest)
+    focal                 mean of w_y * (1 - p_y)^gamma * -log p_y        (Lin et al., 2017)
+    mse, l1               mean of (z - y)^2, of |z - y|, of a number that each image has, by a network with one output
+    dice                  mean over classes of 1 - (2 sum p t + s) / (sum p + sum t + s), of each image or of all
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distseg.comm.staging import upload
+from distseg.config.settings import LossConfig
+
+
+class Term:
+    """A part of a loss."""
+
+    def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the sums of each image, (B, sums)."""
+        return torch.stack([self.of(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))])
+
+
+class CrossEntropy(Term):
+    sums, linear = 2, True
+    takes = ("class_weights", "label_smoothing")
+
+    def __init__(self, config: LossConfig, classes: int):
+        if classes < 2:
+            raise ValueError(f"cross_entropy needs at least 2 classes, but the model has {classes} output: use binary_cross_entropy or dice")
+        self.config = config
+        self.weights = _class_weights(config, classes)
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        c = self.config
+        weights = None if self.weights is None else upload(self.weights, logits.device, logits.dtype)
+        total = F.cross_entropy(
+            logits, labels.long(), weights, ignore_index=c.ignore_index, reduction="sum", label_smoothing=c.label_smoothing
+        )
+        return torch.stack((total, self.counts(labels)[1].to(total)))
+
+    def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.weights is not None or labels[0].numel() > 1:
+            return super().rows(logits, labels)
+        c, labels = self.config, labels.flatten()
+        total = F.cross_entropy(logits.flatten(1), labels.long(), ignore_index=c.ignore_index, reduction="none", label_smoothing=c.label_smoothing)
+        return torch.stack((total, (labels != c.ignore_index).to(total)), 1)
+
+    def counts(self, labels: Tensor) -> Tensor:
+        valid = labels != self.config.ignore_index
+        if self.weights is None:
+            return _beside_a_sum(valid.count_nonzero())
+        if labels.device.type == "cpu":
+            return _beside_a_sum(self.weights[labels[valid].long()].sum())
+        weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]  # how many are valid a GPU would have to be asked
+        return _beside_a_sum(weights.where(valid, 0).sum())
+
+    def value(self, table: Tensor) -> Tensor:
+        return _ratio(table[:, 0].sum(), table[:, 1].sum())
+
+
+class PixelMean(Term):
+    """A loss that is the plain mean of a value per valid pixel."""
+
+    sums, linear = 2, True
+    takes: tuple[str, ...] = ()
+
+    def __init__(self, config: LossConfig, classes: int):
+        self.config, self.classes = config, classes
+
+    def counts(self, labels: Tensor) -> Tensor:
+        return _beside_a_sum(self.valid(labels).count_nonzero())
+
+    def valid(self, labels: Tensor) -> Tensor:
+        return labels != self.config.ignore_index
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        valid = self.valid(labels)
+        count = valid.count_nonzero()
+        if labels.device.type == "cpu" and count == labels.numel():  # as nearly always; on a GPU the question would cost more than the answer saves
+            total = self.each(logits, labels).sum()
+        else:
+            total = self.each(logits, labels.where(valid, 0)).where(valid, 0).sum()
+        return torch.stack((total, count.to(total)))
+
+    def value(self, table: Tensor) -> Tensor:
+        return _ratio(table[:, 0].sum(), table[:, 1].sum())
+
+
+class BinaryCrossEntropy(PixelMean):
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.binary_cross_entropy_with_logits(logits, _targets(labels, self.classes, logits), reduction="none")
+        return each.squeeze(1) if self.classes == 1 else each.mean(1)
+
+
+class Focal(PixelMean):
+    takes = ("class_weights", "gamma")
+
+    def __init__(self, config: LossConfig, classes: int):
+        super().__init__(config, classes)
+        self.weights = _class_weights(config, max(2, classes))
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        labels = labels.long()
+        if self.classes == 1:
+            log_p = F.logsigmoid(torch.where(labels.unsqueeze(1) == 1, logits, -logits)).squeeze(1)
+        else:
+            log_p = F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).squeeze(1)
+        rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)  # 1 - p; 0 has no finite slope for gamma < 1
+        loss = -(rest**self.config.gamma) * log_p
+        return loss if self.weights is None else loss * upload(self.weights, loss.device, loss.dtype)[labels]
+
+
+class SquaredError(PixelMean):
+    """Of a number for each image; what is ignored is NaN."""
+
+    def __init__(self, config: LossConfig, classes: int):
+        if classes != 1:
+            raise ValueError(f"mse and l1 are of one number, but the model has {classes} outputs: use cross_entropy, or let it have one")
+        super().__init__(config, classes)
+
+    def valid(self, labels: Tensor) -> Tensor:
+        return ~labels.isnan()
+
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.squeeze(1) - labels) ** 2
+
+
+class AbsoluteError(SquaredError):
+    def each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return (logits.squeeze(1) - labels).abs()
+
+
+class Dice(Term):
+    linear = False
+    takes = ("dice_over", "smooth")
+
+    def __init__(self, config: LossConfig, classes: int):
+        self.config, self.classes = config, classes
+        self.sums = 3 * classes
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        valid = labels != self.config.ignore_index
+        p = (logits.sigmoid() if self.classes == 1 else logits.softmax(1)) * valid.unsqueeze(1)
+        t = _targets(labels.where(valid, 0), self.classes, p) * valid.unsqueeze(1)
+        dims = (0, *range(2, p.dim()))
+        return torch.cat(((p * t).sum(dims), p.sum(dims), t.sum(dims)))
+
+    def counts(self, labels: Tensor) -> Tensor:
+        return torch.zeros(self.sums, dtype=torch.float64, device=labels.device)
+
+    def value(self, table: Tensor) -> Tensor:
+        if self.config.dice_over == "batch":
+            table = table.sum(0, keepdim=True)
+        overlap, p, t = table.unflatten(1, (3, self.classes)).unbind(1)  # (I, C) each
+        whole = p + t + self.config.smooth
+        empty = whole == 0  # no valid pixel, and nothing added to it
+        return (1 - (2 * overlap + self.config.smooth) / whole.masked_fill(empty, 1)).masked_fill(empty, 0).mean()
+
+
+_TERMS = {"cross_entropy": CrossEntropy, "binary_cross_entropy": BinaryCrossEntropy, "focal": Focal, "dice": Dice, "mse": SquaredError, "l1": AbsoluteError}
+_OF_NUMBERS = [name for name, term in _TERMS.items() if issubclass(term, SquaredError)]
+
+
+class Loss:
+    """A weighted sum of terms, such as ``cross_entropy + 0.5*dice``.
+
+    Attributes:
+        sums: numbers K a row of the table.
+        linear: dL/dS of what depends on the logits is known from the labels alone, before any forward pass.
+
+    Args:
+        classes: C, of each output.
+        outputs: weights of several outputs of a network, whose losses are added up; their logits lie side by side in the channels.
+
+    Raises:
+        ValueError: a name, value or setting that can not be, or a setting that none of the terms takes.
+    """
+
+    def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
+        _check(config)
+        self.outputs = tuple(outputs)
+        self.config = config
+        self.terms = [(weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)]
+        self.sums = len(self.outputs) * sum(term.sums for _, term in self.terms)
+        self.linear = is_linear(config.name)
+
+    def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(B, outputs * C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.cat([term.rows(z, labels) for z in logits.chunk(len(self.outputs), 1) for _, term in self.terms], 1)
+
+    def counts(self, labels: Tensor) -> Tensor:
+        """The part of :meth:`rows` that labels determine, zeros elsewhere; float64."""
+        return torch.stack([torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs)) for y in labels])
+
+    def value(self, table: Tensor) -> Tensor:
+        """L(S) of the table (images, K) of a whole step."""
+        return sum(weight * self._of_output(part) for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1)))
+
+    def _of_output(self, table: Tensor) -> Tensor:
+        parts = table.split([term.sums for _, term in self.terms], 1)
+        return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
+
+    def slope(self, table: Tensor) -> tuple[float, Tensor]:
+        """L(S) and dL/dS."""
+        table = table.detach().requires_grad_()
+        value = self.value(table)
+        (slope,) = torch.autograd.grad(value, table)
+        return value.item(), slope
+
+
+def _check(config: LossConfig) -> None:
+    if not 0 <= config.label_smoothing < 1:
+        raise ValueError(f"loss.label_smoothing is in [0, 1), got {config.label_smoothing}")
+    for field in ("gamma", "smooth"):
+        if not 0 <= getattr(config, field) < math.inf:
+            raise ValueError(f"loss.{field} is a number of at least 0, got {getattr(config, field)}")
+    _check_taken(config)
+
+
+def _check_taken(config: LossConfig) -> None:
+    """Refuse what the user set and no term takes."""
+    names, default = [name for _, name in parse(config.name)], LossConfig()
+    for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
+        value = getattr(config, field)
+        if value != getattr(default, field) and not any(field in _TERMS[name].takes for name in names):
+            takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
+            raise ValueError(f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out")
+
+
+def of_numbers(name: str) -> bool:
+    """Whether the loss of this name is of a number for each image, instead of a class.
+
+    Raises:
+        ValueError: it has terms of both kinds.
+    """
+    kinds = {term in _OF_NUMBERS for _, term in parse(name)}
+    if len(kinds) > 1:
+        raise ValueError(f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: take one kind")
+    return kinds.pop()
+
+
+def is_linear(name: str) -> bool:
+    """Of the loss of this name: :attr:`Loss.linear`."""
+    return all(_TERMS[term].linear for _, term in parse(name))
+
+
+def parse(text: str) -> list[tuple[float, str]]:
+    """``cross_entropy + 0.5*dice`` -> [(1.0, 'cross_entropy'), (0.5, 'dice')]."""
+    terms = []
+    for part in text.split("+"):
+        weight, _, name = part.strip().rpartition("*")
+        name = name.strip()
+        try:
+            value = float(weight) if weight else 1.0
+            if not math.isfinite(value):
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example 'cross_entropy + 0.5*dice'") from None
+        if value <= 0:
+            raise ValueError(f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: leave the term out, or give it one above 0")
+        if name not in _TERMS:
+            raise ValueError(f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a weighted sum of them")
+        terms.append((value, name))
+    return terms
+
+
+def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
+    """(B, *size) -> (B, C, *size) of 0 and 1; with one class the labels 0 and 1 themselves."""
+    if classes == 1:
+        return labels.unsqueeze(1).to(like.dtype)
+    return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1).long(), 1)
+
+
+def _beside_a_sum(count: Tensor) -> Tensor:
+    """The row (0, count) in float64: a sum that labels tell nothing of, and what it is divided by."""
+    return torch.stack((torch.zeros_like(count), count)).double()
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    """total / count, and 0 for a step without a valid pixel."""
+    return total / count if count > 0 else total * 0
+
+
+def _class_weights(config: LossConfig, classes: int) -> Tensor | None:
+    if config.class_weights is None:
+        return None
+    if len(config.class_weights) != classes:
+        raise ValueError(f"loss.class_weights has {len(config.class_weights)} numbers, but the model has {classes} classes: give one a class")
+    return torch.tensor(config.class_weights, dtype=torch.float64)

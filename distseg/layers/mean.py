@@ -1,0 +1,250 @@
+"""Means, sums and maxima over an image that lies in pieces, and grids of them spread over it again: the twins of :class:`distseg.models.layers.Mean`, ``Max`` and ``Spread``.
+
+They are norms that leave out the normalising: statistics are taken and shared alike (:mod:`distseg.layers.norm`), and what comes of them is a vector of the
+image, the same on all ranks. What is computed of that is computed by each window, and its gradient is the sum of what they send back.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.collective import add, gather
+from distseg.layers.context import Context
+from distseg.layers.moments import Moments, of_channels, stack
+from distseg.layers.norm import Contribution, DistributedNorm, Pending
+from distseg.models.layers import Max, Mean, Spread, as_vector
+from distseg.tiling.tile import Box
+
+
+class DistributedMean(DistributedNorm):
+    """The twin of :class:`distseg.models.layers.Mean`: windows -> a vector (B, C * parts, 1, ...) for each, whose gradient all owned pixels share.
+
+    The parts of an image are rows of its statistics, each with a count of its own.
+    """
+
+    def __init__(self, mean: Mean, *args):
+        super().__init__(mean, *args)
+        self.grid, self.total = mean.grid, mean.total
+        self.number = math.prod(self.grid)
+
+    def joint(self, xs: list[Tensor]) -> list[Tensor]:
+        if len(xs) == 1 and self.comm.size == 1 and self.has_all(xs[0]):  # nobody else adds to it
+            return [self.plain(xs[0])]
+        return list(_JointMean.apply(self, *xs))
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Of whole images, by PyTorch."""
+        return Mean.forward(self, x)  # a new layer would take longer than a small map
+
+    def _check_count(self, count) -> None:
+        pass  # of one value too
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+        found = []
+        for n, box in enumerate(self.where(x, index)):
+            of_box = x[(..., *box.slices)]
+            for b, row in enumerate(self.rows(index)):
+                found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else _nothing(x), box.pixels))
+        return found
+
+    def where(self, x: Tensor, index: int) -> list[Box]:
+        """What is owned of each part, in cells of ``x``; parts as ``F.adaptive_avg_pool2d`` cuts them, which may share cells."""
+        own = self.own(x, index)
+        if not self.grid:
+            return [own]
+        region = None if self.context.per_window else self.context.region(index, self.stride, x.shape[2:])
+        size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
+        return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
+
+    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
+        """The vector of the images of a window, of which this rank owns what :meth:`where` says."""
+        means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
+        return as_vector(torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]), x.dim() - 2).to(x.dtype)
+
+    def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
+        """Add the gradient of a window's vector to ``total`` (rows, C)."""
+        for i, of_image in zip(rows, g.double()):
+            total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
+
+    def shares(self, total: Tensor, statistics: Moments) -> Tensor:
+        """What each pixel gets of that over all ranks, (rows, C)."""
+        total = add(total, self.comm)
+        return total if self.total else total / statistics.count.unsqueeze(-1)
+
+    def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
+        """The gradient of a window: zero where it does not own."""
+        of_part = lambda n: as_vector(shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2)
+        if [box.size for box in where] == [x.shape[2:]]:
+            return of_part(0).expand_as(x)
+        dx = torch.zeros_like(x)
+        for n, box in enumerate(where):
+            dx[(..., *box.slices)] += of_part(n)
+        return dx
+
+    def pending(self, statistics: Moments) -> "PendingMean":
+        return PendingMean(self, statistics)
+
+
+def largest_of(parts: Moments, first: bool) -> Moments:
+    """Return the largest values of all parts, stacked along dim 0, and where the ``first`` of them is, or how many there are."""
+    largest = parts.mean.amax(0)
+    said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, math.inf if first else 0))
+    return Moments(parts.count.sum(0), largest, said.amin(0) if first else said.sum(0))
+
+
+class DistributedMax(DistributedMean):
+    """The twin of :class:`distseg.models.layers.Max`. Its statistics are ``mean``, the largest values, and ``m2``: where the first is, counted row by row, or how many there are."""
+
+    def __init__(self, largest: Max, *args):
+        super().__init__(largest, *args)
+        self.first = largest.first
+
+    def plain(self, x: Tensor) -> Tensor:
+        return Max(self.first, self.grid)(x)
+
+    def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
+        """What is owned, in cells of ``x`` and of the map, and the map's size."""
+        own = self.own(x, index)
+        if self.context.per_window:
+            return own, own, x.shape[2:]
+        region = self.context.region(index, self.stride, x.shape[2:])
+        return own, region.owned.intersection(region.held), region.size
+
+    def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
+        """Return what is owned of each part of the image, in cells of a window and of the map."""
+        if not self.grid:
+            return [(own, place)]
+        move = [a - b for a, b in zip(own.start, place.start)]
+        there = [place.intersection(part) for part in parts_of(self.grid, size)]
+        return [(box.shifted(move), box) for box in there]
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+        own, place, size = self.where(x, index)
+        rows = self.rows(index)
+        return [
+            self._contribution(image, row * self.number + n, there, size)
+            for n, (part, there) in enumerate(self._parts(own, place, size))
+            for image, row in zip(x[(..., *part.slices)], rows)
+        ]  # fmt: skip
+
+    def _contribution(self, image: Tensor, row: int, place: Box, size: Sequence[int]) -> "Contribution":
+        """Return what cells of an image, which lie at a place of a map, add to a row of the statistics."""
+        count, values = torch.tensor(float(place.pixels), dtype=torch.float64, device=image.device), image.flatten(1)
+        if not place.pixels:
+            largest = values.new_full(values.shape[:1], -math.inf)
+            said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
+        else:
+            largest = values.amax(1)
+            there = values == largest.unsqueeze(1)
+            said = numbers_of(place, size).to(image.device)[there.byte().argmax(1)] if self.first else there.sum(1)
+        return Contribution(row, Moments(count, largest.double(), said.double()), place.pixels)
+
+    def statistics(self, parts: list["Contribution"]) -> Moments:
+        rows = sorted({part.row for part in parts})
+        mine = stack([largest_of(stack([part.moments for part in parts if part.row == row]), self.first) for row in rows])
+        home = torch.device("cpu") if self.comm.size > 1 else None
+        return largest_of(mine.unpacked(gather(mine.packed(), self.comm, home)), self.first).on(mine.mean.device)
+
+    def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
+        return add(total, self.comm), statistics
+
+    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple[Box, Box, tuple[int, ...]]) -> Tensor:
+        (total, statistics), (own, place, size), dx = shares, where, torch.zeros_like(x)
+        for n, (part, there) in enumerate(self._parts(own, place, size)):
+            for image, of_image, i in zip(x[(..., *part.slices)], dx[(..., *part.slices)], rows):
+                row = i * self.number + n
+                if self.first:
+                    here, share = numbers_of(there, size).to(x.device) == statistics.m2[row].unsqueeze(1), total[row]
+                else:
+                    here, share = image.flatten(1) == statistics.mean[row].unsqueeze(1), total[row] / statistics.m2[row]
+                of_image += (here * share.unsqueeze(1)).view(image.shape).to(x.dtype)
+        return dx
+
+
+class DistributedSpread(Spread):
+    """The twin of :class:`distseg.models.layers.Spread` for a window of an image: a cell is resized for its place in the image."""
+
+    def __init__(self, spread: Spread, context: Context, stride: tuple[int, ...], name: str):
+        super().__init__(spread.grid, spread.kept, **spread.settings)
+        self.context, self.stride = context, stride
+
+    def forward(self, like: Tensor, x: Tensor) -> Tensor:
+        if self.context.per_window:
+            return super().forward(like, x)
+        region = self.context.region(self.context.current, self.stride, like.shape[2:])
+        return self.part(x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])])
+
+
+def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
+    """Return the parts of a map as ``F.adaptive_avg_pool2d`` cuts it, which may share cells."""
+    spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(grid, size)]
+    return [Box(*zip(*part)) for part in product(*spans)]
+
+
+def _nothing(x: Tensor) -> Moments:
+    """The moments of no cells of a map."""
+    zeros = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+    return Moments(zeros.new_zeros(()), *zeros)
+
+
+def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
+    """Of the cells of a box of a map, counted row by row."""
+    along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
+    strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
+    return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
+
+
+def twin_of(layer: nn.Module) -> type[nn.Module]:
+    """Of a layer that looks at the whole image."""
+    return next(twin for kinds, twin in ((Max, DistributedMax), (Mean, DistributedMean), (Spread, DistributedSpread), (nn.Module, DistributedNorm)) if isinstance(layer, kinds))
+
+
+class _JointMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mean: DistributedMean, *xs):
+        ctx.mean, ctx.statistics = mean, mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)])
+        ctx.rows, ctx.where = [mean.rows(j) for j in range(len(xs))], [mean.where(x, j) for j, x in enumerate(xs)]
+        ctx.save_for_backward(*xs)  # of which a mean looks at the form
+        return tuple(mean.of(x, rows, ctx.statistics, where) for x, rows, where in zip(xs, ctx.rows, ctx.where))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        total = torch.zeros_like(ctx.statistics.mean)
+        for g, rows in zip(gs, ctx.rows):
+            ctx.mean.collect(total, g, rows)
+        shares = ctx.mean.shares(total, ctx.statistics)
+        return None, *(ctx.mean.spread(shares, *window) for window in zip(ctx.saved_tensors, ctx.rows, ctx.where))
+
+
+class PendingMean(Pending):
+    """The same of a mean."""
+
+    def __init__(self, norm: DistributedMean, statistics: Moments):
+        super().__init__(norm, statistics)
+        self.total = torch.zeros_like(statistics.mean)
+
+    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
+        return _PendingMean.apply(self, self.norm.rows(index), self.norm.where(x, index), x)
+
+    def settle(self) -> None:
+        self.shares = self.norm.shares(self.total, self.statistics)
+
+    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
+        return g + self.norm.spread(self.shares, x, self.norm.rows(index), self.norm.where(x, index))
+
+
+class _PendingMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pending: PendingMean, rows: list[int], where: Any, x: Tensor):
+        ctx.pending, ctx.rows = pending, rows
+        return pending.norm.of(x, rows, pending.statistics, where)
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.pending.norm.collect(ctx.pending.total, g, ctx.rows)
+        return None, None, None, None

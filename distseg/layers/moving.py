@@ -1,0 +1,54 @@
+"""Layers that move places (:mod:`distseg.models.moving`) on a part of a map."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from distseg.layers.fitting import cropped, fitted, padded, taken_from
+from distseg.models.moving import Blocks, Overlaid, Slices, Windows
+from distseg.tiling.access_pattern import Footprint, Gather, Scatter, Shift
+from distseg.tiling.layout import Part
+from distseg.tiling.tile import Box
+
+
+def _slices_footprints(layer: Slices, dims: int) -> tuple[Footprint, ...]:
+    each = zip(layer.start, layer.behind, layer.step)
+    return tuple((Shift if a >= s or b else Gather)(stride=s, before=-a, after=-b) for a, b, s in each)
+
+
+def _slices(layer: Slices, x: Tensor, have: Box, part: Part) -> Tensor:
+    return cropped(x, have, part.taken)[(..., *(slice(None, None, s) for s in layer.step))]
+
+
+def _windows_footprints(layer: Windows, dims: int) -> tuple[Footprint, ...]:
+    each = zip(layer.kernel, layer.stride, layer.dilation, layer.padding)
+    return tuple(Gather(k, s, d, p, p) for k, s, d, p in each)
+
+
+def _windows(layer: Windows, x: Tensor, have: Box, part: Part) -> Tensor:
+    return layer.unfolded(padded(*fitted(x, have, part.raw)))
+
+
+def _blocks_footprints(layer: Blocks, dims: int) -> tuple[Footprint, ...]:
+    return tuple(Scatter(f, f) for f in layer.factors(dims))
+
+
+def _blocks(layer: Blocks, x: Tensor, have: Box, part: Part) -> Tensor:
+    y, factors = layer(cropped(x, have, part.taken)), layer.factors(len(part.size))
+    first = [a - f * t for a, f, t in zip(part.made.start, factors, part.taken.start)]
+    return taken_from(y, first, part.made.size)
+
+
+def _overlaid_footprints(layer: Overlaid, dims: int) -> tuple[Footprint, ...]:
+    each = zip(layer.kernel, layer.stride, layer.dilation, layer.padding, layer.extra)
+    return tuple(Scatter(*settings) for settings in each)
+
+
+def _overlaid(layer: Overlaid, x: Tensor, have: Box, part: Part) -> Tensor:
+    y = layer.folded(cropped(x, have, part.taken))
+    first = [t * s - p for t, s, p in zip(part.taken.start, layer.stride, layer.padding)]
+    return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
+
+
+FOOTPRINTS = ((Slices, _slices_footprints), (Windows, _windows_footprints), (Blocks, _blocks_footprints), (Overlaid, _overlaid_footprints))
+RUN = ((Slices, _slices), (Windows, _windows), (Blocks, _blocks), (Overlaid, _overlaid))

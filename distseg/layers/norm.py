@@ -1,0 +1,570 @@
+"""Instance, group and batch norm of images that lie in pieces: the twins of PyTorch's layers.
+
+Statistics are taken over the pixels that tiles own, never their halos, and combined over the tile group in one packed
+message a layer. Every pixel of a window, its halo too, is normalised with them. So with y = xhat * w + b,
+xhat = (x - mean) * r, r = (var + eps)^(-1/2), N owned pixels in all and g the gradient of y, a statistic collects
+gradient from every window:
+
+    s1 = sum over all windows of g * w,    s2 = sum over all windows of g * w * xhat        (one message)
+    dx = r * (g * w)  everywhere,          dx -= r / N * (s1 + xhat * s2)  on owned pixels
+
+(of vectors, xhat less its mean s0 / N, which is no more than the rounding of the mean)
+
+which is the adjoint of 'mean and variance of the owned pixels, handed to every window'.
+
+A dropout of channels before the norm and a leaky activation behind it are computed with it (:func:`fold`): the one
+scales channels by m, so mean and deviation too, the other is a slope of g. Each would take passes over memory of its
+own, which on today's machines are what a norm costs.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Iterable, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg.comm.collective import Alone, add, gather
+from distseg.comm.memory_format import channels_last
+from distseg.comm.staging import upload
+from distseg.layers.context import Context
+from distseg.layers.conv import accumulate
+from distseg.layers.dropout import KeyedDropout
+from distseg.layers.kernels import norm as compiled
+from distseg.layers.kernels import plain
+from distseg.layers.kernels.norm import Affine
+from distseg.layers.moments import Moments, by_group, combine, of_channels, stack
+from distseg.models.layers import Mean, VectorNorm, register
+from distseg.tiling.tile import Box
+
+_ALONE = Alone()
+_SMALL = 1 << 19  # values up to which two passes of PyTorch's kernels are through before one of ours is called
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICAL = (*NORMS, Mean)
+"""Layers that look at all of a map by its statistics."""
+
+
+class DistributedNorm(nn.Module):
+    """The twin of a norm layer, with the same parameters and buffers under the same names.
+
+    ``joint`` takes the windows that this rank holds together, ``forward`` one window. ``stride`` is the layer's
+    cumulative stride in pixels per dim.
+    """
+
+    def __init__(self, norm: nn.Module, context: Context, stride: tuple[int, ...], name: str):
+        super().__init__()
+        self.kind = _kind(norm, name)
+        self.context, self.stride, self.name = context, stride, name
+        self.eps = getattr(norm, "eps", 0.0)
+        self.groups = norm.num_groups if self.kind == "group" else None
+        self.momentum = getattr(norm, "momentum", None)
+        register(self, {field: getattr(norm, field, None) for field in ("weight", "bias")})  # parameters, or a user's buffers
+        self.tracks = tracks(norm)
+        for field in RUNNING:
+            self.register_buffer(field, getattr(norm, field) if self.tracks else None)
+        self.parts = norm.parts if isinstance(norm, VectorNorm) else None  # of each channel of a vector; None: its input is a map
+        self.frames = getattr(norm, "frames", 1)  # images that each image of the batch is, one behind the other in its channels
+        self.channels = getattr(norm, "num_features", 0)
+        self.frozen = False
+        self.keeper: list[DistributedNorm] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
+        self.slope = 1.0
+        self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
+        self.seen: dict[int, list[Moments]] = {}  # by how often the pass at hand had called it before
+        self.turn = 0
+
+    def note(self, statistics: Moments) -> None:
+        """Keep statistics in mind until the step's end; a user's module, which calls its layers itself, may call one several times a pass."""
+        self.seen.setdefault(self.turn, []).append(statistics)
+        self.turn += self.context.whole
+
+    @property
+    def running(self) -> "DistributedNorm":
+        """The layer that keeps its running statistics."""
+        return self.keeper[0] if self.keeper else self
+
+    @property
+    def live(self) -> bool:
+        """Whether the output depends on statistics of the images in hand."""
+        return not (self.tracks and (self.frozen or not self.training))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:  # a vector in a user's own module
+            return self.joint([x[:, :, None]])[0][:, :, 0]
+        return self.joint([x])[0]
+
+    def joint(self, xs: list[Tensor]) -> list[Tensor]:
+        """The same windows normalised: a list of (B, C, *size), one each place of the context."""
+        if not (self.live or self.training or torch.is_grad_enabled()):
+            return [self.fixed(x) for x in xs]
+        if self.parts is not None or self.frames > 1:
+            return [y.view_as(x) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
+        if self.is_local(xs):
+            return [self.local(xs[0])]
+        if len(xs) == 1 and self.is_whole(xs[0]):
+            return [_WholeNorm.apply(self, self.weight, self.bias, xs[0])]
+        return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
+
+    def fixed(self, x: Tensor) -> Tensor:
+        """Images with the running statistics, where nothing goes back."""
+        if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
+            y = F.batch_norm(x, self.running.running_mean, self.running.running_var, self.weight, self.bias, eps=self.eps)
+            return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
+        of = self.running.running_mean.double(), self.running.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
+        opened = self.opened(x)
+        return self.closed(_normalised(opened, [_coefficients(*of).affine] * len(opened)), x)
+
+    def opened(self, x: Tensor) -> Tensor:
+        """Its input with one dim of channels: the parts of a vector's are places, frames are images."""
+        if self.frames > 1:
+            return x.reshape(-1, self.channels, *x.shape[2:])
+        return x if self.parts is None else x.reshape(len(x), self.channels, -1, *(1,) * (x.dim() - 3))
+
+    def closed(self, y: Tensor, x: Tensor) -> Tensor:
+        """Back in the dims of ``x``. No view where these are the same: it would forget in which format one image lies, and layers behind would copy it."""
+        return y if self.parts is None and self.frames == 1 else y.view_as(x)
+
+    def is_local(self, xs: list[Tensor]) -> bool:
+        """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
+
+        Not in float64, where its plain sums lose digits, nor for group norm in channels_last, where it is slower, or in 16 bits on a
+        GPU, where autocast has it answer in float32.
+        """
+        x = xs[0]
+        if compiled.available(x) or not self.live or (self.training and self.dropout):
+            return False
+        alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
+        if not alone or x.dtype == torch.float64:
+            return False
+        return self.kind != "group" or (x.is_contiguous() and not (x.is_cuda and x.dtype != torch.float32))
+
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
+        return compiled.available(x) and self.live and self.comm.size == 1 and self.has_all(x)
+
+    def has_all(self, x: Tensor) -> bool:
+        """Whether a rank's only window has all that statistics are taken over."""
+        return self.context.per_window or self.context.owns_all(x.shape[2:])
+
+    def local(self, x: Tensor) -> Tensor:
+        """The norm of whole images (B, C, *size) by PyTorch."""
+        y = self._local(x)
+        return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
+
+    def _local(self, x: Tensor) -> Tensor:
+        if self.kind == "group":
+            return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+        if self.kind == "instance":  # an image alone in a batch, as PyTorch's instance norm is slow in channels_last
+            rows = [F.batch_norm(row, None, None, self.weight, self.bias, True, eps=self.eps) for row in x.split(1)]
+            return rows[0] if len(rows) == 1 else torch.cat(rows)
+        mean = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
+        var = torch.ones_like(mean)
+        y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1: mean and unbiased variance of the batch
+        if self.tracks and self.training and self.context.tracking:
+            count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
+            self.note(Moments(count, mean.double(), var.double() * (count - 1)))
+        return y
+
+    @property
+    def comm(self):
+        if self.context.per_window:
+            return _ALONE
+        return self.context.batch_comm if self.kind == "batch" else self.context.norm_comm
+
+    def owned(self, x: Tensor, index: int) -> Tensor:
+        """The view of ``x`` on the cells that statistics are taken over: those that this rank owns."""
+        return x[(..., *self.own(x, index).slices)]
+
+    def own(self, x: Tensor, index: int) -> Box:
+        """These cells, counted in ``x``."""
+        return Box.whole(x.shape[2:]) if self.context.per_window or self.context.whole or self.parts is not None else self.context.region(index, self.stride, x.shape[2:]).own
+
+    def times(self, index: int) -> float:
+        """Return how often each value of window ``index`` enters the statistics.
+
+        Every window of an image holds the same vector. It counts by the share of the image that the window owns, so that each image counts once.
+        """
+        if self.parts is None or self.context.per_window:
+            return 1
+        if self.context.regions is None:
+            place = self.context.places[index]
+            return place.tile.pixels / math.prod(place.image)
+        region = self.context.regions[index]
+        return region.owned.pixels / math.prod(region.size)
+
+    def rows(self, index: int) -> list[int]:
+        """The row of the statistics for each image of window ``index``."""
+        images = self.context.places[index].images
+        if self.context.per_window:
+            before = sum(len(place.images) for place in self.context.places[:index])
+            return [index if self.kind == "batch" else before + b for b in range(len(images) * self.frames)]
+        if self.frames > 1:  # a batch norm
+            return [0] * len(images) * self.frames
+        return [0 if self.kind == "batch" else image for image in images]
+
+    def whole(self, x: Tensor) -> compiled.Norm:
+        """What the kernel has to know of the norm of whole images (B, C, *size)."""
+        keys, p = None, 0.0
+        if self.training and self.dropout:
+            keys, p = self.dropout[0].keys(self.context.places[0]), self.dropout[0].p
+        return compiled.Norm(self.groups or 0, self.kind == "batch", self.eps, self.slope, p, keys)
+
+    def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
+        """For each window what a dropout scales the channels of its images by, (B, C) float64; None where there is none."""
+        if not (self.training and self.dropout):
+            return [None] * len(xs)
+        return [upload(self.dropout[0].channels_of(place, x.shape[1]), x.device) for place, x in zip(self.context.places, xs)]
+
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+        """Moments of the channels of window ``index``, image by image."""
+        owned, times = self.owned(self.opened(x), index), self.times(index)
+        parts = [of_channels(owned[b : b + 1]) for b in range(len(owned))]
+        if times != 1:
+            parts = [Moments(part.count * times, part.mean, part.m2 * times) for part in parts]
+        if mask is not None:
+            parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
+        pixels = owned.shape[2:].numel() * times
+        return [Contribution(row, part, pixels) for row, part in zip(self.rows(index), parts)]
+
+    def statistics(self, parts: list["Contribution"]) -> Moments:
+        """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
+        by_row: dict[int, list[Contribution]] = {}
+        for part in parts:
+            by_row.setdefault(part.row, []).append(part)
+        mine = stack([combine(stack([part.moments for part in by_row[row]])) for row in sorted(by_row)])
+        if self.kind == "group":
+            mine = by_group(mine, self.groups)
+        others = self.comm.size > 1
+        home = torch.device("cpu") if others else None  # where messages come to
+        everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, home)))
+        # What is known on the host is not read from a GPU, which would have to be waited for.
+        self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
+        everyone = everyone.on(mine.mean.device)
+        if self.tracks and self.training and self.context.tracking:
+            self.note(combine(everyone))
+        return everyone
+
+    def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> float:
+        """The fewest values that a statistic of this rank alone is of."""
+        channels = next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
+        return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
+
+    def check_map(self, cells: int, channels: int) -> None:
+        """Refuse a map of an image that has too few cells for statistics.
+
+        Raises:
+            ValueError: naming the norm and the repair.
+        """
+        if self.parts is None:
+            self._check_count(cells * (channels // self.groups if self.kind == "group" else 1))
+
+    def _check_count(self, count) -> None:
+        if count < 1.5:  # a whole number, but for rounding where windows hold shares of an image
+            raise ValueError(
+                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of this image has {round(float(count))}: "
+                "take a larger image or crop, or a smaller model.depth"
+            )
+
+    def known(self) -> Moments:
+        """The statistics of a norm that is not live: the running ones, of one row, for any number of pixels."""
+        mean, var = self.running.running_mean, self.running.running_var
+        return Moments(torch.ones(1, dtype=torch.float64, device=mean.device), mean.double().unsqueeze(0), var.double().unsqueeze(0))
+
+    def normalise(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None) -> Tensor:
+        """Window ``index`` normalised with these statistics, and what is folded into the norm."""
+        return _normalised(x, [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)])
+
+    def coefficients(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None) -> list["Coefficients"]:
+        """For each image of window ``index``."""
+        rows, channels = self.rows(index), x.shape[1]
+        mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
+        of = lambda i, mask: _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask)
+        if mask is None:  # once for the images that share statistics
+            each = {i: of(i, None) for i in set(rows)}
+            return [each[i] for i in rows]
+        return [of(i, mask[b]) for b, i in enumerate(rows)]
+
+    def per_channel(self, values: Tensor, channels: int) -> Tensor:
+        """(I, K) -> (I, C)."""
+        return values.repeat_interleave(channels // values.shape[-1], -1)
+
+
+    def tilt_and_shift(self, c: "Coefficients", shares: Tensor, times: float = 1) -> tuple[Tensor, Tensor]:
+        """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, of vectors s0, divided by N."""
+        s1, s2, *s0 = shares
+        return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
+
+    def pending(self, statistics: Moments) -> "Pending":
+        """Windows one after another, with these statistics."""
+        return Pending(self, statistics)
+
+
+class Contribution(NamedTuple):
+    """What an image of a window adds to the statistics: their row, the moments of its channels, and the pixels these are of."""
+
+    row: int
+    moments: Moments
+    pixels: float
+
+
+class Coefficients(NamedTuple):
+    """Of one image: y by ``affine``, and xhat = hat * (x - pivot) + offset; all (C,)."""
+
+    affine: Affine
+    hat: Tensor
+    offset: Tensor | float
+
+
+def _coefficients(mean, var, eps: float, weight, bias, slope: float, mask: Tensor | None) -> Coefficients:
+    r = (var + eps).rsqrt()
+    w = torch.ones_like(r) if weight is None else weight.detach().double()
+    b = torch.zeros_like(r) if bias is None else bias.detach().double()
+    if mask is None:
+        return Coefficients(Affine(mean, r * w, b, slope), r, 0.0)
+    # The norm's input is mask * x: mask * x - mean = mask * (x - mean / mask), but for channels that were dropped.
+    kept = mask > 0
+    pivot = torch.where(kept, mean / mask.where(kept, 1), 0)
+    offset = torch.where(kept, 0, -mean * r)
+    return Coefficients(Affine(pivot, mask * r * w, b + offset * w, slope), mask * r, offset)
+
+
+class _WholeNorm(torch.autograd.Function):
+    """Of one tensor, without a message: what :class:`_JointNorm` does, in one call there and one back."""
+
+    @staticmethod
+    def forward(ctx, norm: DistributedNorm, weight, bias, x):
+        found = norm.whole(x)
+        count = x.shape[2:].numel() * (len(x) if found.joint else 1) * (x.shape[1] // found.groups if found.groups else 1)
+        norm._check_count(count)
+        y, statistics, ctx.numbers = compiled.norm_forward(x, found, weight, bias)
+        if norm.tracks and norm.training and norm.context.tracking:
+            norm.note(Moments(_number(count), *statistics[:, 0]))
+        ctx.norm = found
+        ctx.save_for_backward(weight, x)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        weight, x = ctx.saved_tensors
+        dx, *gradients = compiled.norm_backward(g, x, ctx.norm, weight, ctx.numbers)
+        return None, *(None if weight is None else d.to(weight.dtype) for d in gradients), dx
+
+
+@lru_cache(1024)
+def _number(count: int) -> Tensor:
+    """Return a count as a tensor, which nobody writes to."""
+    return torch.tensor(count, dtype=torch.float64)
+
+
+class _JointNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, norm: DistributedNorm, weight, bias, *xs):
+        masks = norm.masks(xs)
+        everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]) if norm.live else norm.known()
+        ctx.norm, ctx.live, ctx.pixels = norm, norm.live, everyone.count
+        ctx.rows, ctx.own = [norm.rows(j) for j in range(len(xs))], [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None
+        ctx.times = [norm.times(j) for j in range(len(xs))]
+        ctx.coefficients = [norm.coefficients(x, j, everyone, masks[j]) for j, x in enumerate(xs)]
+        ctx.save_for_backward(weight, *xs)
+        return tuple(_normalised(x, [c.affine for c in found]) for x, found in zip(xs, ctx.coefficients))
+
+    @staticmethod
+    def backward(ctx, *gs):
+        weight, *xs = ctx.saved_tensors
+        images = [(j, b, i) for j, rows in enumerate(ctx.rows) for b, i in enumerate(rows)]
+        dweight = torch.zeros(len(ctx.pixels), xs[0].shape[1], dtype=torch.float64, device=xs[0].device)
+        dbias = torch.zeros_like(dweight)
+        if ctx.live or any(ctx.needs_input_grad[1:3]):
+            for j, b, i in images:
+                _collect(dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b])
+        centre = None if ctx.norm.parts is None else torch.zeros_like(dweight)
+        if ctx.live and centre is not None:
+            for j, b, i in images:
+                centre[i] += _centre(xs[j][b : b + 1], ctx.coefficients[j][b], ctx.times[j])
+        shares = _shares(ctx.norm, weight, dweight, dbias, centre, ctx.pixels) if ctx.live else None
+        dxs = [torch.empty_like(x) for x in xs]
+        for j, b, i in images:
+            c = ctx.coefficients[j][b]
+            tilt, shift = ctx.norm.tilt_and_shift(c, shares[:, i], ctx.times[j]) if ctx.live else (torch.zeros_like(c.hat),) * 2
+            own = ctx.own[j] if ctx.live else _nowhere(xs[j])
+            _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
+        return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
+
+
+class Pending:
+    """The backward pass of a live norm whose windows come one after another: what the statistics collect, until all are through.
+
+    ``statistics`` as :meth:`DistributedNorm.statistics` gives them.
+    """
+
+    def __init__(self, norm: DistributedNorm, statistics: Moments):
+        self.norm, self.statistics = norm, statistics
+        self.dweight = self.dbias = self.centre = None
+
+    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
+        """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
+        opened = self.norm.opened(x)
+        self.channels = opened.shape[1]
+        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), self.norm.times(index), opened)
+        return self.norm.closed(y, x)
+
+    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float) -> None:
+        if self.dweight is None:
+            self._begin(x.device)
+        _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
+        if self.centre is not None:
+            self.centre[row] += _centre(x, coefficients, times)
+
+    def _begin(self, device: torch.device) -> None:
+        self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), self.channels, dtype=torch.float64, device=device)
+        self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
+
+    def settle(self) -> None:
+        """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
+        norm = self.norm
+        if self.dweight is None:  # no gradient came back, as from what is detached
+            self._begin(self.statistics.mean.device)
+        self.shares = _shares(norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count)
+        learns = lambda p: p is not None and p.requires_grad
+        accumulate((norm.weight, norm.bias), [d.sum(0).to(p.dtype) if learns(p) else None for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])
+
+    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
+        """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
+        form, g, x = x, self.norm.opened(g), self.norm.opened(x)
+        own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
+        for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
+            tilt, shift = self.norm.tilt_and_shift(c, self.shares[:, i], self.norm.times(index))
+            as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
+            _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
+        return self.norm.closed(dx, form)
+
+
+class _PendingNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: float, x):
+        ctx.pending, ctx.coefficients, ctx.rows, ctx.times = pending, coefficients, rows, times
+        ctx.save_for_backward(x)
+        return _normalised(x, [c.affine for c in coefficients])
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        for b, (i, c) in enumerate(zip(ctx.rows, ctx.coefficients)):
+            image = g[b : b + 1], x[b : b + 1]
+            none = torch.zeros_like(c.hat)
+            ctx.pending.collect(i, *image, c, ctx.times)
+            _kernels(x).gradient(*image, c.affine, none, none, _nowhere(x), out=dx[b : b + 1])
+        return None, None, None, None, dx
+
+
+def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficients) -> None:
+    """Add an image's part of the gradients of weight and bias, (C,) float64 each."""
+    total, weighted = _kernels(x).sums(g, x, c.affine)
+    dbias += total
+    dweight += c.hat * weighted + c.offset * total
+
+
+def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
+    """The sum of xhat over an image, which stands for so many: zero but for the rounding of the mean.
+
+    Of vectors of a batch, which differ by little, that is large against xhat, and gradients that nearly cancel would show it.
+    """
+    return (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:]))).transpose(0, 1).flatten(1).sum(1) * c.hat * times
+
+
+def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, centre: Tensor | None, pixels: Tensor) -> Tensor:
+    """s1 / N and s2 / N of each channel, (2, I, C); of vectors s0 / N too, (3, I, C)."""
+    channels = dweight.shape[-1]
+    sums = torch.stack((dbias, dweight))  # (2, I, C)
+    sums = sums if weight is None else sums * weight.double()
+    sums = sums if centre is None else torch.cat((sums, centre.unsqueeze(0)))
+    if norm.kind == "group":
+        sums = sums.unflatten(-1, (norm.groups, -1)).sum(-1)
+    return norm.per_channel(add(sums, norm.comm) / pixels.unsqueeze(-1), channels)
+
+
+def _nowhere(x: Tensor) -> Box:
+    """No cell: where tilt and shift are those of a constant."""
+    return Box.whole((0,) * (x.dim() - 2))
+
+
+def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
+    y = torch.empty_like(x)
+    if len(affines) > 1 and all(affine is affines[0] for affine in affines):
+        if x.is_contiguous():  # images alike are one with as many times the channels
+            pivot, scale, shift, slope = affines[0]
+            many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
+            _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
+            return y
+        if x.is_contiguous(memory_format=channels_last(x.dim())):  # or one below the other
+            below = lambda t: t.movedim(1, -1).flatten(0, 1).movedim(-1, 0)[None]
+            _kernels(x).forward(below(x), affines[0], out=below(y))
+            return y
+    for b, affine in enumerate(affines):
+        _kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
+    return y
+
+
+def _kernels(x: Tensor):
+    return compiled if compiled.available(x) else plain
+
+
+def live_layers(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
+    """The positions of those that take statistics in training; ``frozen``: batch norms take none."""
+    return [position for position, layer in enumerate(layers) if isinstance(layer, Mean) or (isinstance(layer, NORMS) and not frozen)]
+
+
+def kind_of(norm: nn.Module) -> str:
+    """Of a plain layer: batch, group, instance or mean."""
+    if isinstance(norm, Mean):
+        return "mean"
+    return "group" if isinstance(norm, nn.GroupNorm) else "instance" if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else "batch"
+
+
+def tracks(norm: nn.Module) -> bool:
+    """Whether a plain norm layer has running statistics that serve here."""
+    return kind_of(norm) == "batch" and norm.track_running_stats
+
+
+def _kind(norm: nn.Module, name: str) -> str:
+    kind = kind_of(norm)
+    if kind == "instance" and norm.track_running_stats:
+        raise ValueError(f"{name}: instance norm with running statistics is not supported: set track_running_stats=False")
+    if kind == "batch" and norm.momentum is None:
+        raise ValueError(f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give it a momentum, such as 0.1")
+    return kind
+
+
+def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
+    """Update running statistics from all that was seen since the last time, once an optimizer step.
+
+    As torchgpipe's deferred batch norm: the mean and biased variance of all images of the step together, over
+    micro-batches and sample groups, enter the running averages once, and once for each place of a layer that stands at several. One message
+    for all layers.
+
+    Args:
+        unbiased: the variance m2 / (n - 1) enters, as with PyTorch's layers, instead of m2 / n.
+    """
+    turns = [(n, n.seen[turn]) for n in norms for turn in sorted(n.seen)]
+    if not turns:
+        return
+    seen = [each[0] if len(each) == 1 else combine(stack(each)) for _, each in turns]
+    home = seen[0].count.device  # the layers of a pipeline in one process lie on several
+    channels = [m.mean.numel() for m in seen]
+    counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
+    mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
+    total = mine if groups_comm.size == 1 else combine(mine.unpacked(gather(mine.packed(), groups_comm)))
+    variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
+    for (n, _), mean, var in zip(turns, total.mean.flatten().split(channels), variances.flatten().split(channels)):
+        running = n.running
+        running.running_mean.lerp_(mean.to(running.running_mean), n.momentum)
+        running.running_var.lerp_(var.to(running.running_var), n.momentum)
+        running.num_batches_tracked.add_(1)
+        n.seen.clear()
+    for n in norms:
+        for field in RUNNING if n.keeper else ():  # as checkpoints have them, by each place's name
+            n._buffers[field].copy_(n.running._buffers[field])

@@ -1,0 +1,181 @@
+"""Layers whose cells hang on the sizes of both maps, on a part of a map: resizing by true places, padding and cropping to a size.
+
+A resize goes dim by dim: an output cell is a sum of a few input cells, each with its share (:mod:`distseg.tiling.resize`).
+Its gradient goes back in the same way, as sums of output cells, so that it is the same in each run and on each device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Callable, NamedTuple, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg.comm.memory_format import lies_last
+from distseg.comm.staging import upload
+from distseg.layers.context import Context
+from distseg.models.capture.positions import Positions
+from distseg.models.resize import Follows
+from distseg.tiling.layout import Part
+from distseg.tiling.resize import Resize, Taps
+from distseg.tiling.tile import Box
+
+_KEPT = 256  # spans of cells whose shares are kept
+
+
+class Placed(nn.Module):
+    """A layer that is called with the size of its result, on whole images of which executors hold no other map: the twin of :class:`distseg.models.resize.Follows`.
+
+    Args:
+        sizes: of the layer's result, from the size of an image.
+    """
+
+    def __init__(self, inner: Follows, context: Context, sizes: Callable[[Sequence[int]], Sequence[int]]):
+        super().__init__()
+        self.__dict__.update(inner=inner, context=context, sizes=sizes)  # no child: it has no weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.made(x, self.sizes(self.context.place.image))
+
+    def extra_repr(self) -> str:
+        return repr(self.inner)
+
+
+class PlacedPositions(Positions):
+    """The twin of :class:`distseg.models.capture.positions.Positions`, which knows the size of the image, with the very tensors of the layer."""
+
+    def __init__(self, inner: Positions, context: Context):
+        nn.Module.__init__(self)
+        self.__dict__.update(vars(inner) | {"context": context})
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.context.place
+        if place.window.size != place.image:
+            raise ValueError("windows that go through a network as images of their own do not know where in the image they are, which this network's code asks for")
+        return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
+
+    def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
+        """Return the values at a box of a map of this size."""
+        return self.part(x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)])
+
+
+class Spans(NamedTuple):
+    """Along a dim: of n inputs those from ``first`` on are there, ``have`` of them; outputs ``start`` to ``stop`` of m are wanted."""
+
+    n: int
+    first: int
+    have: int
+    m: int
+    start: int
+    stop: int
+
+
+def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = False) -> Tensor:
+    """Resize a part of a map: (B, C, *part.taken.size) -> (B, C, *part.made.size), by ``F.interpolate``'s rules for the whole of it.
+
+    Args:
+        ratio: the factor of nearest places is m / n (:class:`distseg.models.resize.ResizeTo`).
+    """
+    spans = [Spans(*each) for each in zip(part.size, part.taken.start, part.taken.size, part.result, part.made.start, part.made.stop)]
+    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        x = x.float()  # as autocast has F.interpolate do
+    shares = [_shares_of(x, footprints, spans, dim, ratio) for dim in range(len(spans))]
+    last, x = lies_last(x), x.movedim(1, -1)  # cells are gathered several times as fast with their channels side by side
+    for dim in sorted(range(len(spans)), key=lambda d: (spans[d].stop - spans[d].start) / max(1, spans[d].have)):  # what makes less of it first
+        x = _Weighted.apply(x, dim + 1, *shares[dim])
+    return x.movedim(-1, 1) if last else x.movedim(-1, 1).contiguous()
+
+
+class _Share(NamedTuple):
+    """Cells of a dim and what each has in a sum, both (cells of a sum, sums); None: all of it."""
+
+    places: np.ndarray
+    parts: np.ndarray | None
+
+
+def _shares_of(x: Tensor, footprints: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool) -> tuple[_Share, _Share]:
+    footprint, span = footprints[dim], spans[dim]
+    if not footprint.kernel.startswith("nearest"):
+        return _weighted(footprint, span)
+    last = len(spans) == 2 and lies_last(x) and not x.is_contiguous()
+    factor = span.m / span.n if ratio else footprint.factor
+    return _nearest(footprint.kernel, factor, span, len(spans), dim, str(x.dtype), x.device.type, last)
+
+
+@lru_cache(_KEPT)
+def _weighted(footprint: Resize, span: Spans) -> tuple[_Share, _Share]:
+    taps: Taps = footprint.at(span.n, span.m)
+    places, parts = taps.shares(span.start, span.stop)
+    forth = _Share(places - span.first, parts)
+    return forth, _back(forth, span.have)
+
+
+@lru_cache(_KEPT)
+def _nearest(kernel: str, factor: float | None, span: Spans, dims: int, dim: int, dtype: str, device: str, last: bool) -> tuple[_Share, _Share]:
+    places = nearest_places(kernel, factor, span.n, span.m, dims, dim, dtype, device, last)[span.start : span.stop]
+    forth = _Share(places[None] - span.first, None)
+    return forth, _back(forth, span.have)
+
+
+@lru_cache(_KEPT)
+def nearest_places(kernel: str, factor: float | None, n: int, m: int, dims: int, dim: int, dtype: str, device: str, last: bool) -> np.ndarray:
+    """Return the input of each output, (m,), as PyTorch's own kernel has it for tensors of this kind: kernels round places differently.
+
+    Args:
+        dims, dim: of the map, and the one that is resized.
+        last: channels come last in memory.
+    """
+    digits = torch.arange(n, device=device).view(n, 1) // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device) % _BASE  # exact in bfloat16 too
+    shape = [1, 4, *(n if d == dim else 1 for d in range(dims))]
+    x = digits.t().reshape(shape).to(getattr(torch, dtype.removeprefix("torch.")))
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    wanted = [m if d == dim else 1 for d in range(dims)]
+    by = dict(size=wanted) if factor is None else dict(scale_factor=[factor if d == dim else 1.0 for d in range(dims)])
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        found = F.interpolate(x, **by, mode=kernel).reshape(4, m).long().cpu()
+    return sum(found[k] * _BASE**k for k in range(4)).numpy()
+
+
+_BASE = 128
+
+
+def _back(forth: _Share, have: int) -> _Share:
+    """Return the adjoint: of each input the sums that it is in, and its parts in them."""
+    width, count = forth.places.shape
+    inputs, sums = forth.places.ravel(), np.tile(np.arange(count), width)
+    parts = np.ones(len(inputs)) if forth.parts is None else forth.parts.ravel()
+    order = np.lexsort((sums, inputs))
+    inputs, sums, parts = inputs[order], sums[order], parts[order]
+    begins = np.searchsorted(inputs, np.arange(have))
+    rank = np.arange(len(inputs)) - begins[inputs]
+    most = int(rank.max()) + 1 if len(rank) else 1
+    places, weights = np.zeros((most, have), np.int64), np.zeros((most, have))
+    places[rank, inputs], weights[rank, inputs] = sums, parts
+    return _Share(places, weights)
+
+
+class _Weighted(torch.autograd.Function):
+    """Sums of a few cells along a dim, each with its part; backward the adjoint, which is of the same kind."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, forth: _Share, back: _Share) -> Tensor:
+        ctx.dim, ctx.back = dim, back
+        return _summed(x, dim, forth)
+
+    @staticmethod
+    def backward(ctx, g: Tensor):
+        return _summed(g, ctx.dim, ctx.back), None, None, None
+
+
+def _summed(x: Tensor, dim: int, share: _Share) -> Tensor:
+    x, total = x.contiguous(), None
+    for k, places in enumerate(share.places):
+        part = x.index_select(dim, upload(torch.from_numpy(places), x.device))
+        if share.parts is not None:
+            part *= upload(torch.from_numpy(share.parts[k]), x.device, x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
+        total = part if total is None else total.add_(part)
+    return total

@@ -1,0 +1,160 @@
+"""Attention whose queries or keys are as many as they are, however large the image is.
+
+Keys that are vectors of the image, or parameters, are looked at by each place for itself. Keys of
+all places that few queries look at are weighed by a softmax over the image, and summed. Where each
+place would look at all others, the call is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distseg.models.axes import Axes, Axis, places_of
+from distseg.models.capture.arranging import turned
+from distseg.models.capture.reader import Reader
+from distseg.models.capture.reducing import product, softmax
+from distseg.models.capture.trace import IN_ATTENTION
+from distseg.models.capture.values import Value
+
+ATTENTION = (
+    "is attention between places of the image, each of which looks at all others: parts of an"
+    " image do not have them; known are queries, or keys, whose number does not grow with the"
+    " image: parameters, means, cells of a grid"
+)
+
+
+def attention(
+    reader: Reader, query: Any, key: Any, value: Any, bias: Any, scale: float | None, weights: bool
+) -> tuple[Value, Value | None]:
+    """Return what scaled dot products of queries with keys pick of the values, and the weights.
+
+    Args:
+        query: of (..., queries, channels); ``key`` and ``value``: (..., keys, channels).
+        bias: a parameter that is added to the products, or None.
+        weights: whether these are wanted.
+    """
+    q, k, v = (reader.axes_of(x) for x in (query, key, value))
+    scale = 1 / math.sqrt(q[-1].cell) if scale is None else scale
+    if not all(axes[-1].of_channels for axes in (q, k, v)) or places_of(q[-2:-1]) and places_of(k[-2:-1]):
+        raise reader.refusal(ATTENTION, everywhere=True)
+    _check_bias(reader, bias, q, k)
+    lead = _common(reader, (q[:-2], k[:-2], v[:-2]))
+    scores_axes, made_axes = (*lead, q[-2], k[-2]), (*lead, q[-2], v[-1])
+    if k[-2].of_channels and v[-2].of_channels:
+        score = partial(_scores, scale=scale, soft=True)
+        shares = reader.applied(score, (query, key, bias), "weights", scores_axes) if weights else None
+        attend = partial(_attended, scale=scale)
+        return reader.applied(attend, (query, key, value, bias), "", made_axes), shares
+    if k[-2] != v[-2] or k[-2] != Axis(places=tuple(range(reader.dims))) or not q[-2].of_channels:
+        raise reader.refusal(ATTENTION, everywhere=True)
+    if v[:-2] != lead or not isinstance(value, Value):
+        raise reader.refusal("has other heads, or images, of its values than of its queries and keys")
+    score = partial(_scores, scale=scale, soft=False)
+    scores = reader.applied(score, (query, key, bias), "scores", scores_axes)
+    shares = softmax(reader, scores, len(scores_axes) - 1, False)
+    made = product(reader, shares, value, math.prod(axis.cell for axis in lead), made_axes)
+    return made, shares if weights else None
+
+
+def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
+    """Return the axes that dims in front have together, which are broadcast."""
+    rank = max(map(len, each))
+    filled = [(*(Axis(),) * (rank - len(axes)), *axes) for axes in each]
+    found = []
+    for along in zip(*filled):
+        kinds = {axis for axis in along if axis != Axis()} or {Axis()}
+        if len(kinds) > 1:
+            raise reader.refusal("has queries, keys and values whose dims are not alike")
+        found += kinds
+    return tuple(found)
+
+
+def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
+    """Refuse what is added to the products but a parameter that is alike at all places."""
+    if bias is None:
+        return
+    if isinstance(bias, Value):
+        raise reader.refusal("has a mask that is computed from the image: parameters are known")
+    lengths = reversed(reader.shape_of(bias))
+    for n, axis in zip(lengths, (key[-2], query[-2], *reversed(query[:-2]))):
+        if n != 1 and not axis.of_channels:
+            raise reader.refusal("has a mask with values of its own for each place, or each image")
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, soft: bool) -> Tensor:
+    scores = q * scale @ k.transpose(-2, -1)
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    return scores.softmax(-1) if soft else scores
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+
+
+def scaled_dot_product(
+    reader: Reader, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> Value:  # fmt: skip
+    """Return what ``F.scaled_dot_product_attention`` makes."""
+    if dropout_p:
+        raise reader.refusal(IN_ATTENTION)
+    if is_causal or enable_gqa:
+        raise reader.refusal("is causal, or shares keys among heads: plain attention is known")
+    made, _ = attention(reader, query, key, value, attn_mask, scale, False)
+    return made
+
+
+def multi_head(
+    reader: Reader, query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn, dropout_p,
+    out_proj_weight, out_proj_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None, use_separate_proj_weight=False,
+    q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None, static_v=None, average_attn_weights=True, is_causal=False,
+) -> tuple[Value, ...]:  # fmt: skip
+    """Return what ``F.multi_head_attention_forward`` makes, as ``nn.MultiheadAttention`` calls it."""
+    if dropout_p and training:
+        raise reader.refusal(IN_ATTENTION)
+    others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
+    if any(x is not None for x in others) or add_zero_attn or is_causal:
+        raise reader.refusal("has keys of its own, or a mask of keys: plain attention is known")
+    if len(reader.axes_of(query)) != 3:
+        raise reader.refusal("is given no batch of queries: (N, queries, channels) is known")
+    if attn_mask is not None and len(reader.shape_of(attn_mask)) != 2:
+        raise reader.refusal("has a mask of each image, or of each head: one of all is known")
+    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    heads = []
+    for number, x in enumerate((query, key, value)):
+        weight = separate[number] if use_separate_proj_weight else in_proj_weight
+        projection = _Projection(number, not use_separate_proj_weight)
+        axes = (*reader.axes_of(x)[:-1], Axis(cell=embed_dim_to_check))
+        made = reader.applied(projection, (x, weight, in_proj_bias), "qkv"[number], axes)
+        axes = (*axes[:-1], Axis(cell=num_heads), Axis(cell=embed_dim_to_check // num_heads))
+        heads.append(turned(reader, replace(made, axes=axes), (1, 2, 0, 3)))
+    made, shares = attention(reader, *heads, attn_mask, None, need_weights)
+    made = turned(reader, made, (2, 0, 1, 3))
+    made = replace(made, axes=(*made.axes[:2], Axis(cell=embed_dim_to_check)))
+    made = reader.applied(F.linear, (made, out_proj_weight, out_proj_bias), "", made.axes)
+    if shares is None:
+        return (made,)
+    if average_attn_weights:
+        axes = (shares.axes[0], *shares.axes[2:])
+        shares = reader.applied(partial(torch.mean, dim=1), (shares,), "weights", axes)
+    return made, shares
+
+
+class _Projection:
+    """A linear layer, whose weights and bias may be those of queries, keys and values together."""
+
+    __name__ = "linear"
+
+    def __init__(self, number: int, together: bool):
+        self.number, self.together = number, together
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = weight.chunk(3)[self.number] if self.together else weight
+        return F.linear(x, weight, None if bias is None else bias.chunk(3)[self.number])

@@ -1,0 +1,88 @@
+"""Finds numbers that the user's code takes by the type of a tensor, as ``torch.finfo(x.dtype).eps``, by comparing traces in several types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, Mapping
+
+import torch
+
+from distseg.models.capture.trace import Called, CanNotCapture, Trace
+from distseg.models.layers import ByType
+
+WIDE = torch.float64
+"""The type of the traces that networks are read from."""
+_CASTS = {"to", "type", "float", "double"}
+
+Numbers = dict[int, tuple[tuple, dict]]
+"""Arguments of calls by their numbers, with a :class:`ByType` for each number that follows a type."""
+
+
+def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
+    """Return the arguments in which a pass in one type differs from those in others.
+
+    Args:
+        traces: of images of one size, in :data:`WIDE` and other types.
+
+    Raises:
+        CanNotCapture: the passes make different calls, naming the first.
+    """
+    found: Numbers = {}
+    for number, calls in enumerate(zip_longest(*(trace.calls for trace in traces.values()))):
+        of_types = dict(zip(traces, calls))
+        call = of_types[WIDE] or next(filter(None, calls))
+        if None in calls:
+            raise CanNotCapture(f"{call} is called in one type alone: what code calls must not depend on the type of a tensor")
+        if other := next((c for c in calls if not _same_function(c, call)), None):
+            raise CanNotCapture(f"{call} is {other} in another type: what code calls must not depend on the type of a tensor")
+        merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
+        if merged != (call.args, call.kwargs):
+            found[number] = merged
+    if any(trace.result != traces[WIDE].result for trace in traces.values()):
+        raise CanNotCapture("its result is another one in another type: what code returns must not depend on the type of a tensor")
+    return found
+
+
+def _same_function(a: Called, b: Called) -> bool:
+    return a.name == b.name or {a.name, b.name} <= _CASTS
+
+
+def _merged(each: Mapping[torch.dtype, Any]) -> Any:
+    """Return what is alike in all types, and a :class:`ByType` in the place of each number that is not."""
+    wide = each[WIDE]
+    if isinstance(wide, tuple) and all(isinstance(x, tuple) and len(x) == len(wide) for x in each.values()):
+        return tuple(_merged({dtype: x[n] for dtype, x in each.items()}) for n in range(len(wide)))
+    if isinstance(wide, dict) and all(isinstance(x, dict) and x.keys() == wide.keys() for x in each.values()):
+        return {key: _merged({dtype: x[key] for dtype, x in each.items()}) for key in wide}
+    numbers = all(isinstance(x, (int, float)) for x in each.values())
+    return ByType(tuple(each.items())) if numbers and any(x != wide for x in each.values()) else wide
+
+
+def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
+    """Return a trace in :data:`WIDE` with what :func:`numbers_by_type` found.
+
+    Raises:
+        CanNotCapture: a number follows the image's size, too.
+    """
+    if not numbers:
+        return trace
+    calls = list(trace.calls)
+    for number, typed in numbers.items():
+        if number < len(calls):
+            call = calls[number]
+            args, kwargs = _put(call, (call.args, call.kwargs), typed)
+            calls[number] = replace(call, args=args, kwargs=kwargs)
+    return replace(trace, calls=calls)
+
+
+def _put(call: Called, tree: Any, typed: Any) -> Any:
+    if isinstance(typed, ByType):
+        if tree != typed.of(WIDE):
+            raise CanNotCapture(f"{call} takes a number that follows both the type of a tensor and the image's size: write it down")
+        return typed
+    if isinstance(tree, tuple) and isinstance(typed, tuple) and len(tree) == len(typed):
+        return tuple(_put(call, a, b) for a, b in zip(tree, typed))
+    if isinstance(tree, dict) and isinstance(typed, dict):
+        return {key: _put(call, x, typed.get(key)) for key, x in tree.items()}
+    return tree

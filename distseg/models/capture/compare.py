@@ -1,0 +1,143 @@
+"""Holds a network that was captured against its module, on a small image in float64, in training (without dropout) and in evaluation."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any, Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from distseg.models.capture.hidden import check_left, equal, passed, picture
+from distseg.models.capture.trace import DRAWS, CanNotCapture, Hidden
+from distseg.models.capture.wide import call_wide, unnarrowed
+from distseg.models.layers import copied_with
+from distseg.models.network import Network
+from distseg.models.user_errors import blame
+
+TOLERANCE = 1e-10
+"""Largest difference beside the largest number of the result, if the module's own rounding does not explain more."""
+_TIMES = 10  # as large as what the last bits of the image move in the module's own result
+_DIFFERS = {
+    False: "in evaluation it computes something else than in training: the difference must lie in norms and dropout alone",
+    True: "in training, without dropout, it computes something else than the layers that its calls became: it may depend on the image's values, or on what its code keeps",
+}
+
+
+class TooSmall(CanNotCapture):
+    """Failure of a module on an image that may be too small for it."""
+
+
+class _Wide(TorchFunctionMode):
+    """In which casts to float32 are none, and in training functions of dropout hand on what they are given, and stochastic depth keeps every image."""
+
+    def __init__(self, training: bool):
+        super().__init__()
+        self.training = training
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function, args, kwargs = unnarrowed(function, args, kwargs or {})
+        if not self.training:
+            return call_wide(function, args, kwargs)
+        if function in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if function is Tensor.bernoulli_:
+            return args[0].fill_(1)
+        if function is torch.rand:
+            return torch.ones(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+        return call_wide(function, args, kwargs)
+
+
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, torch.feature_dropout}
+
+
+@torch.no_grad()
+def check_same(model: nn.Module, network_of: Callable[[nn.Module], Network], channels: int, size: Sequence[int]) -> None:
+    """Refuse a network that computes something else than its module.
+
+    Both are made of a copy of the weights, which is let go of in the end.
+
+    Args:
+        network_of: makes the network of a copy of the module.
+        channels, size: of the images (2, channels, *size).
+
+    Raises:
+        TooSmall: the module fails at this size.
+        CanNotCapture: saying in which mode.
+    """
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return
+    twin = doubled(model)
+    network = network_of(twin)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(next(twin.parameters()).device)  # vectors' norms want two images
+    wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(image)  # what clamps large numbers shows
+    _check_mode(twin.eval(), network.eval(), image, _evaluated(model, twin, image))
+    _check_mode(twin, network, wide)
+    with suppress(RuntimeError):  # deep norms may want larger images in training; that they get none is told with the images
+        _check_mode(twin.train(), network.train(), image)
+        _check_mode(twin, network, wide)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    """Return a copy of a module in float64, in which no parameter is the same number throughout: zeros would hide what they are multiplied by."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weights(p: Tensor) -> nn.Parameter:
+        found = _double(p)
+        if p.numel() and p.is_floating_point() and bool((p == p.flatten()[0]).all()):
+            found += 0.1 * torch.randn(p.shape, generator=generator).to(found)
+        return nn.Parameter(found, p.requires_grad)
+
+    tensors: dict[int, Any] = {id(p): weights(p) for p in model.parameters()}
+    return copied_with(model, tensors | {id(b): _double(b) for b in model.buffers()})
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
+
+
+def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
+    """Return what a module makes in evaluation; refuse one that draws random numbers, leaves something behind, or fails."""
+    before = picture(twin.eval())
+    last, *others = (partial(_passed, image * scale) for scale in (1.0, 0.5, 2.0))
+    try:
+        made = last(twin)
+    except Hidden as e:
+        told = "; F.dropout is told by training=self.training that there is none" if DRAWS in str(e) else ""
+        raise Hidden(f"in evaluation {e}{told}") from None
+    except Exception as e:  # by whatever a module of the user's fails
+        size = "x".join(map(str, image.shape[2:]))
+        raise TooSmall(f"in evaluation it fails on an image of {size} pixels, without gradients, with {blame(e)}") from e
+    check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
+    return made
+
+
+def _passed(image: Tensor, module: nn.Module) -> Any:
+    """Return what a module in float64 makes of an image; errors as of :func:`distseg.models.capture.hidden.passed`."""
+    with _Wide(module.training):
+        return passed(image, module)
+
+
+def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
+    """Refuse a network whose result is another one in the mode that both are in; ``wanted``: the module's, if it is there already."""
+
+    wanted, found = _passed(image, twin) if wanted is None else wanted, _passed(image, network)
+    same = isinstance(wanted, Tensor) and wanted.shape[:2] == found.shape[:2] and (network.of_image or wanted.shape == found.shape)
+    if same and _close(wanted.view_as(found), found, TOLERANCE):
+        return
+    if same:
+        bits = torch.randint(-1, 2, image.shape, generator=torch.Generator().manual_seed(1)).to(image)
+        moved = _passed(image * (1 + bits * torch.finfo(image.dtype).eps), twin)
+        rounding = float((moved - wanted).abs().max() / wanted.abs().max())
+        if _close(wanted.view_as(found), found, _TIMES * rounding):
+            return
+    raise CanNotCapture(_DIFFERS[network.training])
+
+
+def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
+    """Return True if two results are the same to this part of the largest number, or if there are numbers beyond all."""
+    return not bool(wanted.isfinite().all()) or bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())

@@ -1,0 +1,54 @@
+"""Tensors that the user's forward pass makes of nothing but numbers in its code: ``torch.tensor([0.3, 0.6])``, ``torch.ones(1, c, 1, 1)``, ``torch.arange(c)``."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from distseg.models.capture.trace import Called, Kept, Made, found_in
+from distseg.models.capture.wide import widened
+
+FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
+"""Functions that make a tensor of one number; of places of the image these make a map, which is alike everywhere."""
+FACTORIES = FILLS | set("tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices tril_indices hann_window hamming_window bartlett_window blackman_window".split())
+CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long", "int", "bool"}
+"""Functions that change nothing but a tensor's type."""
+
+
+def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
+    """Return the tensor that a call makes, on the CPU; None where it depends on the image, on its size, or on a parameter."""
+    if made.call < 0 or made.part:
+        return None
+    call = calls[made.call]
+    if call.name in FACTORIES:
+        return _called(call, call.args)
+    inner = found_in((call.args, call.kwargs), Made, Kept)
+    if call.name in CASTS and call.args and isinstance(call.args[0], Made):
+        found = constant_of(calls, call.args[0])
+        return None if found is None else found.to(call.dtypes[0])
+    if not inner or call.name.startswith(("rand", "bernoulli", "normal", "uniform")):
+        return None
+    values = {x: constant_of(calls, x) if isinstance(x, Made) else None for x in inner}
+    return None if any(x is None for x in values.values()) else _called(call, _filled(call.args, values), _filled(call.kwargs, values))
+
+
+def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | None:
+    kwargs = {name: x for name, x in (call.kwargs if kwargs is None else kwargs).items() if name not in ("device", "pin_memory", "requires_grad")}
+    if call.name.startswith("new_"):  # a method of a tensor, of which nothing but the type matters
+        args = (torch.zeros((), dtype=call.dtypes[0]), *args[1:])
+    if found_in((args, kwargs), Made, Kept):
+        return None
+    found = widened(call.function(*args, **kwargs), args, kwargs)
+    return found if isinstance(found, Tensor) and not found.is_meta else None
+
+
+def _filled(tree: Any, values: dict) -> Any:
+    if isinstance(tree, Made):
+        return values[tree]
+    if isinstance(tree, tuple):
+        return tuple(_filled(x, values) for x in tree)
+    if isinstance(tree, dict):
+        return {key: _filled(x, values) for key, x in tree.items()}
+    return tree

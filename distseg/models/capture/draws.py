@@ -1,0 +1,93 @@
+"""Random numbers that a forward pass draws: by PyTorch, by NumPy, by Python, or from the system."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, Callable, Iterator
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distseg.models.capture.state import GENERATORS, Slot
+from distseg.models.passes import is_library, is_users, replaced, run, shown
+
+
+class Draws(TorchDispatchMode):
+    """Call ``note(name, result)`` for each of PyTorch's operations that draws random numbers, whichever function of Python's leads to it."""
+
+    def __init__(self, note: Callable[[str, Any], None]):
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **kwargs or {})
+        if torch.Tag.nondeterministic_seeded in function.tags and not _is_off(function, args, kwargs or {}):
+            self._note(function.overloadpacket.__name__.rstrip("_"), made)
+        return made
+
+
+def _is_off(function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Return True for an operation that would draw only with another setting, as attention without dropout."""
+    names = [argument.name for argument in function._schema.arguments]
+    given = {argument.name: argument.default_value for argument in function._schema.arguments} | dict(zip(names, args)) | kwargs
+    return any(given.get(name) == 0 for name in ("dropout_p", "dropout", "training", "train"))
+
+
+_GLOBAL = {"torch": torch.default_generator, "numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}
+
+
+def global_generators() -> list[Slot]:
+    """Return a slot for each global generator."""
+    return [Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR) for name, generator in _GLOBAL.items()]
+
+
+_GENERATOR = "the global generator"
+
+
+def is_generator(slot: Slot) -> bool:
+    """Return True if a slot has a generator of random numbers."""
+    return isinstance(slot.value(), GENERATORS)
+
+
+@contextmanager
+def system_draws(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` with the line of the user's code that takes random numbers from the system, as a new generator without a seed does."""
+    thread, seed, draw = threading.get_ident(), random.Random.seed, os.urandom
+
+    def watch() -> None:
+        if threading.get_ident() == thread and (line := _line_of_draw(sys._getframe(2))):
+            note(line)
+
+    def urandom(size: int) -> bytes:
+        watch()
+        return draw(size)
+
+    def seeded(self, a=None, version=2):
+        if a is None:
+            watch()
+        return seed(self, a, version)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(os, {"urandom": urandom}))
+        stack.enter_context(replaced(random, {"_urandom": urandom}))
+        stack.enter_context(replaced(random.Random, {"seed": seeded}))
+        yield
+
+
+def _line_of_draw(frame: FrameType | None) -> str | None:
+    """Return the line of the user's code that a call of a library comes from; None if the call is PyTorch's, ours, or of a module that is being imported."""
+    caller = None
+    while frame is not None and frame.f_code is not run.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return None
+        if caller is None and not is_library(frame.f_code.co_filename):
+            caller = frame
+        frame = frame.f_back
+    users = frame is not None and caller is not None and is_users(caller.f_code)
+    return shown(caller.f_code.co_filename, caller.f_lineno) if users else None

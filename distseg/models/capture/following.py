@@ -1,0 +1,73 @@
+"""How sizes follow others, found by comparing them in several traces of a network."""
+
+from __future__ import annotations
+
+import math
+from typing import Iterable, Protocol, Sequence, TypeVar
+
+from distseg.tiling.resize import Follow
+
+Size = tuple[int, ...]
+
+
+class Sized(Protocol):
+    """A map; ``sizes``: its places in each trace."""
+
+    sizes: tuple[Size, ...]
+
+
+T = TypeVar("T", bound=Sized)
+
+
+def followed(sizes: Sequence[Size], first: T, maps: Iterable[T]) -> tuple[T, list[Follow]] | None:
+    """Return a map and how ``sizes`` follow its own: always the same, those of some map, or by a fraction of them; None if there is none.
+
+    Args:
+        first: the map that is preferred among those with equal rules.
+        maps: in the order in which they are made, the image first.
+    """
+    if len(set(sizes)) == 1:
+        return first, [Follow(0, n) for n in sizes[0]]
+    maps = list(dict.fromkeys(maps))
+    same = next((x for x in maps if x.sizes == tuple(sizes)), None)
+    if same is not None:
+        return same, [Follow()] * len(sizes[0])
+    found = [(x, [_fraction(before, after) for before, after in zip(zip(*x.sizes), zip(*sizes))]) for x in dict.fromkeys((first, *maps))]
+    return min(((x, rules) for x, rules in found if None not in rules), key=_effort, default=None)
+
+
+def _effort(found: tuple[Sized, list[Follow]]) -> int:
+    """Return how intricate rules are: the simplest ones are meant, others may fit by chance."""
+    return sum(rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0) for rule in found[1])
+
+
+def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
+    """Return the simplest rule by which numbers follow others."""
+    if len(set(after)) == 1:
+        return Follow(0, after[0])
+    if (found := _multiple(before, after)) is not None:
+        return found
+    for times, over in _FRACTIONS:
+        least = max(m * over - times * n for n, m in zip(before, after))
+        most = min((m + 1) * over - times * n for n, m in zip(before, after)) - 1
+        if least <= most:
+            return Follow(times, min(max(0, least), most), over)
+    return None
+
+
+def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
+    """Return the rule by which numbers are the next, or the last, multiples of some number beside others."""
+    if len({m - n for n, m in zip(before, after)}) == 1:
+        return None
+    for unit in range(2, _LARGEST_MULTIPLE + 1):
+        if any(m % unit for m in after):
+            continue
+        least, most = max(m - n for n, m in zip(before, after)), min(m + unit - n for n, m in zip(before, after)) - 1
+        if least <= most:
+            plus = next((n for n in (unit - 1, 0) if least <= n <= most), least)
+            return Follow(plus=plus, over=unit, unit=unit)
+    return None
+
+
+_LARGEST_MULTIPLE = 256
+_FRACTIONS = sorted(((p, q) for p in range(1, 9) for q in range(1, 65) if math.gcd(p, q) == 1), key=sum)

@@ -1,0 +1,105 @@
+"""Stand-ins for the dropouts and norms of a module that is run to see what its passes do besides: no masks, and running statistics that stay.
+
+Both are the business of the layers that take their place in training. So whatever else draws numbers at their rates, or moves their
+statistics, shows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, Collection, Iterator
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from distseg.models.capture.trace import EVALUATED_BEHIND, Hidden
+from distseg.models.layers import RANKS_OF_DROPOUTS, DropImage
+from distseg.models.passes import user_line
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+def guarded(model: nn.Module, images: int, moves: Collection[str] = (), apart: bool = False) -> nn.Module:
+    """Have the dropouts of a module hand on what they are given, and its norms give their running statistics back; the module is changed.
+
+    Args:
+        images: of a pass; 0: any number.
+        moves: the norms whose running statistics move with each call, as PyTorch's do.
+        apart: batch norms hand on what they are given, so that they do not join images.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, DropImage):
+            layer.p = 0.0
+        elif isinstance(layer, _DROPOUTS):
+            layer.forward = partial(_handed_on, layer, name, images)
+        elif apart and isinstance(layer, _NORMS[0]):
+            layer.forward = _itself
+        elif isinstance(layer, _NORMS) and layer.track_running_stats and layer.running_mean is not None and name not in moves:
+            layer.forward = partial(_unmoved, layer, name, layer.forward)
+    return model
+
+
+def moving_norms(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the guarded norms whose running statistics a pass moves."""
+    return (name for name, layer in model.named_modules() if isinstance(layer, _NORMS) and "forward" in vars(layer) and layer.training)
+
+
+class Readings(TorchFunctionMode):
+    """Inside, the first call that reads running statistics of some norms of a module, other than the norms' own, is kept as ``first``."""
+
+    def __init__(self, model: nn.Module, norms: Collection[str]):
+        super().__init__()
+        self.first: str | None = None
+        self._running = {id(buffer): f"{name}.{own}" for name in norms for own, buffer in model.get_submodule(name).named_buffers(recurse=False)}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if self.first is None and function is not F.batch_norm:
+            read = next((self._running[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._running and not x.dtype == torch.long), None)
+            self.first = read and f"{getattr(function, '__name__', 'a function')} ({user_line()}) reads {read}"
+        return function(*args, **kwargs or {})
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
+    if not (layer.training and layer.p):
+        return x
+    called = f"{name} ({user_line()})"
+    if x.dim() not in RANKS_OF_DROPOUTS.get(type(layer).__name__.lower(), (x.dim(),)):
+        raise Hidden(f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims")
+    if x.dim() < 2 or images and len(x) != images:
+        raise Hidden(
+            f"{called} drops numbers of a tensor of {'x'.join(map(str, x.shape))}, but masks belong to images, and the dim of {images} images is to be the first: "
+            "drop before images are cut into parts, or behind, or set its p to 0"
+        )
+    return x
+
+
+def begin_pass(model: nn.Module) -> None:
+    """Forget which norms of a guarded module have been called."""
+    for layer in model.modules():
+        _called.discard(layer)
+
+
+_called: WeakSet[nn.Module] = WeakSet()  # norms, in training; not kept in the module, whose attributes are looked at
+
+
+def _unmoved(layer: nn.Module, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if not layer.training:
+        if layer in _called:
+            raise Hidden(f"{name} ({user_line()}) {EVALUATED_BEHIND}")
+        return forward(x)
+    _called.add(layer)
+    before = {own: buffer.clone() for own, buffer in layer.named_buffers(recurse=False)}
+    made = forward(x)
+    with torch.no_grad():
+        for own, buffer in before.items():
+            getattr(layer, own).copy_(buffer)
+    return made

@@ -1,0 +1,312 @@
+"""Refuses modules whose forward pass does more than compute its result: it draws random numbers, or leaves something behind.
+
+Ranks and parts of an image are passes of their own, in another number and order than the serial program's. So what a pass leaves behind must
+not matter: a pass behind others has to compute the same, and leave the same, as one that comes first.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from distseg.models.bands import bands_of
+from distseg.models.capture.draws import Draws, global_generators, is_generator, system_draws
+from distseg.models.capture.guarded import Readings, begin_pass, guarded, moving_norms
+from distseg.models.capture.machine import ASKS, asked
+from distseg.models.capture.state import WHOLE, Picture, Slot, picture_of, print_of
+from distseg.models.capture.trace import DRAWS, DRAWS_WHOLE, IN_ATTENTION, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
+from distseg.models.layers import skip_store
+from distseg.models.modified import altered
+from distseg.models.network import inexact, is_followed, refusals
+from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
+from distseg.models.user_errors import blame
+
+Pass = Callable[[nn.Module], Any]
+"""A forward pass; what it returns can be compared."""
+
+
+def picture(model: nn.Module, loose: bool = False) -> Picture:
+    """Return what a module keeps now, but for the running statistics of norms, and how far the global generators of random numbers are."""
+    found = picture_of(model, loose).without(_statistics(model))
+    for slot in global_generators():
+        found.slots[slot.key], found.prints[slot.key] = slot, print_of(slot.value())
+    return found
+
+
+def _statistics(model: nn.Module) -> set[tuple[str, str]]:
+    """Return the slots of the running statistics that norms of PyTorch's keep; without memory a pass leaves all but the count as it was."""
+    found = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, _NORMS):
+            whole = not any(b.is_meta for b in layer.buffers()) and altered(layer) is None
+            found |= {(name or WHOLE, own) for own in (_RUNNING if whole else _RUNNING[:1])}
+    return found
+
+
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_RUNNING = ("num_batches_tracked", "running_mean", "running_var")
+
+
+def check_left(made: Callable[[], nn.Module], before: Picture, after: Picture, last: Pass, others: Sequence[Pass], alike: Callable[[Any, Any], bool]) -> None:
+    """Refuse what a pass left behind, if passes that follow would depend on it or leave something else.
+
+    Args:
+        made: makes a copy of the module that has had no pass.
+        before, after: what a copy kept before a pass, and what behind it.
+        last: a pass; ``others`` come before it in one copy, and not in another.
+        alike: compares what two passes return.
+
+    Raises:
+        Hidden: naming the attribute, its module, the line that changes it, and the repair.
+    """
+    changed = before.changed(after)
+    if not changed:
+        return
+    kept = [slot for slot in changed if slot.tensor]
+    if not kept:
+        used, fresh = made(), made()
+        wanted = last(fresh)
+        there = picture(fresh, loose=True)
+        same = alike(last(fresh), wanted)
+        kept += there.changed(picture(fresh, loose=True))
+        for other in others:
+            with suppress(Exception):  # an image of another size, which it may not take
+                other(used)
+            same = alike(last(used), wanted) and same
+            kept += there.changed(picture(used, loose=True))
+        if same and not kept:
+            return
+    raise Hidden(_told((kept or changed)[0], made(), last))
+
+
+def _told(slot: Slot, model: nn.Module, passed: Pass) -> str:
+    """Return the message about a slot that a pass of a module changes; ``model`` is a copy of it."""
+    line = _line_that_changes(slot.of(model), model, passed)
+    where = f" ({line})" if line else ""
+    if is_generator(slot):
+        return f"the forward pass draws random numbers by {slot}{where}, other ones on each rank and for each part of an image: {INSTEAD}"
+    return f"the forward pass changes {slot}{where}: {KEEP_NOTHING}"
+
+
+def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None:
+    """Return the line of the user's code behind which the value in a slot is another one; None if it is none."""
+    found: list[str | None] = []
+    begun, last = print_of(slot.value()), None
+
+    def look(frame: FrameType, event: str, _: Any):
+        nonlocal last
+        if not is_users(frame.f_code) or is_library(frame.f_code.co_filename):
+            return None
+        if not found and print_of(slot.value()) != begun:
+            found.append(last)
+        last = shown(frame.f_code.co_filename, frame.f_lineno)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with suppress(Exception):
+            passed(model)
+    finally:
+        sys.settrace(before)
+    return found[0] if found else last if print_of(slot.value()) != begun else None
+
+
+def check_real(model: nn.Module) -> None:
+    """Refuse complex numbers, of which a cast to the type of a run would leave the real parts.
+
+    Raises:
+        ValueError: naming the parameter or buffer, and the repair.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise ValueError(f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep (..., 2) real numbers, and take torch.view_as_complex of them in forward")
+
+
+def check_seen(model: nn.Module) -> None:
+    """Refuse a network in which a trace saw what no way of computing it does exactly.
+
+    Raises:
+        ValueError: naming function, module and line.
+    """
+    check_real(model)
+    if model in inexact:
+        raise ValueError(f"this network can't be trained exactly: {refusals[model]}")
+
+
+def check_exact(model: nn.Module, size: Sequence[int]) -> None:
+    """Refuse to train a network whose passes draw random numbers or leave something behind.
+
+    Args:
+        size: of an image that it is going to be given.
+
+    Raises:
+        ValueError: naming function, module and line, and why the module's calls are not followed.
+    """
+    check_seen(model)
+    if is_followed(model):
+        return
+    try:
+        check_module(model, size)
+    except Hidden as e:
+        why = str(refusals.get(model, ""))
+        followed = f"; and it can't be followed: {why}" if why and why != str(e) else ""
+        raise ValueError(f"this network can't be trained exactly: {e}{followed}") from e
+
+
+def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)) -> None:
+    """Refuse a module whose calls are not followed, if its passes draw random numbers, leave something behind, or do not make one tensor.
+
+    Dropout layers hand on what they are given, and norms keep their running statistics: both are the business of their twins
+    (:mod:`distseg.models.capture.guarded`). Small images are tried first.
+
+    Args:
+        size: of an image that it is going to be given.
+        modes: of training (True) and of evaluation (False).
+
+    Raises:
+        Hidden: naming what, where, and the repair.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        return
+    if model in _checked:
+        return _check_at(model, tuple(size), modes)
+    dims, failed = len(size), None
+    for at in dict.fromkeys([*((side,) * dims for side in _TRIED), tuple(size)]):
+        try:
+            _check_modes(model, at, modes)
+        except Hidden:
+            raise
+        except Exception as e:  # by whatever a module of the user's fails
+            failed = e
+        else:
+            _checked.setdefault(model, set()).add((at, tuple(modes)))
+            return _check_at(model, tuple(size), modes)
+    raise Hidden(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(failed)}") from failed
+
+
+_TRIED = (64, 96, 256)  # pixels a side
+_checked: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()  # sizes and modes, of those that passed
+
+
+def check_apart(model: nn.Module, size: Sequence[int]) -> None:
+    """Refuse a module whose calls are not followed, if the images of a batch depend on each other, or on their number, by more than batch norms.
+
+    Args:
+        size: of an image that it is going to be given.
+
+    Raises:
+        Hidden: with a repair.
+    """
+    if is_followed(model) or any(p.is_meta for p in model.parameters()):
+        return
+    for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):
+        with suppress(ValueError, RuntimeError, TypeError, IndexError), generators_kept(), torch.no_grad():  # an image of a size that it does not take
+            if not _is_apart(guarded(copy.deepcopy(model).double().train(), 0, apart=True), at):
+                break
+            return
+    else:
+        return
+    raise Hidden(
+        "spatial.norm_scope is step, by which the images of all sample groups are one batch, but this network joins the images of a batch, or asks how many they are, by other means than batch norm, "
+        "and the images of other groups are not there: set spatial.norm_scope to group, or mesh.samples to 1"
+    )
+
+
+def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
+    """Return True if the first image's result is the same whatever the batch has besides."""
+    images, others = _noise(model, size, 0), _noise(model, size, 1)
+    alone, *beside = (passed(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others))))
+    return all(alone.shape == y.shape and torch.allclose(alone, y, rtol=0, atol=1e-9 * float(alone.abs().max())) for y in beside)
+
+
+def _check_modes(model: nn.Module, size: Sequence[int], modes: Sequence[bool], images: int = 2) -> None:
+    with generators_kept(), torch.enable_grad():
+        for training in modes:
+            _check_mode(model, size, training, images)
+
+
+def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) -> None:
+    """Refuse a module that passed with small images, if it does more with one of the size that it is going to be given."""
+    if (size, tuple(modes)) in _checked[model] or min(size) < 1:
+        return
+    try:
+        _check_modes(model, size, modes, images=1)
+    except Hidden:
+        raise
+    except Exception:  # such as a norm of vectors that wants two images: what a step fails by is told there
+        return
+    _checked[model].add((size, tuple(modes)))
+
+
+def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
+    """Refuse what the passes of one mode do besides."""
+
+    def made() -> nn.Module:
+        return guarded(copy.deepcopy(model).train(training), images)
+
+    *others, last = (partial(passed, _noise(model, size, number, images), draws=DRAWS_WHOLE) for number in range(3))
+    probe = made()
+    before = picture(probe)
+    result = last(probe)
+    if not isinstance(result, Tensor):
+        raise Hidden(f"{returned(result, last_line_of(lambda: last(made())))}{'' if training else ' (in evaluation)'}")
+    check_left(made, before, picture(probe), last, others, equal)
+    moving = frozenset(moving_norms(probe))
+    live = guarded(copy.deepcopy(model).train(training), images, moves=moving)
+    with Readings(live, moving) as readings:
+        same = not moving or equal(last(live), result)
+    if not same:
+        told = readings.first or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
+        raise Hidden(f"{told}, which a norm moves once a step, not with each pass: compute that in the training loop")
+
+
+def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) -> Tensor:
+    """Return images (images, C, *size)."""
+    like, channels = next(p for p in model.parameters() if p.is_floating_point()), bands_of(model)
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(images, channels, *size, generator=generator).to(like)
+
+
+def passed(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
+    """Return what a module makes of an image.
+
+    Args:
+        draws: what is said of random numbers that it draws.
+
+    Raises:
+        Hidden: the pass draws random numbers by PyTorch, or from the system, or asks the machine for something.
+    """
+    inside: list[str] = []
+    drawn: list[str] = []
+    modules = dict(model.named_modules())
+
+    def note(name: str, line: str, does: str = draws) -> None:
+        where = inside and inside[-1] or WHOLE
+        does = IN_ATTENTION if isinstance(modules.get(where), nn.MultiheadAttention) else does
+        drawn.append(f"{name} in {where} ({line}) {does}")
+
+    with ExitStack() as stack:
+        for context in (skip_store({}), checkpoints_ignored(), eager(), calling(model, inside)):
+            stack.enter_context(context)
+        stack.enter_context(system_draws(partial(note, "a generator without a seed")))
+        stack.enter_context(Draws(lambda name, _: note(name, user_line())))
+        stack.enter_context(asked(partial(note, does=ASKS)))
+        begin_pass(model)
+        result = run(model, image.clone())
+    if drawn:
+        raise Hidden(drawn[0])
+    return result.detach() if isinstance(result, Tensor) else result
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return True if two results have the same numbers, of which some may be no numbers."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

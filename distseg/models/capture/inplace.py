@@ -1,0 +1,30 @@
+"""The functions that make a tensor of their own where others change one in place."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distseg.models.capture.trace import is_in_place
+
+
+def _property(name: str, x: Tensor, *_) -> Tensor:
+    return getattr(x, name)
+
+
+def out_of_place(function: Callable) -> Callable:
+    """Return the function that makes what one in place makes."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":  # of a property, which can't be copied
+        return partial(_property, function.__self__.__name__)
+    if is_in_place(name) and name.startswith("__i"):
+        return getattr(Tensor, f"__{name[3:]}")
+    if name.endswith("_") and not name.startswith("__"):
+        for home in (Tensor, torch, F):
+            if getattr(home, name, None) is function:
+                return getattr(home, name[:-1])
+    return function

@@ -1,0 +1,163 @@
+"""Calls that make lines of maps, and put lines back at the places of maps: what rules in :mod:`distseg.models.capture.rules` are written with.
+
+A function of lines and vectors alone is computed of all of them (:class:`distseg.models.lines.OfLines`). Beside a map, or a line across it, a line is a map that
+is alike along the dims that it has none of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Callable, Sequence
+
+from distseg.models.axes import Axes, Axis, along, extent_of, lines_of, places_of
+from distseg.models.capture.trace import found_in
+from distseg.models.capture.values import Sizes, Value
+from distseg.models.layers import Mean, Spread
+from distseg.models.lines import Along, AlongLines
+
+if TYPE_CHECKING:
+    from distseg.models.capture.reader import Reader
+
+
+def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
+    """Return the dims of the image that dims of a map have places of."""
+    return tuple(sorted(d for o in over for d in x.axes[o].places))
+
+
+def takes_lines(x: Value, over: Sequence[int]) -> bool:
+    """Tell that a statistic of a map over dims leaves a line: places of some dims of the image are among them, but not those of all."""
+    return not x.vector and 0 < len(places_along_dims(x, over)) < x.dims
+
+
+def of_lines(reader: "Reader", x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = "") -> Value:
+    """Return a statistic of each channel over the places of some dims, with dims of length 1 in their place."""
+    if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
+        raise reader.refusal(f"takes rows or columns of {x!r} together, in which images or channels lie along them")
+    gone = places_along_dims(x, over)
+    kept = [d for d in range(x.dims) if d not in gone]
+    stays = lambda o: bool(x.axes[o].places) and not set(x.axes[o].places) & set(gone)
+    order = [*(o for o in range(x.rank) if not stays(o)), *(o for o in range(x.rank) if stays(o))]
+    axes = tuple(_line_axis(x.axes[o]) if stays(o) else x.axes[o]._replace(places=()) for o in order)
+    made = reader.emit(lambda _: AlongLines(make(), kept), [x], axes=axes, what=what)
+    return turned_line(reader, made, [order.index(o) for o in range(x.rank)])
+
+
+def _line_axis(axis: Axis) -> Axis:
+    return Axis(whole=((1, axis.places),))
+
+
+def turned_line(reader: "Reader", x: Value, order: Sequence[int]) -> Value:
+    """Return a line, or a vector, whose dims come in another order."""
+    axes = tuple(x.axes[d] for d in order)
+    moved = [d for d in order if not x.axes[d].lone and not x.axes[d].batch]
+    if moved == sorted(moved) and not any(axis.batch and not axis.lone for axis in axes):
+        return replace(x, axes=axes)
+    return reader.applied(Turned(order), [x], "turned", axes)
+
+
+class Turned:
+    """``torch.permute`` in one order; a class, so that layers with it can be copied and pickled."""
+
+    __name__ = "permute"
+
+    def __init__(self, order: Sequence[int]):
+        self.order = tuple(order)
+
+    def __call__(self, x):
+        return x.permute(self.order)
+
+
+def lines_spread(reader: "Reader", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return the arguments of a function of single cells, with lines at the places of the maps that they are joined with, or of lines across them."""
+    values = list(dict.fromkeys(found_in((args, kwargs), Value)))
+    if not any(x.line for x in values):
+        return args, kwargs
+    like = next((x for x in values if not x.vector), None)
+    target = _across(values) if like is None else like.axes
+    if target is None:
+        return args, kwargs
+    like = like or reader.map_of_lines([x for x in values if x.line])
+    there = {x: line_at(reader, x, like, target) for x in values if x.line}
+    return reader.replaced(args, there), reader.replaced(kwargs, there)
+
+
+def _across(values: Sequence[Value]) -> Axes | None:
+    """Return the axes of the map that lines make together; None of lines along the same dims, or some of them."""
+    rank, found = max(x.rank for x in values), []
+    for back in range(rank, 0, -1):
+        there = {x.axes[-back] for x in values if x.rank >= back} - {Axis()}
+        line = next((axis for axis in there if axis.whole), None)
+        found.append(line if line is not None else next(iter(there), Axis()))
+    dims = lines_of(tuple(found))
+    if dims is None or list(dims) != list(range(values[0].dims)):
+        return None
+    return tuple(Axis(places=axis.whole[0][1]) if axis.whole else axis for axis in found)
+
+
+def line_at(reader: "Reader", x: Value, like: Value, target: Axes) -> Value:
+    """Return a line at all places of a map, with the dims of ``target`` by broadcasting.
+
+    Args:
+        like: a map of its size.
+    """
+    if x.sizes != like.sizes:
+        raise reader.refusal(f"joins {like!r} and {x!r}, which is of a map of another size")
+    axes = (*(Axis(),) * (len(target) - x.rank), *x.axes)
+    if len(axes) > len(target) or not all(_fits(axis, beside) for axis, beside in zip(axes, target)):
+        raise reader.refusal(f"joins {like!r} and {x!r}, whose dims are not alike")
+    order = sorted(range(len(axes)), key=lambda d: bool(axes[d].whole))
+    first = turned_line(reader, replace(x, axes=axes), order)
+    kept = lines_of(axes) or ()
+    made = tuple(beside if beside.places else axis for axis, beside in zip(axes, target))
+    return replace(reader.emit(lambda _: Spread(kept=kept), [like, first], axes=made, what="places"), dtype=x.dtype)
+
+
+def _fits(axis: Axis, beside: Axis) -> bool:
+    """Tell that a dim of a line can be broadcast to the places of a map along another."""
+    if not beside.places:
+        return not axis.whole
+    return axis == Axis() or len(beside.places) == 1 and beside.cell == 1 and not beside.batch and axis == Axis(whole=along(beside.places[0]))
+
+
+def expanded_line(reader: "Reader", x: Value, target: Axes) -> Value:
+    """Return a line as the map that a call expands it to."""
+    if places_of(target) != tuple(range(reader.dims)):
+        raise reader.refusal(f"makes {reader.call.shapes[0]} of {x!r}: spread over all places of a map it is known")
+    return line_at(reader, x, reader.map_of_lines([x]), target)
+
+
+def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
+    """Return the dims of a map that a pooling makes of length 1, where it leaves the others as they are; none where it is another."""
+    made = [c.shapes[0][2:] for c in reader.current]
+    gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]
+    stays = all(size[d] == before[d] for size, before in zip(made, x.sizes) for d in range(x.dims) if d not in gone)
+    return tuple(2 + d for d in gone) if stays and 0 < len(gone) < x.dims else ()
+
+
+def rows_taken(reader: "Reader", x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> tuple[int, ...]:
+    """Return the same of a pooling by a kernel, which is to be as long as the image along those dims, and of length 1 along the others."""
+    over = rows_pooled(reader, x)
+    for n, size in enumerate(x.sizes):
+        each = [reader.each(of_trace(setting, n)) for setting in (kernel, padding, dilation)]
+        if any(k != (m if 2 + d in over else 1) or p or s != 1 for d, (k, p, s, m) in enumerate(zip(*each, size))):
+            return ()
+    return over
+
+
+def told_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
+    """Return a whole number, or a slice, that follows the sizes of a map, as functions of lines are told it; None where no sum of sizes gives it."""
+    if all(isinstance(x, slice) for x in each):
+        ends = [[getattr(x, end) for x in each] for end in ("start", "stop", "step")]
+        told = [end[0] if len(set(end)) == 1 else told_by_size(end, sizes) for end in ends]
+        return None if any(x is None and end[0] is not None for x, end in zip(told, ends)) else slice(*told)
+    if not all(type(x) is int for x in each):
+        return None
+    extent = extent_of(each, sizes)
+    return None if extent is None else Along(extent)
+
+
+def of_trace(tree: Any, number: int) -> Any:
+    """Return a setting as it was in one trace."""
+    if isinstance(tree, tuple):
+        return tuple(of_trace(x, number) for x in tree)
+    return tree.each[number] if isinstance(tree, Sizes) else tree

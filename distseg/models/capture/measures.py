@@ -1,0 +1,128 @@
+"""Numbers that the user's code makes of the image's size, as in ``x.sum((2, 3)) / (h * w)``: what they are of images of any size.
+
+Python works such a number out, so that its value alone is seen, one in each trace. It is known where one rule of sizes gives all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import chain, combinations
+from typing import TYPE_CHECKING, Any, Sequence
+
+from distseg.models.axes import Axis
+from distseg.models.capture.constants import constant_of
+from distseg.models.capture.trace import Made
+from distseg.models.capture.values import Sizes, Value
+from distseg.models.statistics import Measure
+
+if TYPE_CHECKING:
+    from distseg.models.capture.reader import Reader
+
+_POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25, -0.25)
+_CLOSE = 1e-13
+_LARGEST = 64  # denominator that a number in the code is taken for, rather than for an error of rounding
+
+
+@dataclass(frozen=True)
+class Rule:
+    """(factor * base ** inner + plus) ** power, or its logarithm, where the base is the product of sizes along ``dims``."""
+
+    dims: tuple[int, ...]
+    factor: float
+    plus: float = 0.0
+    power: float = 1.0
+    inner: float = 1.0
+    log: bool = False
+
+    def __call__(self, size: Sequence[int]) -> float:
+        found = (self.factor * math.prod(size[d] for d in self.dims) ** self.inner + self.plus) ** self.power
+        return math.log(found) if self.log else found
+
+
+def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | None:
+    """Return the simplest rule by which numbers follow sizes; None if there is none."""
+    whole = range(len(sizes[0]))
+    every = list(chain.from_iterable(combinations(whole, n) for n in (len(whole), *whole[1:])))
+    kinds = [(p, 1.0, False) for p in _POWERS] + [(1.0, 1.0, True)]
+    more = kinds + [(1.0, p, False) for p in _POWERS[1:]]
+    for dims, plain in ((dims, plain) for plain in (True, False) for dims in every):
+        for power, inner, log in kinds if plain else more:
+            rule = _fitted(numbers, sizes, Rule(dims, 1.0, 0.0, power, inner, log), plain)
+            if rule and all(_near(_at(rule, size), n) for size, n in zip(sizes, numbers)):
+                return rule
+    return None
+
+
+def _fitted(numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool) -> Rule | None:
+    """Return the rule of one kind that gives the first of some numbers; ``plain``: nothing is added."""
+    bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
+    try:
+        linear = [(math.exp(n) if like.log else n) ** (1 / like.power) for n in numbers]
+    except (OverflowError, ZeroDivisionError):
+        return None
+    if any(isinstance(n, complex) for n in linear) or len(set(bases)) < (2 if plain else 3):
+        return None
+    if plain:
+        return replace(like, factor=_rounded(linear[0] / bases[0]))
+    other = next(n for n, base in enumerate(bases) if base != bases[0])
+    factor = _rounded((linear[other] - linear[0]) / (bases[other] - bases[0]))
+    return replace(like, factor=factor, plus=_rounded(linear[0] - factor * bases[0])) if factor else None
+
+
+def _at(rule: Rule, size: Sequence[int]) -> float:
+    """Return what a rule says of a size; no number where it says nothing."""
+    try:
+        found = rule(size)
+    except (ArithmeticError, ValueError):
+        return math.nan
+    return math.nan if isinstance(found, complex) else found
+
+
+def _rounded(n: float) -> float:
+    """Return a fraction of small numbers that is as good as ``n``, or ``n``."""
+    near = float(Fraction(n).limit_denominator(_LARGEST)) if math.isfinite(n) else n
+    return near if abs(n - near) < 1e-9 * min(1, abs(n)) else n
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= _CLOSE * max(abs(a), abs(b))
+
+
+def measured(reader: "Reader", args: tuple) -> tuple:
+    """Return arguments of a function of single cells, in which vectors stand for numbers that follow the image's size."""
+    each = [_numbers(reader, x) for x in args]
+    if not any(each):
+        return args
+    like = max((x for x in args if isinstance(x, Value)), key=lambda x: x.rank, default=None)
+    return tuple(x if n is None or like is None else _vector(reader, n, like) or x for x, n in zip(args, each))
+
+
+def _numbers(reader: "Reader", x: Any) -> Sizes | None:
+    """Return what an argument is in each trace, where that is a number that follows sizes."""
+    if isinstance(x, Sizes):
+        return x if all(isinstance(n, (int, float)) for n in x.each) else None
+    if not isinstance(x, Made) or x in reader.values or any(t.calls[x.call].shapes[x.part] for t in reader.traces):
+        return None
+    found = [constant_of(t.calls, x) for t in reader.traces]
+    if any(n is None for n in found) or len({n.item() for n in found}) == 1:
+        return None
+    return Sizes(tuple(n.item() for n in found))
+
+
+def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value | None:
+    """Return a number for each image, which has the dims of the value ``like``; None where no rule gives it."""
+    batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
+    axes = tuple(Axis(d == batch) for d in range(like.rank))
+    if like.axes[batch].mixed:
+        raise reader.refusal(f"has a number that depends on the image's size {numbers}")
+    maps = [v for v in reversed(reader.values.values()) if not v.vector]
+    for sizes in dict.fromkeys([*([] if like.vector else [like.sizes]), *(v.sizes for v in reversed(maps)), *(v.sizes for v in maps)]):
+        if (rule := rule_of(numbers.each, sizes)) is not None:
+            source = next(v for v in reversed(maps) if v.sizes == sizes)
+            made = reader.emit(lambda _: Measure(rule), [source.as_plain], axes=axes, what="size")
+            reader.told[made.name] = rule
+            return made
+    return None
+

@@ -1,0 +1,155 @@
+"""Calls that take, add or leave out places of the image: slices, crops and paddings, by numbers that may follow its size."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from torch import nn
+
+from distseg.models.capture.lining import of_trace
+from distseg.models.capture.reader import Reader
+from distseg.models.capture.values import Value
+from distseg.models.moving import Slices
+from distseg.models.resize import FitTo
+from distseg.tiling.resize import in_front
+
+Size = tuple[int, ...]
+Sides = tuple[tuple[int, int], ...]
+"""Along each dim of the image, the places that are added in front and behind; below zero: left out."""
+
+
+def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
+    """Return the dim of the image that lies along a dim of the user's tensor; None where channels do.
+
+    Args:
+        what: the call does with places, for the error where the dim is more than one of the image's.
+    """
+    axis = x.axes[dim]
+    if axis.of_channels:
+        return None
+    if axis.batch or axis.cell != 1 or len(axis.places) != 1:
+        images = "images of the batch" if axis.batch and not axis.places else "several dims of the image, or places and channels together"
+        raise reader.refusal(f"{what} {images}: what it does to one dim of the image, or to channels, is known")
+    return axis.places[0]
+
+
+def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
+    """Return the part of a map that slices take.
+
+    Args:
+        wanted: by dim of the image, the slice of it in each trace.
+    """
+    each = {d: [range(size[d])[part] for part, size in zip(parts, x.sizes)] for d, parts in wanted.items()}
+    each = {d: ranges for d, ranges in each.items() if any(len(r) < size[d] for r, size in zip(ranges, x.sizes))}
+    for d, ranges in each.items():
+        if len({len(r) for r in ranges}) == 1:
+            raise reader.refusal(f"takes a part of the image of {len(ranges[0])} places, however large the image is: a part that grows with the image is known")
+        if not all(ranges):
+            raise reader.refusal("takes no place of the image")
+    fixed = {d: found for d, ranges in each.items() if (found := _fixed(ranges, wanted[d], x, d)) is not None}
+    if fixed:
+        settings = [[fixed.get(d, (0, 0, 1))[k] for d in range(reader.dims)] for k in range(3)]
+        sizes = tuple(tuple(len(each[d][n]) if d in fixed else k for d, k in enumerate(size)) for n, size in enumerate(x.sizes))
+        x = reader.emit(lambda _: Slices(*settings), [x], axes=x.axes, sizes=sizes, what="part" if len(fixed) < len(each) else "")
+        reader.told[x.name] = tuple(map(tuple, settings))
+    rest = {d: ranges for d, ranges in each.items() if d not in fixed}
+    if any(r.step != 1 for ranges in rest.values() for r in ranges):
+        raise reader.refusal("takes every so many places of the image, from a place that depends on the image's size: that is not known here")
+    sides = [
+        tuple((-rest[d][n].start, rest[d][n].stop - size[d]) if d in rest else (0, 0) for d in range(reader.dims))
+        for n, size in enumerate(x.sizes)
+    ]  # fmt: skip
+    return fitted(reader, x, sides) if rest else x
+
+
+def _fixed(ranges: Sequence[range], parts: Sequence[slice], x: Value, d: int) -> tuple[int, int, int] | None:
+    """Return (start, behind, step) if these are the same in all traces."""
+    behind = [size[d] - part.indices(size[d])[1] for part, size in zip(parts, x.sizes)]
+    found = {(r.start, b, r.step) for r, b in zip(ranges, behind)}
+    return found.pop() if len(found) == 1 else None
+
+
+def fitted(reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0) -> Value:
+    """Return a map with places added or left out; ``sides``: how many, in each trace."""
+    if not any(n for pairs in sides for pair in pairs for n in pair):
+        return x
+    if mode == "circular":
+        raise reader.refusal("is circular padding, which joins opposite borders of the image: use zeros, reflect or replicate")
+    sizes = tuple(tuple(n + a + b for n, (a, b) in zip(size, pairs)) for size, pairs in zip(x.sizes, sides))
+    if len(set(map(tuple, sides))) == 1:
+        flat = [n for pair in reversed(sides[0]) for n in pair]
+        kind = {"constant": "Constant", "reflect": "Reflection", "replicate": "Replication"}[mode]
+        layer = getattr(nn, f"{kind}Pad{reader.dims}d")
+        return reader.emit(lambda _: layer(flat, *((value,) if mode == "constant" else ())), [x], axes=x.axes, sizes=sizes)
+    fronts = [_front(reader, [pairs[d] for pairs in sides]) for d in range(reader.dims)]
+    like, rules = reader.followed(x, sizes)
+    return reader.following(lambda: FitTo(rules, fronts, mode, value), x, like, rules, tuple(fronts), axes=x.axes, sizes=sizes)
+
+
+def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
+    """Return what of the places that are added, or left out, along a dim lies in front."""
+    for side in ("half", "larger half", pairs[0][0], "all"):
+        if all(in_front(side, a + b) == a for a, b in pairs):
+            return side
+    shown = ", ".join(f"{a} and {b}" for a, b in dict.fromkeys(pairs))
+    raise reader.refusal(
+        f"adds or leaves out places in front and behind ({shown}) by a rule that is not known here: half of the difference on each side, "
+        f"a fixed number on one, or all on one, are known"
+    )
+
+
+def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Value:
+    """Return a map, in any form, with a padding as of ``F.pad``: numbers for its last dim first."""
+    each = [of_trace(pad, n) for n in range(len(x.sizes))]
+    if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):
+        raise reader.refusal(f"has a padding {pad}, which is none of {x!r}")
+    dims = [x.rank - 1 - k for k in range(len(pad) // 2)]
+    pairs = {dim: [(pads[2 * k], pads[2 * k + 1]) for pads in each] for k, dim in enumerate(dims)}
+    pairs = {dim: found for dim, found in pairs.items() if any(map(any, found))}
+    placed = {dim: dim_of_place(reader, x, dim, "pads") for dim in pairs}
+    of_image = {d: pairs[dim] for dim, d in placed.items() if d is not None}
+    sides = [tuple(of_image[d][n] if d in of_image else (0, 0) for d in range(reader.dims)) for n in range(len(x.sizes))]
+    of_channels = [n for dim in dims for n in ((0, 0) if placed.get(dim) is not None else (pad[2 * (x.rank - 1 - dim)], pad[2 * (x.rank - 1 - dim) + 1]))]
+    if of_image and any(of_channels):
+        raise reader.refusal("pads channels and places at once: do one after the other")
+    if any(of_channels):
+        return reader.formula((x, reader.fixed(pad, "padding"), mode, value), {})
+    return fitted(reader, x, sides, mode, value or 0.0)
+
+
+def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
+    """Return the part of the image that an index takes, and the index of what is left to take of it."""
+    rest, wanted, dim = list(index), {}, 0
+    for at, entry in enumerate(index):
+        if entry is None:
+            continue
+        if entry is Ellipsis:
+            dim = x.rank - sum(i is not None for i in index[at + 1 :])
+            continue
+        each = [of_trace(entry, n) for n in range(len(x.sizes))]
+        if dim < x.rank and x.axes[dim].places and all(isinstance(part, slice) for part in each) and any(part != slice(None) for part in each):
+            wanted[_place(reader, x, dim)] = each
+            rest[at] = slice(None)
+        dim += 1
+    return (cut(reader, x, wanted) if wanted else x), tuple(rest)
+
+
+def _place(reader: Reader, x: Value, dim: int) -> int:
+    found = dim_of_place(reader, x, dim, "takes a part of")
+    assert found is not None
+    return found
+
+
+def differences(reader: Reader, x: Value, n: Any, dim: Any) -> Value:
+    """Return what ``torch.diff`` makes along a dim of the image."""
+    (dim,) = reader.dims_of(dim, x)
+    place = _place(reader, x, dim)
+    for _ in range(n):
+        behind = cut(reader, x, {place: [slice(1, None)] * len(x.sizes)})
+        before = cut(reader, x, {place: [slice(None, -1)] * len(x.sizes)})
+        x = reader.applied(_difference, [behind, before], "difference")
+    return x
+
+
+def _difference(a, b):
+    return a - b

@@ -1,0 +1,234 @@
+"""Finds what a network's code computes of the image's size and of parameters alone, and makes maps and vectors of it (:mod:`distseg.models.capture.positions`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Sequence
+
+from distseg.models.axes import Axis, places_of
+from distseg.models.capture.constants import FILLS
+from distseg.models.capture.pointwise import POINTWISE
+from distseg.models.capture.positions import LIKE, MOVES, Labels, Number, Plan, Positions
+from distseg.models.capture.trace import IMAGE, Called, Kept, Made, found_in
+from distseg.models.capture.values import Sizes, Value
+
+if TYPE_CHECKING:
+    from distseg.models.capture.reader import Reader
+
+_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "rrelu", "alpha_dropout", "gumbel_softmax"}
+_UNKNOWN = _RANDOM | {"empty", "new_empty", "empty_like"} | {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
+_CELLWISE = {"add", "mul", "multiply", "div", "true_divide", "divide", "contiguous", "clone", "__pow__", *MOVES} - {"to", "type_as"}
+_TURNING = {"permute", "transpose", "unsqueeze", "movedim", "moveaxis", "swapaxes", "to", "type_as"}
+_SHAPING = FILLS | {"expand", "repeat", "tile", "view", "reshape", "broadcast_to", "unflatten"}
+_JOINING = {"cat", "concat", "concatenate", "stack"}
+
+
+def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan | None:
+    """Return how a tensor is made of the image's size and of parameters; None where it depends on the image's values, or on neither its size nor numbers that follow it.
+
+    Args:
+        sizes: of the map whose places it has.
+    """
+    numbers: set[int] = set()
+    if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
+        return None
+    calls = tuple(sorted(numbers))
+    labels = {Made(n, part): _labels(reader, n, part, sizes) for n in calls for part in range(len(reader.traces[0].calls[n].shapes))}
+    return Plan(x, calls, labels, frozenset(n for n in calls if _is_cellwise(reader, n, labels)))
+
+
+def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
+    """Add the calls that a tensor comes of; return False if it comes of the image."""
+    if x.call in numbers:
+        return True
+    if x == IMAGE:
+        return False
+    call = reader.traces[0].calls[x.call]
+    if call.name in _UNKNOWN or call.draws:
+        return False
+    numbers.add(x.call)
+    return all(_collect(reader, made, numbers) for made in _looked_at(call))
+
+
+def _follows(reader: Reader, number: int) -> bool:
+    """Return True if a call has other numbers with other images."""
+    first, *others = (trace.calls[number] for trace in reader.traces)
+    return any((call.args, call.kwargs, call.shapes) != (first.args, first.kwargs, first.shapes) for call in others)
+
+
+def _looked_at(call: Called) -> list[Made]:
+    """Return the tensors of which a call looks at more than type and size."""
+    given = found_in((call.args, call.kwargs), Made)
+    if call.name in MOVES:
+        return found_in(call.args[:1], Made)
+    if call.name in LIKE:
+        return []
+    return [made for made in given if made != call.args[0]] if call.name.startswith("new_") else given
+
+
+def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, ...]]) -> Labels:
+    lengths = zip(*(trace.calls[number].shapes[part] for trace in reader.traces)) if len({len(t.calls[number].shapes[part]) for t in reader.traces}) == 1 else ()
+    return tuple(_label(each, sizes) for each in lengths)
+
+
+def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | None:
+    """Return the dim of the image that lengths are those of; -1: all of them together."""
+    if not sizes:
+        return None
+    along = [*zip(*sizes)]
+    if (found := next((d for d, each in enumerate(along) if each == tuple(lengths)), None)) is not None:
+        return found
+    return -1 if all(n == _product(size) for n, size in zip(lengths, sizes)) and len(along) > 1 else None
+
+
+def _product(size: Sequence[int]) -> int:
+    found = 1
+    for n in size:
+        found *= n
+    return found
+
+
+def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> bool:
+    """Return True if a part of what a call makes is made of that part of its arguments."""
+    call, mine = reader.traces[0].calls[number], labels[Made(number)]
+    if not _looked_at(call) or len(call.shapes) != 1:
+        return False
+    if call.name in _CELLWISE or call.name in POINTWISE or call.name in _TURNING:
+        return True
+    if call.name in _JOINING:
+        dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else 0)
+        return isinstance(dim, int) and mine[dim] is None
+    if call.name == "repeat":
+        times = call.args[1] if isinstance(call.args[1], tuple) else call.args[1:]
+        return all(n == 1 or place is None for n, place in zip(times, mine))
+    if call.name == "__getitem__":
+        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        return all(i is None or i is Ellipsis or i == slice(None) for i in index)
+    return False
+
+
+def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return the arguments of a function of single cells, with what follows the image's size as values."""
+    maps = found_in((args, kwargs), Value)
+    if not maps or reader.source is None:
+        return args, kwargs
+    beside = max(maps, key=lambda x: (x.rank, not x.vector))
+    ranks = [len(reader.traces[0].calls[x.call].shapes[x.part]) for x in found_in((args, kwargs), Made)]
+    if beside.rank < max(ranks, default=0):
+        return args, kwargs
+    there = lambda tree, way: _placed(reader, tree, beside, way)  # noqa: E731
+    return tuple(there(x, ("args", n)) for n, x in enumerate(args)), {key: there(x, ("kwargs", key)) for key, x in kwargs.items()}
+
+
+def joined_positions(reader: Reader, tensors: tuple) -> tuple:
+    """Return tensors that are joined along channels, with what follows the image's size as values."""
+    maps = [x for x in tensors if isinstance(x, Value)]
+    if not maps or reader.source is None:
+        return tensors
+    return tuple(_placed(reader, x, maps[0], (), True) for x in tensors)
+
+
+def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = False) -> Any:
+    """Return the value of a tensor, or of a number, that follows the image's size; all else as it is.
+
+    Args:
+        beside: a value that it is joined with.
+        way: to the argument of the call at hand, for a number.
+        joined: it has channels of its own, as many as it likes.
+    """
+    if isinstance(x, Sizes) and way and all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in x.each):
+        axes = tuple(axis if axis.batch and axis == Axis(True) else Axis() for axis in beside.axes)
+        plan = Plan(Number(reader.number, way), (), {}, frozenset())
+        return x if sum(axis.batch for axis in axes) != 1 else emitted(reader, plan, beside, axes)
+    if not isinstance(x, Made):
+        return x
+    for like in _likes(reader, beside):
+        plan = plan_of(reader, x, like.sizes)
+        if plan is None:
+            return x
+        axes = _aligned(reader, plan.labels[x], x, like, beside, joined)
+        if axes is not None:
+            made = emitted(reader, plan, like, axes)
+            dtype = reader.traces[0].calls[x.call].dtypes[x.part]
+            return made if dtype.is_floating_point else replace(made, dtype=dtype)
+    return x
+
+
+def _likes(reader: Reader, beside: Value) -> list[Value]:
+    """Return maps of all sizes, the one that is joined first."""
+    maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
+    return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
+
+
+def _aligned(reader: Reader, labels: Labels, x: Made, like: Value, beside: Value, joined: bool) -> tuple[Axis, ...] | None:
+    """Return the axes of a tensor beside those of a value; None where they do not fit."""
+    lengths = list(zip(*(t.calls[x.call].shapes[x.part] for t in reader.traces)))
+    missing = beside.rank - len(lengths)
+    if missing < 0:
+        return None
+    lengths, labels = [(1,) * len(reader.traces)] * missing + lengths, (None,) * missing + labels
+    batches, found = tuple(t.batch for t in reader.traces), []
+    for each, label, other in zip(lengths, labels, beside.axes):
+        if label is not None:
+            axis = Axis(places=tuple(range(reader.dims)) if label < 0 else (label,))
+        elif set(each) == {1}:
+            axis = other if not other.of_channels and other.cell == 1 else Axis()
+        elif each == batches and other.batch:
+            axis = Axis(True)
+        elif len(set(each)) == 1:
+            axis = Axis(cell=each[0])
+        else:
+            return None
+        if axis != other and other != Axis() and axis != Axis() and not (axis.of_channels and other.of_channels):
+            return None
+        if other != Axis() and axis == Axis() and not other.of_channels:
+            return None
+        found.append(axis)
+    whole = tuple(range(reader.dims))
+    places = places_of(tuple(found))
+    return tuple(found) if sum(axis.batch for axis in found) == 1 and places in ((), whole) and (places or beside.vector or not any(places_of(beside.axes))) else None
+
+
+def _check_batch(reader: Reader, plan: Plan) -> None:
+    """Refuse values that follow the number of images in the batch, beside the image's size."""
+    for trace, size in zip(reader.traces, reader.sizes):
+        alone = reader.source(size)
+        if alone.batch == trace.batch or len(alone.calls) != len(trace.calls):
+            continue
+        for number in plan.calls:
+            one, other = alone.calls[number], trace.calls[number]
+            if one.name not in _SHAPING and (one.args, one.kwargs) != (other.args, other.kwargs):
+                raise reader.refusal(f"takes what {one} makes of the number of images in the batch, which tiles and micro-batches do not know")
+        if isinstance(plan.wanted, Number) and plan.wanted.of(alone.calls) != plan.wanted.of(trace.calls):
+            raise reader.refusal("has a number that depends on the number of images in the batch, which tiles and micro-batches do not know")
+
+
+def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> Value:
+    """Return the value of a plan, with these axes, where maps are like another."""
+    key = plan.wanted, like.sizes, axes
+    if key not in reader.positions:
+        _check_batch(reader, plan)
+        names: dict[str, Kept] = {}
+        calls = reader.traces[0].calls
+        for number in plan.calls:
+            for kept in found_in((calls[number].args, calls[number].kwargs), Kept):
+                names.setdefault(kept.name.replace(".", "_"), kept)
+        users = {own: kept.name for own, kept in names.items()}
+        source = reader.source
+        make = lambda found: Positions(_Calls(source), plan, axes, users, found)  # noqa: E731
+        made = reader.emit(make, [like, reader.values[IMAGE]], names, axes=axes, sizes=like.sizes, what="places")
+        reader.positions[key] = made
+    return reader.positions[key]
+
+
+class _Calls:
+    """The calls of a forward pass on an image of a size."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __call__(self, size: tuple[int, ...]) -> Sequence[Called]:
+        return self._source(size).calls
+
+    def __deepcopy__(self, memo) -> "_Calls":
+        return self

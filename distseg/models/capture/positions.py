@@ -1,0 +1,208 @@
+"""Values that the user's code makes for each place of the image of nothing but its size and parameters: coordinates, encodings, learned positions.
+
+They are made by the user's own calls for the size of the whole image, and a part of the image takes its places of them. Functions of single cells, and those
+that leave places where they are, are computed of the part alone: of ``sin(torch.arange(h)[:, None] / scales)`` only the numbers 0 .. h - 1 are there as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from distseg.models.axes import Axes, closed
+from distseg.models.capture.constants import CASTS, FACTORIES
+from distseg.models.capture.inplace import out_of_place
+from distseg.models.capture.trace import Called, Kept, Made
+from distseg.models.capture.wide import call_wide
+from distseg.models.layers import as_vector, register
+from distseg.models.meta import found_in
+from distseg.models.resize import LooksAtSize
+
+Labels = tuple[int | None, ...]
+"""Of each dim of a tensor the dim of the image that lies along it."""
+
+
+class Number(NamedTuple):
+    """A number among the arguments of a call: the way to it."""
+
+    call: int
+    way: tuple
+
+    def of(self, calls: Sequence[Called]) -> float:
+        """Return it, of a pass."""
+        kind, key = self.way
+        return getattr(calls[self.call], kind)[key]
+
+
+class Marked(NamedTuple):
+    """The places that an assignment's index takes: of each dim of the image that it says something of, which entry does."""
+
+    call: int
+    entries: tuple[tuple[int, int], ...]
+
+    def mask(self, calls: Sequence[Called], d: int, n: int) -> Tensor:
+        """Return which of n places along a dim are taken."""
+        index, found = calls[self.call].args[1], torch.zeros(n, dtype=torch.bool)
+        for place, entry in self.entries:
+            if place == d:
+                found[index[entry] if isinstance(index, tuple) else index] = True
+                return found
+        return ~found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Recipe for a tensor of positions.
+
+    Attributes:
+        wanted: the tensor, or a number, or a mask.
+        calls: the numbers of the calls that it takes, in order.
+        labels: of what they make.
+        cellwise: those that may be computed of a part of their arguments.
+    """
+
+    wanted: Made | Number | Marked
+    calls: tuple[int, ...]
+    labels: Mapping[Made, Labels]
+    cellwise: frozenset[int]
+
+
+class Positions(LooksAtSize):
+    """Values of the places of a map, alike in all images: (N, ?, *size), (N, ?, *image) -> (N, C, *size), or a vector where the image's size alone says them.
+
+    Args:
+        source: the calls of the user's forward pass on an image of a size.
+        axes: of the result, beside the map that it is joined with; the user's tensor has length 1 where it is alike along a dim.
+        names: of parameters and buffers in the user's module, by their names here.
+        tensors: these, by their names here.
+    """
+
+    def __init__(self, source: Callable[[tuple[int, ...]], Sequence[Called]], plan: Plan, axes: Axes, names: Mapping[str, str], tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.source, self.plan, self.axes, self.names = source, plan, axes, {user: own for own, user in names.items()}
+        register(self, tensors)
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        if x.is_meta:
+            return self.outlined(x, image)
+        return self.part(x, image.shape[2:], x.shape[2:], [range(n) for n in x.shape[2:]])
+
+    def part(self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]) -> Tensor:
+        """Return the values of some ``places`` of a map of this size, in type and batch like ``x``."""
+        wide = torch.is_autocast_enabled(x.device.type)  # half precision has no whole numbers beyond 256
+        with torch.autocast(x.device.type, enabled=False):
+            y = _Values(self, self.source(tuple(image)), x, size, places).cut(self.plan.wanted)
+        dtype = x.dtype if y.is_floating_point() and not wide else torch.promote_types(x.dtype, torch.float32)
+        y = y.to(x.device, dtype)
+        return self._closed(y[(None,) * (len(self.axes) - y.dim())], len(x), [len(r) for r in places])
+
+    def _closed(self, y: Tensor, images: int, size: Sequence[int]) -> Tensor:
+        for dim, axis in enumerate(self.axes):
+            if axis.batch and y.shape[dim] > 1:
+                if not bool((y == y.narrow(dim, 0, 1)).all()):
+                    raise ValueError("the network has values of its own for each place and each image of a batch, by the image's number: leave that out")
+                y = y.narrow(dim, 0, 1)
+        y = y.expand([images if axis.batch else math.prod(size[d] for d in axis.places) if axis.places else axis.cell for axis in self.axes])
+        made = closed(y, self.axes, size)
+        return made if any(axis.places for axis in self.axes) else as_vector(made, len(size))
+
+    def outlined(self, x: Tensor, image: Tensor) -> Tensor:
+        size = x.shape[2:] if any(axis.places for axis in self.axes) else (1 for _ in x.shape[2:])
+        return x.new_empty(len(x), math.prod(axis.cell for axis in self.axes), *size)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.plan.calls)} calls"
+
+
+class _Values:
+    """Results of the calls of a plan for one image, at all places or at those of a part."""
+
+    def __init__(self, layer: Positions, calls: Sequence[Called], like: Tensor, size: Sequence[int], places: Sequence[range]):
+        self.layer, self.plan, self.calls, self.like, self.size, self.places = layer, layer.plan, calls, like, tuple(size), places
+        self._whole: dict[int, list[Tensor]] = {}
+        self._cut: dict[int, list[Tensor]] = {}
+
+    def _mask(self, marked: Marked) -> Tensor:
+        """Return a mask of the places that are wanted, which broadcasts with the layer's axes."""
+        found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
+        for dim, axis in enumerate(self.layer.axes):
+            for d in axis.places:
+                along = marked.mask(self.calls, d, self.size[d])[self.places[d].start : self.places[d].stop]
+                found = found & along.view([-1 if k == dim else 1 for k in range(len(self.layer.axes))])
+        return found.to(self.like.device)
+
+    def cut(self, x: Made | Number | Marked) -> Tensor:
+        """Return the part of a tensor at the places that are wanted."""
+        if isinstance(x, Marked):
+            return self._mask(x)
+        if isinstance(x, Number):
+            return torch.tensor(float(x.of(self.calls)), dtype=torch.float64, device=self.like.device)
+        if x.call in self.plan.cellwise:
+            if x.call not in self._cut:
+                self._cut[x.call] = self._made(x.call, self.cut)
+            return self._cut[x.call][x.part]
+        y = self.whole(x)
+        for dim, place in enumerate(self.plan.labels[x]):
+            if place is not None and place < 0:  # all dims of the image in one
+                y = y.unflatten(dim, self.size)[(*(slice(None) for _ in range(dim)), *(slice(r.start, r.stop) for r in self.places))]
+                y = y.flatten(dim, dim + len(self.size) - 1)
+            elif place is not None:
+                y = y.narrow(dim, self.places[place].start, len(self.places[place]))
+        return y
+
+    def whole(self, x: Made) -> Tensor:
+        if x.call not in self._whole:
+            self._whole[x.call] = self._made(x.call, self.whole)
+        return self._whole[x.call][x.part]
+
+    def _made(self, number: int, of: Callable[[Made], Tensor]) -> list[Tensor]:
+        call = self.calls[number]
+        if (found := self._of_type(call, of)) is None:
+            args, kwargs = self._filled(call.args, of), {key: self._filled(value, of) for key, value in call.kwargs.items() if key not in _SETTINGS}
+            if call.name in FACTORIES and not call.name.startswith("new_"):
+                kwargs["device"] = self.like.device
+            found = [y.to(self.like.device) for y in found_in(call_wide(out_of_place(call.function), args, kwargs), Tensor)]
+        return found if call.graded else [y.detach() for y in found]
+
+    def _of_type(self, call: Called, of: Callable[[Made], Tensor]) -> list[Tensor] | None:
+        """Return what a call makes that looks at nothing but the type of one of its arguments."""
+        kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
+        if call.name in MOVES:
+            (x,) = self._filled(call.args[:1], of)
+            return [x.to(kind)]
+        if isinstance(value := _fill(call), (bool, int, float)):
+            return [torch.full((), value, dtype=kind, device=device).expand(call.shapes[0])]
+        if call.name.startswith("new_"):
+            args = self._filled(call.args[1:], of)
+            return [getattr(torch.zeros((), dtype=kind, device=device), call.name)(*args)]
+        return None
+
+    def _filled(self, tree: Any, of: Callable[[Made], Tensor]) -> Any:
+        match tree:
+            case Made():
+                return of(tree)
+            case Kept():
+                return getattr(self.layer, self.layer.names[tree.name])
+            case tuple():
+                return tuple(self._filled(x, of) for x in tree)
+            case dict():
+                return {key: self._filled(x, of) for key, x in tree.items()}
+            case torch.device():
+                return self.like.device
+        return tree
+
+
+MOVES = CASTS | {"cpu", "cuda"}
+LIKE = {"zeros_like", "ones_like", "full_like"}
+_SETTINGS = ("device", "pin_memory", "requires_grad", "memory_format")
+
+
+def _fill(call: Called) -> Any:
+    """Return the number that a tensor is filled with; None of other calls."""
+    if call.name in ("full_like", "full", "new_full"):
+        return call.kwargs["fill_value"] if "fill_value" in call.kwargs else call.args[2 if call.name == "new_full" else 1]
+    return {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like"))

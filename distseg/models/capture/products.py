@@ -1,0 +1,162 @@
+"""Products of matrices of maps: over channels by the place, over all places by a sum (channel attention), but not between places (attention)."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections import Counter
+from functools import partial
+from typing import Any, Sequence
+
+import torch
+
+from distseg.models.axes import Axis, places_of
+from distseg.models.capture.reader import Reader
+from distseg.models.capture.reducing import product
+from distseg.models.capture.values import Value
+from distseg.models.layers import Mean
+
+BETWEEN_PLACES = (
+    "multiplies places of the image with all others, as attention does: parts of an image do not have them; products of channels at each place, and their sums over all places, are known"
+)
+
+
+def matmul(reader: Reader, a: Any, b: Any) -> Value:
+    """Return ``a @ b`` of maps, vectors, parameters."""
+    return _summed(reader, a, b) or reader.formula((a, b), {})
+
+
+def added(reader: Reader, x: Any, a: Any, b: Any, beta: float, alpha: float) -> Value:
+    """Return ``beta * x + alpha * a @ b``."""
+    if (made := _summed(reader, a, b)) is None:
+        return reader.formula((x, a, b), dict(beta=beta, alpha=alpha))
+    return reader.applied(partial(_sum, beta=beta, alpha=alpha), (made, x), "sum", made.axes)
+
+
+def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    return beta * x + alpha * product
+
+
+def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
+    """Return ``a @ b`` where that sums over all places; None where it is over channels, at each place."""
+    x = a if isinstance(a, Value) else reader.value(b)
+    if not isinstance(a, Value) or not isinstance(b, Value):
+        shape = reader.shape_of(b if x is a else a)
+        along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
+        if not reader.of_channels(along, x):
+            raise reader.refusal(f"multiplies places of {x!r} with weights, one for each place: over channels it is known")
+        return None
+    if min(a.rank, b.rank) < 3:
+        raise reader.refusal(f"multiplies {a!r} with {b!r}, and so joins the images of a batch, which are computed apart from each other")
+    left, right = a.axes[-1], b.axes[-2]
+    if left.of_channels and right.of_channels:
+        if a.axes[-2].places and b.axes[-1].places:
+            raise reader.refusal(BETWEEN_PLACES, everywhere=True)
+        return None
+    lone = [left.places, right.places] == [tuple(range(reader.dims))] * 2 and left.cell == right.cell == 1
+    if not lone or a.axes[:-2] != b.axes[:-2] or places_of(a.axes[:-1]) or places_of(b.axes[:-2] + b.axes[-1:]) or not a.axes[-2].of_channels or not b.axes[-1].of_channels:
+        raise reader.refusal(BETWEEN_PLACES, everywhere=True)
+    axes = (*a.axes[:-1], b.axes[-1])
+    return product(reader, a, b, math.prod(axis.cell for axis in a.axes[:-2]), axes)
+
+
+def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
+    """Return a sum of products by Einstein's convention."""
+    labels, written = _spelled(reader, equation, operands)
+    axes = _axes_of_labels(reader, labels, operands)
+    if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
+        raise reader.refusal(f"sums over the images of a batch (dim {missing[0]}), which are computed apart from each other")
+    summed = [label for label, axis in axes.items() if axis.places and label not in written]
+    if not summed:
+        return reader.formula((f"{','.join(labels)}->{written}", *operands), {})
+    if sorted(d for label in summed for d in axes[label].places) != list(range(reader.dims)) or any(axes[label].places for label in written):
+        raise reader.refusal("sums over rows or columns of the image alone: over all places, and over channels, it is known")
+    made = tuple(axes[label] for label in written)
+    if (pair := _pair(labels, operands, written, axes)) is not None:
+        heads, a, b = pair
+        return product(reader, a, b, math.prod(axes[label].cell for label in heads), made)
+    kept = written + "".join(sorted(summed, key=lambda label: axes[label].places))
+    each = partial(torch.einsum, f"{','.join(labels)}->{kept}")
+    each = reader.applied(each, operands, "products", tuple(axes[label] for label in kept))
+    return reader.emit(lambda _: Mean(total=True), [each], axes=made)
+
+
+def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
+    """Return the distances of the vectors of one to those of the other, as ``torch.cdist``.
+
+    Of many vectors PyTorch computes them by another formula than of few. An image has many, but
+    a part of it may not.
+    """
+    axes = [reader.axes_of(x) for x in (a, b)]
+    if places_of(axes[0][-2:-1]) and places_of(axes[1][-2:-1]):
+        raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
+    if not all(of[-1].of_channels for of in axes):
+        raise reader.refusal("measures distances of channels over places of the image: of places over channels it is known")
+    if places_of((*axes[0][-2:-1], *axes[1][-2:-1])) and mode == "use_mm_for_euclid_dist_if_necessary":
+        mode = "use_mm_for_euclid_dist"
+    return reader.formula((a, b), dict(p=p, compute_mode=mode))
+
+
+def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[list[str], str]:
+    """Return the letters of each operand and of the result, with a letter for each dim that dots stand for."""
+    read, arrow, written = equation.replace(" ", "").partition("->")
+    labels = read.split(",")
+    if len(labels) != len(operands):
+        raise reader.refusal(f"is told {equation} of {len(operands)} tensors")
+    once = [label for label, count in Counter(read.replace(",", "")).items() if count == 1]
+    if not arrow:
+        written = "..." * ("..." in read) + "".join(sorted(label for label in once if label != "."))
+    ranks = [x.rank if isinstance(x, Value) else len(reader.shape_of(x)) for x in operands]
+    missing = [rank - len(of) + 3 if "..." in of else 0 for rank, of in zip(ranks, labels)]
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    dots = "".join(free[: max(missing)])
+    labels = [of.replace("...", dots[len(dots) - n :]) for of, n in zip(labels, missing)]
+    return labels, written.replace("...", dots)
+
+
+def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[Any]) -> dict[str, Axis]:
+    """Return what each label's dim is.
+
+    Raises:
+        CanNotCapture: two maps have different dims by one label, or one place has two.
+    """
+    found: dict[str, Axis] = {}
+    for letters, x in zip(labels, operands):
+        if isinstance(x, Value):
+            twice = [axis for label, axis in zip(letters, x.axes) if letters.count(label) > 1]
+            if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
+                raise reader.refusal(f"is told {letters} of {x!r}: a letter of its own for each dim is known")
+            for label, axis in zip(letters, x.axes):
+                if found.get(label, Axis()) == Axis():  # of length 1, and so broadcast
+                    found[label] = axis
+                elif axis not in (Axis(), found[label]):
+                    raise reader.refusal(f"multiplies {' with '.join(repr(y) for y in operands if isinstance(y, Value))}, whose dims {label} are not alike")
+    for letters, x in zip(labels, operands):
+        if isinstance(x, Value):
+            continue
+        for label, n in zip(letters, reader.shape_of(x)):
+            if found.get(label, Axis()) == Axis():
+                found[label] = Axis(cell=n)
+            elif n != 1 and not found[label].of_channels:
+                raise reader.refusal(f"takes a tensor of {reader.shape_of(x)} with a value of its own for each place of the image, or for each image, which parts of an image do not know")
+    batches = {label for label, axis in found.items() if axis.batch}
+    places = [d for axis in found.values() for d in axis.places]
+    if len(batches) > 1 or len(set(places)) < len(places):
+        raise reader.refusal(BETWEEN_PLACES if len(batches) < 2 else "multiplies images of a batch with each other, which are computed apart", everywhere=True)
+    return found
+
+
+def _pair(labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]) -> tuple[str, Value, Value] | None:
+    """Return the heads, and the two maps, of a sum of products that is one of matrices; None of any other."""
+    if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
+        return None
+    if any(len(set(letters)) < len(letters) for letters in labels):
+        return None
+    if any(x.axes != tuple(axes[label] for label in letters) for x, letters in zip(operands, labels)):
+        return None
+    cells = [[label for label in letters if axes[label].of_channels] for letters in labels]
+    heads = [label for label in cells[0] if label in cells[1]]
+    others = [[label for label in of if label not in heads] for of in cells]
+    batch = [label for label in written if axes[label].batch]
+    in_order = list(written) == [*batch, *heads, *others[0], *others[1]] and all(of == [*heads, *rest] for of, rest in zip(cells, others))
+    return ("".join(heads), *operands) if in_order else None

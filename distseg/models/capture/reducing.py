@@ -1,0 +1,206 @@
+"""Calls that take statistics of the image: what rules in :mod:`distseg.models.capture.rules` are written with.
+
+A statistic over all places is a layer that makes a vector of the image (:class:`distseg.models.layers.Mean` and its kinds). One over places and channels
+together is that, and the same function of the vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.models.axes import Axes, Axis, without_places
+from distseg.models.capture.arranging import turned
+from distseg.models.capture.lining import lines_spread, of_lines, takes_lines
+from distseg.models.capture.reader import Reader
+from distseg.models.capture.values import Value
+from distseg.models.layers import Cat, Max, Mean
+from distseg.models.statistics import Largest, LogSumExp, Products, Variance
+
+
+def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn.Module], of_channels: Callable[..., Tensor] | None, what: str, part: int = 0) -> Value:
+    """Return a statistic over dims of channels, of all places, or of both.
+
+    Args:
+        args: those of the call, for channels alone.
+        make: gives the layer that takes it over all places.
+        of_channels: takes it of a vector over ``dim``; None: over places and channels together it is not known.
+        what: the statistic, for errors; ``part``: which of the call's results it is.
+    """
+    x = reader.value(x)
+    if reader.of_channels(dim, x):
+        return reader.formula(args, {})
+    over = reader.dims_of(dim, x)
+    rest = tuple(d for d in over if x.axes[d].cell != 1)
+    if rest and of_channels is None:
+        raise reader.refusal(f"takes {what} over channels and places together: over either it is known")
+    vector = over_places(reader, x, over, make)
+    if rest:
+        vector = reader.applied(partial(of_channels, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest))
+    return formed(reader, vector, part)
+
+
+def over_places(reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = "") -> Value:
+    """Return a statistic of each channel over the places that lie along some dims, with dims of length 1 in their place: of all of them a vector, else a line."""
+    return of_lines(reader, x, over, make, what) if takes_lines(x, over) else of_image(reader, x, make, what)
+
+
+def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
+    """Return the dims that a statistic is taken over, among which are all places."""
+    over = reader.dims_of(dim, x)
+    if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
+        raise reader.refusal(f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}): over all places, over channels, or over both, it is known")
+    return over
+
+
+def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str = "") -> Value:
+    """Return a statistic of each channel over all places, with dims of length 1 in their place."""
+    return reader.emit(lambda _: make(), [x], axes=without_places(x.axes), what=what)
+
+
+def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
+    """Return the axes with dims of length 1."""
+    return tuple(axis._replace(cell=1) if d in dims else axis for d, axis in enumerate(axes))
+
+
+def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
+    """Return a vector with the dims that the call's result has."""
+    axes = reader.made(vector, part)
+    made = replace(vector, axes=axes)
+    if not made.vector or _lengths(axes) != _lengths(vector.axes):
+        raise reader.refusal(f"makes {reader.call.shapes[part]}, where a vector of the image {vector!r} is expected")
+    return made
+
+
+def _lengths(axes: Axes) -> list[tuple]:
+    """Return what lies along each dim but those of length 1."""
+    return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
+
+
+def variance(reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance") -> Value:
+    """Return the variance over all places, perhaps with some dims of channels, with dims of length 1 in their place."""
+    x = reader.value(x)
+    over = reader.dims_of(dim, x)
+    rest = [d for d in over if x.axes[d].cell != 1]
+    if not rest:
+        return over_places(reader, x, over, partial(Variance, None, correction), "variance")
+    all_places(reader, x, dim, what)
+    kept = [d for d in range(x.rank) if d not in over]
+    made = _alone(without_places(x.axes), rest)
+    if any(axis.batch and axis.mixed for axis in x.axes) or max([d for d in kept if x.axes[d].cell != 1], default=-1) > min(rest):
+        x = turned(reader, x, [*kept, *over])  # channels that are taken together lie side by side
+    groups = 1
+    for d in kept:
+        groups *= made[d].cell
+    return reader.emit(lambda _: Variance(groups, correction), [x.as_plain], axes=made, what="variance")
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the square root, whose gradient is 0 where it is 0."""
+    some = x > 0
+    return x.where(some, 1).sqrt() * some
+
+
+def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
+    """Return the softmax over all places, perhaps with some channels, by the logarithm of the sum of exponentials."""
+    over = reader.dims_of(dim, x)
+    total = over_places(reader, x, over, LogSumExp, "total")
+    rest = tuple(d for d in over if x.axes[d].cell != 1)
+    if rest:
+        total = reader.applied(partial(torch.logsumexp, dim=rest, keepdim=True), [total], "total", _alone(total.axes, rest))
+    return reader.applied(_less if log else _share, beside(reader, x, total), "share")
+
+
+def beside(reader: Reader, *values: Value) -> tuple:
+    """Return values that are joined cell by cell, with lines among them at the places of the maps."""
+    return lines_spread(reader, values, {})[0]
+
+
+def _less(x: Tensor, total: Tensor) -> Tensor:
+    return x - total
+
+
+def _share(x: Tensor, total: Tensor) -> Tensor:
+    return (x - total).exp()
+
+
+def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
+    """Return the norm over all places, perhaps with some channels, with dims of length 1 in their place."""
+    over = reader.dims_of(dim, x)
+    rest = tuple(d for d in over if x.axes[d].cell != 1)
+    if p in (float("inf"), float("-inf")):
+        each = reader.applied(torch.abs if p > 0 else _less_than_nothing, [x], "size")
+        found = _then(reader, over_places(reader, each, over, partial(Max, first=False), "largest"), torch.amax if not rest else None, rest)
+        return found if p > 0 else reader.applied(torch.neg, [found], "least")
+    if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
+        raise reader.refusal(f"takes a norm of order {p}: of a number other than 0 it is known")
+    squares = p in (2, "fro", None)
+    each = reader.applied(torch.square if squares else torch.abs if p == 1 else _Power(p), [x], "squares" if squares else "size" if p == 1 else "powers")
+    total = _then(reader, over_places(reader, each, over, partial(Mean, total=True), "total"), torch.sum, rest)
+    return total if p == 1 else reader.applied(root if squares else _Root(p), [total], "root")
+
+
+def _less_than_nothing(x: Tensor) -> Tensor:
+    return -x.abs()
+
+
+class _Power:
+    """Powers of what numbers are without their sign."""
+
+    __name__ = "power"
+
+    def __init__(self, p: float):
+        self.p = p
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.abs() ** self.p
+
+
+class _Root(_Power):
+    """Roots, whose gradient is 0 where they are of 0."""
+
+    __name__ = "root"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        some = x > 0
+        return x.where(some, 1) ** (1 / self.p) * some
+
+
+def _then(reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]) -> Value:
+    """Return the same statistic of a vector over some of its channels."""
+    if not rest:
+        return vector
+    if function is None:
+        raise reader.refusal("takes a norm of order inf over channels and places together: over either it is known")
+    return reader.applied(partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest))
+
+
+def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value:
+    """Return sums over all places of products of the channels of two maps, a vector with these axes.
+
+    Args:
+        a: its channels lie as (heads, I); ``b``: as (heads, J).
+    """
+    if a.sizes != b.sizes:
+        raise reader.refusal(f"multiplies {a!r} with {b!r}, whose places are not alike")
+    if a.name == b.name and a.channels == b.channels:
+        return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
+    both = reader.emit(lambda _: Cat(), [a.as_plain, b.as_plain], axes=(a.as_plain.axes[0], Axis(cell=a.channels + b.channels), *a.as_plain.axes[2:]), what="factors")
+    return reader.emit(lambda _: Products(heads, a.channels), [both], axes=axes)
+
+
+def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
+    """Return the k largest values, or the least ones, over a dim that is all places, in its place."""
+    (at,) = reader.dims_of(dim, x)
+    if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
+        raise reader.refusal("ranks rows or columns of the image alone: over channels, or all places in one dim (x.flatten(2)), it is known")
+    order = [d for d in range(x.rank) if d != at]
+    axes = *(x.axes[d] for d in order), Axis(cell=k)
+    x = reader.applied(torch.neg, [x], "turned") if least else x
+    made = reader.emit(lambda _: Largest(k), [x.as_plain], axes=axes, what="largest")
+    made = turned(reader, made, [*range(at), x.rank - 1, *range(at, x.rank - 1)])
+    return reader.applied(torch.neg, [made], "back") if least else made

@@ -1,0 +1,157 @@
+"""Reshapes that cut dims of the image into blocks of places, or join blocks to dims: space to channels and back.
+
+A tensor's dims are, row by row in memory, a list of pieces: images, channels and dims of the image. A reshape keeps their order. Where it cuts a dim of the
+image behind every k-th place, the places of a block become channels, and where channels follow a dim of the image in one new dim, they become places of it::
+
+    (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2)      blocks of 2 x 2 places as channels (2, 2)
+    (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2)      the way back
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+from distseg.models.axes import Axis, order_of, places_of
+from distseg.models.capture.arranging import not_reshaped, turned
+from distseg.models.capture.reader import Reader
+from distseg.models.capture.trace import CanNotCapture
+from distseg.models.capture.values import Value
+from distseg.models.moving import Blocks, Windows
+
+Lengths = tuple[int, ...]
+"""Of a dim in each trace."""
+
+
+@dataclass
+class _Piece:
+    """Factor of a dim: images of the batch, a number of channels, or a dim of the image (``place``).
+
+    Attributes:
+        lengths: in each trace.
+        inner: it is the places of a block, and no longer a dim of the image.
+    """
+
+    lengths: Lengths
+    batch: bool = False
+    place: int | None = None
+    inner: bool = False
+
+
+def reshaped(reader: Reader, x: Value) -> Value:
+    """Return a value in the form that the call gives it."""
+    try:
+        axes = reader.made(x)
+    except CanNotCapture:
+        axes = None
+    if axes is not None and (order_of(axes) == order_of(x.axes) if not x.line else _in_order(axes) == _in_order(x.axes)):
+        return replace(x, axes=axes)  # no number moves
+    if x.rank > 2 and x.axes[0].cell > 1 and x.axes[0].of_channels and x.axes[1] == Axis(True) and axes == (Axis(True, x.axes[0].cell), *x.axes[2:]):
+        return replace(x, axes=axes, joined=True)  # batches that were stacked
+    made = None if x.vector else regrouped(reader, x)
+    if made is None:
+        raise not_reshaped(reader, x)
+    return replace(made, dtype=x.dtype)
+
+
+def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
+    """Return the dims of a line before its images; those behind them lie as they are, row by row, whatever their lengths."""
+    dims = [axis for axis in axes if axis != Axis()]
+    return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
+
+
+def regrouped(reader: Reader, x: Value) -> Value | None:
+    """Return a map in the form that the call at hand gives it; None where blocks of places are not what it makes."""
+    wanted = list(zip(*(call.shapes[0] for call in reader.current)))
+    groups = _grouped(_pieces(reader, x), wanted)
+    if groups is None:
+        return None
+    made = _joined(reader, _cut(reader, x, groups), groups)
+    return None if made is None or list(places_of(made.axes)) != list(range(reader.dims)) else made
+
+
+def _pieces(reader: Reader, x: Value) -> list[_Piece]:
+    found = []
+    for axis in x.axes:
+        if axis.batch:
+            found.append(_Piece(tuple(t.batch for t in reader.traces), batch=True))
+        if axis.cell != 1:
+            found.append(_Piece((axis.cell,) * len(x.sizes)))
+        found += [_Piece(tuple(size[d] for size in x.sizes), place=d) for d in axis.places]
+    return found
+
+
+def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_Piece]] | None:
+    """Return the pieces of each new dim; None where a dim of the image is cut otherwise than into blocks of so many places."""
+    left, groups = list(reversed(pieces)), []
+    for lengths in wanted:
+        group: list[_Piece] = []
+        while set(lengths) != {1}:
+            if not left:
+                return None
+            piece = left.pop()
+            if more := _quotient(lengths, piece.lengths):
+                group.append(piece)
+                lengths = more
+            elif inner := _quotient(piece.lengths, lengths):
+                if piece.batch or piece.place is not None and not piece.inner and len(set(inner)) > 1:
+                    return None
+                group.append(_Piece(lengths, place=piece.place, inner=piece.inner))
+                left.append(_Piece(inner, place=piece.place, inner=piece.place is not None))
+                lengths = (1,) * len(lengths)
+            else:
+                return None
+        groups.append(group)
+    return None if left else groups
+
+
+def _quotient(large: Lengths, small: Lengths) -> Lengths | None:
+    return tuple(n // m for n, m in zip(large, small)) if all(n % m == 0 for n, m in zip(large, small)) else None
+
+
+def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
+    """Return the map with the places of blocks as channels; each piece is a dim of its own."""
+    pieces = [piece for group in groups for piece in group]
+    inner = [math.prod(p.lengths[0] for p in pieces if p.inner and p.place == d) for d in range(reader.dims)]
+    if math.prod(inner) > 1:
+        sizes = tuple(tuple(n // k for n, k in zip(size, inner)) for size in x.sizes)
+        of_channels = [p for p in pieces if p.place is None and not p.batch]
+        of_blocks = sorted((p for p in pieces if p.inner), key=lambda p: p.place)  # as the layer has them: behind all others, by dim
+        order = [*(p for p in pieces if p.batch), *of_channels, *of_blocks, *(p for p in pieces if p.place is not None and not p.inner)]
+        x = reader.emit(lambda _: Windows(inner, inner), [x], axes=tuple(map(_axis, order)), sizes=sizes, what="blocks")
+        at = {id(p): n for n, p in enumerate(order)}
+        return turned(reader, x, [at[id(p)] for p in pieces])
+    return Value(x.name, x.shapes, tuple(map(_axis, pieces)), x.dtype)
+
+
+def _axis(piece: _Piece) -> Axis:
+    if piece.batch:
+        return Axis(True)
+    return Axis(cell=piece.lengths[0]) if piece.place is None or piece.inner else Axis(places=(piece.place,))
+
+
+def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
+    """Return the map with channels that follow a dim of the image as places of it, and pieces joined to the new dims."""
+    cells, along, made = [], [], []
+    for group in groups:
+        last, axis = None, Axis()
+        for piece in map(_axis, group):
+            if piece.batch:
+                if axis != Axis():
+                    return None
+                axis = piece
+            elif piece.places:
+                last = piece.places[0]
+                axis = axis._replace(places=(*axis.places, last))
+            else:
+                cells.append(piece.cell)
+                along.append(last)
+                if last is None:
+                    axis = axis._replace(cell=axis.cell * piece.cell)
+        made.append(axis)
+    if all(d is None for d in along):
+        return Value(x.name, x.shapes, tuple(made), x.dtype)
+    layer = Blocks(cells, along)
+    sizes = tuple(tuple(n * f for n, f in zip(size, layer.factors(reader.dims))) for size in x.sizes)
+    return reader.emit(lambda _: Blocks(cells, along), [x], axes=tuple(made), sizes=sizes, what="places")

@@ -1,0 +1,316 @@
+"""What a module keeps besides its result: a picture of it, so that two passes can be told to have left the same.
+
+A picture has a *slot* for each attribute of each module, each parameter and buffer, and each global number or container that the
+code of the modules reads (:mod:`distseg.models.capture.reachable`); and in each slot a *print*, which is equal for equal values.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import enum
+import functools
+import hashlib
+import random
+import sys
+import threading
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Callable, Collection, Hashable, Mapping, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from distseg.models.capture.reachable import ITSELF, fields_of, homes_of
+
+_DEPTH = 12  # of containers in containers that are looked into
+_MANY = 200_000  # values that are looked at in one slot
+_SMALL = 10_000  # numbers of a tensor up to which its print is a digest of all
+_PLAIN = {type(None), bool, int, str}
+_EMPTY = {dict, list, tuple, set, collections.OrderedDict}
+_ATOMS = (type(None), bool, int, str, bytes, range, slice, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.layout, np.dtype, enum.Enum)
+_FUNCTIONS = (types.FunctionType, types.LambdaType)
+_SUBCLASSED = (int, str, bytes, float, complex, enum.Enum)  # atoms whose subclasses can have attributes
+_BARE = (*_PLAIN, *_EMPTY, float, complex, bytes, np.ndarray, types.FunctionType, types.MethodType, types.BuiltinFunctionType)  # they have none that are not looked at
+_FOREIGN = {"torch", "threading", "_thread", "logging", "weakref", "multiprocessing"}
+_OPEN = (nn.Module, threading.local, torch.quasirandom.SobolEngine)  # of these modules, but looked into
+_LARGE = 10_000_000  # bytes of a file in memory or the like, which are not looked at
+_VALUES = (*_SUBCLASSED, Mapping, list, tuple, set, frozenset, collections.deque, np.ndarray, Tensor)  # which subclasses give attributes
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+
+
+class TensorPrint(NamedTuple):
+    """Print of a tensor: ``content`` is a digest or sum of its numbers, or without memory which tensor it is and how often it was overwritten."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    content: Hashable
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A name in a mapping of attributes.
+
+    Attributes:
+        owner: the module by its name, or the class, function or file, as messages have it.
+        holder: the mapping; ``name`` is looked up in it.
+        field: which mapping of a module that is: ``__dict__``, ``_parameters``, ``_buffers`` or ``_modules``; None: it is no module's.
+        which: tells classes and files of one name apart.
+    """
+
+    owner: str
+    holder: Mapping[str, Any]
+    name: str
+    field: str | None = None
+    which: int = 0
+
+    @property
+    def key(self) -> Hashable:
+        return (self.owner, self.name, self.which) if self.which else (self.owner, self.name)
+
+    @property
+    def tensor(self) -> bool:
+        """A parameter or buffer."""
+        return self.field in ("_parameters", "_buffers")
+
+    def of(self, copied: nn.Module) -> "Slot":
+        """Return the slot of the same name in a copy of the model."""
+        if self.field is None:
+            return self
+        module = copied.get_submodule("" if self.owner == WHOLE else self.owner)
+        return Slot(self.owner, _Children(module) if self.field == "_modules" else getattr(module, self.field), self.name, self.field)
+
+    def value(self) -> Any:
+        return self.holder.get(self.name, _ABSENT)
+
+    def __str__(self) -> str:
+        return f"a variable around {self.owner}" if self.name == ITSELF else f"{self.name} of {self.owner}"
+
+
+_ABSENT = type("absent", (), {})
+WHOLE = "the model"
+"""Owner of the attributes of the outermost module."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a module keeps at a moment: for each slot the print of its value.
+
+    ``values`` are held, so that no new object takes the identity of one that is gone.
+    """
+
+    slots: dict[Hashable, Slot]
+    prints: dict[Hashable, Hashable]
+    values: list[Any]
+
+    def changed(self, later: "Picture") -> list[Slot]:
+        """Return the slots in which a later picture of the same module differs."""
+        keys = dict.fromkeys([*self.prints, *later.prints])
+        differ = [key for key in keys if self.prints.get(key, _ABSENT) != later.prints.get(key, _ABSENT)]
+        return [later.slots.get(key) or self.slots[key] for key in differ]
+
+
+    def without(self, keys: Collection[Hashable]) -> "Picture":
+        """Return the picture without these slots."""
+        left = {key: slot for key, slot in self.slots.items() if key not in keys}
+        return Picture(left, {key: self.prints[key] for key in left}, self.values)
+
+
+def picture_of(model: nn.Module, loose: bool = False) -> Picture:
+    """Return what a module keeps now.
+
+    Args:
+        loose: to compare two copies of a module: it does not matter which object a value is, and of tensors without memory only shape and type are known.
+    """
+    slots = {slot.key: slot for slot in slots_of(model)}
+    values, known = [slot.value() for slot in slots.values()], frozenset(map(id, model.modules()))
+    prints = {key: print_of(value, loose, known) for key, value in zip(slots, values)}
+    return Picture(slots, prints, values)
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Return the slots of all modules of a model, and of the globals, classes and closures that their code reads."""
+    found = []
+    for name, module in model.named_modules():
+        owner = name or WHOLE
+        for attribute, value in vars(module).items():
+            if attribute == "_modules":
+                found.append(Slot(owner, _Children(module), attribute, attribute))
+            elif attribute in ("_parameters", "_buffers"):
+                found += [Slot(owner, value, own, attribute) for own in value]
+            else:
+                found.append(Slot(owner, vars(module), attribute, "__dict__"))
+    return found + [Slot(home.owner, home.holder, name, None, 0 if name == ITSELF else home.which) for home in homes_of(model) for name in home.names]
+
+
+class _Children(Mapping):
+    """The children of a module in one slot: which module has which name."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __getitem__(self, name: str) -> tuple:
+        return tuple((child, _Itself(module)) for child, module in self._module._modules.items())
+
+    def __iter__(self):
+        return iter(("_modules",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+class _Itself(NamedTuple):
+    """An object of which it matters only which one it is."""
+
+    object: Any
+
+
+def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset()) -> Hashable:
+    """Return the print of a value: equal for equal numbers, tensors, containers, generators and plain objects.
+
+    Args:
+        known: identities of modules that have slots of their own, and are not looked into.
+    """
+    return _Printer(loose, known)(value, _DEPTH)
+
+
+class _Printer:
+    def __init__(self, loose: bool, known: frozenset[int]):
+        self.loose, self.known, self.seen, self.left = loose, known, set(), _MANY
+
+    def __call__(self, x: Any, depth: int) -> Hashable:
+        kind = type(x)
+        if kind in _PLAIN or kind in _EMPTY and not x:
+            return kind, kind in _PLAIN and x
+        if isinstance(x, _ATOMS) and (kind in _BARE or not isinstance(x, _SUBCLASSED)):
+            return kind.__name__, x if isinstance(x, Hashable) else repr(x)
+        if kind in (float, complex):
+            return kind.__name__, repr(x)  # a NaN is equal to itself
+        self.left -= 1
+        if id(x) in self.seen or depth <= 0 or self.left <= 0:
+            return "seen", type(x).__name__
+        self.seen.add(id(x))
+        again = lambda part: self(part, depth - 1)  # noqa: E731
+        try:
+            inside = self._tensor(x) if isinstance(x, Tensor) else self._inside(x, again)
+            return kind.__name__, inside, again(fields) if kind not in _BARE and isinstance(x, _VALUES) and (fields := fields_of(x)) else None
+        finally:
+            self.seen.discard(id(x))
+
+    def _inside(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        if isinstance(x, _SUBCLASSED):
+            return x.name if isinstance(x, enum.Enum) else x.real if isinstance(x, int) else repr(x)
+        if isinstance(x, (np.ndarray, np.generic)):
+            return x.shape, str(x.dtype), again(x.tolist()) if x.dtype.hasobject else _digest(x.tobytes())
+        if isinstance(x, GENERATORS):
+            return _state_of(x, again)
+        if isinstance(x, _Itself):
+            return self._which(x.object)
+        if isinstance(x, Mapping):
+            return tuple((again(key), again(part)) for key, part in x.items())
+        if isinstance(x, (list, tuple, collections.deque)):
+            return tuple(map(again, x))
+        if isinstance(x, (set, frozenset)):
+            return frozenset(map(again, x))
+        if isinstance(x, _FUNCTIONS):
+            return x.__code__, again(_cells(x)), again(x.__defaults__), again(x.__kwdefaults__), again(vars(x))
+        if isinstance(x, types.MethodType):
+            return again(x.__func__), again(x.__self__)
+        if isinstance(x, types.BuiltinFunctionType):
+            return x.__qualname__, again(x.__self__)
+        if isinstance(x, functools.partial):
+            return again(x.func), again(x.args), again(x.keywords)
+        if isinstance(x, types.GeneratorType):
+            return self._which(x), x.gi_frame and (x.gi_frame.f_lasti, again(dict(x.gi_frame.f_locals)))
+        return self._object(x, again)
+
+    def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        root = type(x).__module__.partition(".")[0]
+        if id(x) in self.known or root in _FOREIGN and not isinstance(x, _OPEN):
+            return self._which(x)
+        if isinstance(x, contextvars.ContextVar):
+            return again(x.get(None))
+        if fields := fields_of(x):
+            return again(fields)
+        said = _said(x) if root in sys.stdlib_module_names else None
+        return self._which(x) if said is None else again(said)
+
+    def _which(self, x: Any) -> Hashable:
+        """Return which object a value is."""
+        return type(x).__name__ if self.loose else id(x)
+
+    def _tensor(self, x: Tensor) -> TensorPrint:
+        which = None if self.loose else (id(x), x._version)
+        if x.is_meta:
+            content = which
+        elif x.numel() <= _SMALL:
+            content = _digest(_bytes_of(x))
+        else:
+            content = _sum_of(x), which
+        return TensorPrint(tuple(x.shape), x.dtype, x.requires_grad, content)
+
+
+def _said(x: Any) -> Any:
+    """Return what an object of Python's own library says of what it holds, or of how far it is; None if it does not."""
+    for ask in (_memory_of, _reduced, _remaining, _position):
+        with suppress(Exception):  # by whatever it cannot say it
+            return ask(x)
+    return None
+
+
+def _memory_of(x: Any) -> bytes | None:
+    memory = memoryview(x)
+    return memory.tobytes() if memory.nbytes <= _LARGE else None
+
+
+def _reduced(x: Any) -> tuple:
+    return x.__reduce_ex__(2)[1:]
+
+
+def _remaining(x: Any) -> int:
+    return x.__length_hint__()
+
+
+def _position(x: Any) -> int:
+    return x.tell()
+
+
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables of the functions around, which this one reads."""
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return {name: cell.cell_contents for name, cell in pairs if cell != types.CellType()}
+
+
+def _state_of(generator: Any, again: Callable[[Any], Hashable]) -> Hashable:
+    """Return how far a random generator is."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state())
+    if isinstance(generator, random.SystemRandom):
+        return "system"
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return again(generator.get_state())
+    return again(getattr(generator, "bit_generator", generator).state)
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    return _octets(x).numpy().tobytes()
+
+
+def _sum_of(x: Tensor) -> int:
+    """Return the sum of a tensor's bytes, eight at a time."""
+    octets = _octets(x)
+    return int(octets[: len(octets) // 8 * 8].view(torch.int64).sum())
+
+
+def _octets(x: Tensor) -> Tensor:
+    plain = x.detach().to("cpu").contiguous().reshape(-1)
+    return plain.view(torch.uint8) if plain.numel() else plain.to(torch.uint8)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,593 @@
+"""What a network computes: the calls of PyTorch's functions that its forward pass makes, as the user's code makes them.
+
+The network runs on tensors without memory while PyTorch tells of each function that is called: F.conv2d with its settings, not the
+kernels behind it. So hooks, parametrizations, functions and subclasses are seen by what they do, whatever they are called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from distseg.models.capture.draws import Draws, system_draws
+from distseg.models.capture.state import print_of
+from distseg.models.capture.wide import unnarrowed, widened
+from distseg.models.layers import skip_store
+from distseg.models.meta import all_on_meta, as_computed, found_in, of_sequence
+from distseg.models.passes import checkpoints_ignored, eager, is_users, last_line_of, replaced, run, user_line
+from distseg.models.user_errors import blame
+
+
+class CanNotCapture(ValueError):
+    """Reason why a network cannot be captured.
+
+    Args:
+        everywhere: what it computes at a place depends on all of the image, so that no halo is enough.
+    """
+
+    def __init__(self, why: str, everywhere: bool = False):
+        super().__init__(why)
+        self.everywhere = everywhere
+
+
+class Hidden(CanNotCapture):
+    """What keeps a network from being computed exactly in any way, on whole images too."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """Result ``part`` of call ``call``."""
+
+    call: int
+    part: int = 0
+
+
+IMAGE = Made(-1)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A parameter or buffer of the network, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function and what it was called with, :class:`Made` and :class:`Kept` in the place of tensors.
+
+    Attributes:
+        name: of the function, without the underscore of one in place.
+        shapes: of the tensors that came of it; ``dtypes``: their types.
+        graded: whether gradients go through it.
+        draws: it draws random numbers.
+        module: the name of the module that called it; ``line``: the place in the code.
+    """
+
+    name: str
+    function: Callable
+    args: tuple
+    kwargs: dict
+    shapes: tuple[tuple[int, ...], ...]
+    module: str
+    line: str
+    graded: bool
+    dtypes: tuple[torch.dtype, ...] = ()
+    draws: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.module or 'the model'} ({self.line})"
+
+
+@dataclass
+class Trace:
+    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images, with so many ``channels``.
+
+    ``parameters``: names of what may be trained; other tensors of the network are buffers.
+    """
+
+    calls: list[Called]
+    result: Made
+    batch: int
+    channels: int
+    parameters: frozenset[str] = frozenset()
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all calls, which is equal in processes whose passes make the same ones."""
+        told = repr([(c.module, c.name, c.shapes, c.args, c.kwargs) for c in self.calls])
+        return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", told).encode()).hexdigest()[:12]
+
+
+@torch.enable_grad()
+def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) -> Trace:
+    """The calls of a forward pass in training.
+
+    Args:
+        model: without memory (:func:`distseg.models.layers.hollow`). In float64 it makes float64 wherever its code asks for float32.
+
+    Raises:
+        CanNotCapture: the model fails at this size, or does what can't be followed.
+    """
+    model.train()
+    image = torch.empty(batch, channels, *size, device="meta", dtype=next((p.dtype for p in model.parameters()), torch.float32))
+    recorder = _Recorder(model, image)
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    try:
+        with _watched(model, recorder), _learning(frozen):  # frozen parts may thaw
+            result = run(model, image)
+    except CanNotCapture:
+        raise
+    except Exception as e:
+        raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
+    check_statistics(recorder.calls)
+    if not isinstance(result, Tensor):
+        raise CanNotCapture(returned(result, last_line_of(lambda: run(model, image))))
+    value = recorder.value_of(result, "the network's result")
+    if not isinstance(value, Made):
+        raise CanNotCapture("its result does not depend on the image")
+    parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    return Trace(recorder.calls, value, batch, channels, parameters)
+
+
+def alike(a: Trace, b: Trace) -> bool:
+    """Return True if two passes made the same calls with the same settings."""
+    of = lambda t: [(c.name, c.shapes, c.dtypes, c.graded, print_of((c.function, c.args, c.kwargs), loose=True)) for c in t.calls]  # noqa: E731
+    return a.result == b.result and of(a) == of(b)
+
+
+def returned(result: Any, line: str | None = None) -> str:
+    """Return the message about a result that is not one tensor; ``line``: where the code returns it."""
+    names = list(result) if isinstance(result, dict) else list(getattr(result, "_fields", range(len(result)))) if isinstance(result, (tuple, list)) else []
+    kind = f"a {type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
+    where, such = f" ({line})" if line else "", f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}" if names else ""
+    return f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights{such}, or write a module around it whose forward returns one"
+
+
+def check_statistics(calls: Sequence[Called]) -> None:
+    """Refuse a pass that looks at running statistics which its own norms move: they move once a step, not with each pass.
+
+    A norm may be called in evaluation before it is called in training, when they are as the step before has left them.
+
+    Raises:
+        Hidden: naming the call.
+    """
+    moved: set[str] = set()
+    for call in calls:
+        given = dict(zip(_OF_BATCH_NORM, call.args)) | call.kwargs
+        if call.name == "batch_norm":
+            running = {x.name for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Kept)}
+            if not given.get("training") and running & moved:
+                raise Hidden(f"{call} {EVALUATED_BEHIND}")
+            moved |= running if given.get("training") else set()
+    moved |= {f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".") for name in moved}
+    for call in calls:
+        read = [kept.name for kept in found_in((call.args, call.kwargs), Kept) if kept.name in moved]
+        counts = getattr(call.function, "__name__", "") in ("add_", "__iadd__") and all(name.endswith("num_batches_tracked") for name in read)
+        if read and call.name != "batch_norm" and not counts:
+            raise Hidden(f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: compute that in the training loop")
+
+
+_OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+@contextmanager
+def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let gradients go to some parameters inside."""
+    for p in parameters:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(False)
+
+
+@contextmanager
+def _watched(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
+    """Let a recorder see all that a pass inside does."""
+    with ExitStack() as stack:
+        for context in (skip_store({}), checkpoints_ignored(), eager(), saved_tensors_told(recorder.refuse_saved)):
+            stack.enter_context(context)
+        for context in (calling(model, recorder.inside), system_draws(recorder.note_system), recorder, Draws(recorder.note_draw)):
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def saved_tensors_told(note: Callable[[], None]) -> Iterator[None]:
+    """Call ``note`` where code inside begins to change what the backward pass is given; that it waits on another device is no change."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def entered(self) -> None:
+        if not isinstance(self, torch.autograd.graph.save_on_cpu):
+            note()
+        enter(self)
+
+    with replaced(hooks, {"__enter__": entered}):
+        yield
+
+
+@contextmanager
+def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
+    """Inside, ``inside`` has the names of the modules that are being called, the innermost last."""
+    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}  # the first of several
+
+    def left(*_) -> None:  # what a hook returns would be the result
+        inside.pop()
+
+    hooks = [
+        register_module_forward_pre_hook(lambda module, _: inside.append(names.get(id(module), type(module).__name__))),
+        register_module_forward_hook(left, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class _Known:
+    """A tensor that the forward pass has had; it is kept, so that no other takes its identity."""
+
+    tensor: Tensor
+    value: Made | Kept | None  # None: it was changed through another name, and what is there now is not known
+    version: int = field(init=False)
+
+    def __post_init__(self):
+        self.version = self.tensor._version
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, image: Tensor):
+        super().__init__()
+        self.calls: list[Called] = []
+        self._model = model
+        self._wide = image.dtype == torch.float64
+        self._known: dict[int, _Known] = {}
+        self._views: dict[int, tuple[Tensor, Any]] = {}  # of tensors that are parts of others by an index: the other, and the index
+        self._sharing: dict[int, dict[int, _Known]] = {}  # those of one memory together
+        self._apart: dict[int, dict[int, str]] = {}  # by memory, tensors that don't tell others of their changes (x.data), and where they were taken
+        self.inside: list[str] = []
+        norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training and m.track_running_stats}
+        self._counted = {f"{name}.{own}".lstrip(".") for name, m in norms.items() for own in m._buffers}
+        self._autocast = torch.is_autocast_enabled("cpu")
+        self._drawn: list[bool] | None = None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
+        self._know(image, IMAGE)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self._know(tensor, Kept(name))
+
+    @property
+    def _where(self) -> str:
+        """For errors: who calls, and the line."""
+        return f"{self.inside and self.inside[-1] or 'the model'} ({user_line()})"
+
+    def note_draw(self, name: str, made: Any) -> None:
+        """Keep in mind that the call at hand draws random numbers; refuse a draw of no call, or of numbers that code can look at."""
+        seen = any(not x.is_meta for x in found_in(made, Tensor))
+        if self._drawn is None:
+            raise (Hidden if seen else CanNotCapture)(f"{name} in {self._where} {DRAWS}")
+        self._drawn.append(seen)
+
+    def note_system(self, line: str) -> None:
+        module = self.inside and self.inside[-1] or "the model"
+        raise Hidden(f"{module} ({line}) takes random numbers from the system, as a generator without a seed does: {INSTEAD}")
+
+    def refuse_saved(self) -> None:
+        raise CanNotCapture(f"saved_tensors_hooks in {self._where} may change what the backward pass computes with: leave it out")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function, args, kwargs = unnarrowed(function, args, kwargs or {}) if self._wide else (function, args, kwargs or {})
+        name = _name_of(function)
+        if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
+            raise CanNotCapture(f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch")
+        given = {id(x): x for x in found_in((args, kwargs), Tensor)}
+        versions = {key: x._version for key, x in given.items()}
+        self._drawn = []
+        try:
+            result = self._result(function, name, args, kwargs)
+        except (RuntimeError, TypeError) as e:  # NotImplementedError is one of these
+            if "meta" in str(e).lower() and any(x.is_meta for x in given.values()):
+                raise CanNotCapture(f"{_plain(name).strip('_')} in {self._where} {self._looked_at(list(given.values()))}") from e
+            raise
+        finally:
+            drawn, self._drawn = self._drawn, None
+        made = found_in(result, Tensor)
+        changed = {key for key, x in given.items() if x._version != versions[key]}
+        self._check_types(name)
+        self._check_graded(name, [given[key] for key in changed])
+        self._check(name, args, drawn)
+        if _plain(name) == "__setitem__" and isinstance(self._value_or_none(args[0]), (Made, type(None))):
+            self._assign(args[0], args[1], args[2])
+            return result
+        if not made and not changed:
+            return result  # a size, a type
+        if name.endswith("data.__get__"):
+            function, name = Tensor.detach, "detach"
+            self._apart.setdefault(_memory(result), {})[id(result)] = user_line()
+        if name.endswith("__get__") or not given and not made:
+            name = getattr(getattr(function, "__self__", None), "__name__", name)
+        called = Called(
+            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", user_line(),
+            torch.is_grad_enabled(), tuple(x.dtype for x in made), bool(drawn),
+        )
+        if name.endswith(("fill_", "zero_")) and not any(isinstance(x, Tensor) for x in args[1:]) and isinstance(self._value_or_none(args[0]), Made):
+            called = self._filled(args[0], args[1] if len(args) > 1 else kwargs.get("value", 0.0))
+        number = len(self.calls)
+        self.calls.append(called)
+        in_place = is_in_place(name) or _plain(name) in _DROPOUTS and bool(kwargs.get("inplace") or args[3:4] == (True,))
+        for part, x in enumerate(made):
+            self._note(x, Made(number, part), changed | (set(given) if in_place else set()))
+        if in_place and made and args and isinstance(args[0], Tensor) and id(args[0]) in self._known and not isinstance(self._known[id(args[0])].value, Kept):
+            self._know(args[0], Made(number))
+        if index := _index_of(_plain(name), args, kwargs):
+            self._views[id(result)] = args[0], index[0]
+        if changed:
+            sources = self._change_sources(args[0], Made(number)) if in_place and isinstance(args[0], Tensor) else set()
+            self._look_for_changes(called, changed, {id(x) for x in made} | sources)
+        return result
+
+    def _looked_at(self, given: Sequence[Tensor]) -> str:
+        """Return the message about a function that wants to know the numbers of tensors."""
+        kept = next((known.value.name for x in given if (known := self._known.get(id(x))) and isinstance(known.value, Kept)), None)
+        if kept in self._counted:
+            raise Hidden(f"{self._where} reads {kept}, which a norm moves once a step, not with each pass: compute that in the training loop")
+        return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
+
+    def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
+        """Refuse calls that do something besides what they return, or that are not as they look."""
+        if any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args):
+            raise CanNotCapture(f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, grad, jvp), which gives it tensors of another kind: write it for whole batches")
+        if any(drawn):
+            raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
+        if name.endswith("data.__set__") or _plain(name) == "set" and args and isinstance(args[0], Tensor):
+            known = self._known.get(id(args[0]))
+            kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
+            raise (Hidden if known and isinstance(known.value, Kept) else CanNotCapture)(f"{self._where} gives {kept} other data in the forward pass: {KEEP_NOTHING}")
+        if _plain(name) in _HOOKS or name.endswith("grad_fn.__get__") and is_users(sys._getframe(2).f_code):
+            what = "grad_fn" if name.endswith("__get__") else _plain(name)
+            raise CanNotCapture(f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+
+    def _check_types(self, name: str) -> None:
+        """Refuse what depends on the type that a run computes in, or on how far the step is."""
+        if torch.is_autocast_enabled("cpu") != self._autocast:
+            raise CanNotCapture(f"{_plain(name)} in {self._where} runs under an autocast of its own: leave types to train.precision")
+        if name.endswith(".grad.__get__") and is_users(sys._getframe(2).f_code):
+            raise Hidden(f"{self._where} reads the gradient of a tensor, which depends on what was computed before: compute it in the training loop")
+
+    def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
+        """Refuse a change, without gradients, of what a gradient goes through: it would go through what was there before."""
+        if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
+            raise CanNotCapture(f"{_plain(name)} in {self._where} changes a tensor in place without gradients (torch.no_grad), past its gradient: use detach() or clone()")
+
+    def _value_or_none(self, x: Tensor) -> Made | Kept | None:
+        known = self._known.get(id(x))
+        return None if known is None else known.value
+
+    def _assign(self, x: Tensor, index: Any, value: Any) -> None:
+        """Record ``x[index] = value`` as a call that makes a tensor of its own, which ``x`` is from here on; what has no value yet is zeros."""
+        known = self._known.get(id(x))
+        if known is not None and isinstance(known.value, Made) and known.value != IMAGE and self.calls[known.value.call].name in EMPTY:
+            self.calls.append(self._filled(x, 0.0))
+            self._know(x, Made(len(self.calls) - 1))
+        called = self._record_change(self._written(x, "__setitem__"), self._written(index, "__setitem__"), self._written(value, "__setitem__"), x)
+        self._know(x, Made(len(self.calls) - 1))
+        self._look_for_changes(called, {id(x)}, {id(x)} | self._change_sources(x, Made(len(self.calls) - 1)))
+
+    def _filled(self, x: Tensor, value: float) -> Called:
+        """Return a call that makes a tensor of one number in the form of another."""
+        where = self.inside[-1] if self.inside else ""
+        return Called("full", torch.full, (tuple(x.shape), value), {"dtype": x.dtype}, (tuple(x.shape),), where, user_line(), torch.is_grad_enabled(), (x.dtype,))
+
+    def _change_sources(self, x: Tensor, value: Made) -> set[int]:
+        """Record that what ``x`` is a part of has changed with it; returns the identities of such tensors."""
+        found: set[int] = set()
+        while id(x) in self._views:
+            source, index = self._views[id(x)]
+            before = self._value_or_none(source)
+            if not isinstance(before, Made):
+                break
+            self._record_change(before, self._written(index, "__setitem__"), value, source)
+            x, value = source, Made(len(self.calls) - 1)
+            self._know(x, value)
+            found.add(id(x))
+        return found
+
+    def _record_change(self, before: Made, index: Any, value: Any, x: Tensor) -> Called:
+        called = Called("changed", changed, (before, index, value), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), torch.is_grad_enabled(), (x.dtype,))
+        self.calls.append(called)
+        return called
+
+    def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
+        """What it makes, by a shorter way where PyTorch works out the shape by hundreds of small steps: norms, and resizing but for the nearest places."""
+        if _plain(name) in _NORMS:
+            return as_computed(args[0] if args else kwargs["input"])
+        if (made := of_sequence(name, args)) is not None:
+            return made
+        args, kwargs = all_on_meta(args, kwargs)
+        if _plain(name) == "interpolate":
+            given = dict(zip(("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"), args)) | kwargs
+            if given.get("mode") in _SMOOTH:
+                return function(**given | dict(mode="nearest", align_corners=None, antialias=False))
+        result = function(*args, **kwargs)
+        return widened(result, args, kwargs) if self._wide else result
+
+    def _note(self, x: Tensor, value: Made, rebound: set[int]) -> None:
+        known = self._known.get(id(x))
+        if known is None or id(x) in rebound:
+            if known is not None and isinstance(known.value, Kept):
+                return  # looked at in _look_for_changes
+            self._know(x, value)
+
+    def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
+        """Tensors that share memory with one that was overwritten hold something else now."""
+        for memory in {_memory(self._known[key].tensor) for key in changed if key in self._known}.intersection(self._apart):
+            self._check_apart(called, changed, memory)
+        for key, known in [pair for key in changed if key in self._known for pair in self._sharing[_memory(self._known[key].tensor)].items()]:
+            if known.tensor._version == known.version:
+                if _memory(known.tensor) in self._apart:
+                    known.value = None if isinstance(known.value, Made) else known.value
+                continue
+            known.version = known.tensor._version
+            if isinstance(known.value, Kept):
+                if not _of_a_norm(called, known.value.name):
+                    raise Hidden(
+                        f"{called} changes {known.value.name} with each forward pass, as spectral norm does, and windows and tiles are passes of their own: leave that out, or use weight_norm"
+                    )
+            elif key not in made:
+                known.value = None
+
+    def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
+        """Refuse a change of what was taken of a tensor by ``x.data``."""
+        there = self._sharing[memory]
+        line = next((line for key, line in self._apart[memory].items() if key in changed or there[key].tensor._version != there[key].version), None)
+        if line is not None:
+            kept = next((known.value.name for known in there.values() if isinstance(known.value, Kept)), None)
+            raise (Hidden if kept else CanNotCapture)(f"{called} changes the data of {kept or 'a tensor'} ({line}), past its gradient: {KEEP_NOTHING if kept else 'use clone()'}")
+
+    def _know(self, x: Tensor, value: Made | Kept) -> None:
+        self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
+
+    def value_of(self, x: Tensor, what: str) -> Made | Kept:
+        known = self._known.get(id(x))
+        if known is None and (attribute := _attribute(self._model, x)) is not None:
+            place, name = attribute
+            raise CanNotCapture(
+                f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, so it would not follow the network to other devices and types: "
+                f"write self.register_buffer({name!r}, ...)"
+            )
+        if known is None and not x.is_meta and not x.requires_grad and x.grad_fn is None:
+            return self._constant(x)
+        if known is None:
+            raise CanNotCapture(
+                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept in a list?)"
+            )
+        if isinstance(known.value, Made) and known.value != IMAGE and x.grad_fn is not None and not self.calls[known.value.call].graded:
+            raise CanNotCapture(
+                f"{what} takes what {type(x.grad_fn).__name__.removesuffix('Backward')} makes, an autograd.Function of your own, whose gradient is not known: write it with PyTorch's functions, "
+                "as y + (z - y).detach() for a result z with the gradient of y"
+            )
+        if known.value is None:
+            raise CanNotCapture(f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation")
+        return known.value
+
+    def _constant(self, x: Tensor) -> Made:
+        """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
+        found = widened(x.detach().clone()) if self._wide else x.detach().clone()
+        self.calls.append(Called("tensor", partial(_itself, found), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), True, (found.dtype,)))
+        self._know(x, Made(len(self.calls) - 1))
+        return Made(len(self.calls) - 1)
+
+    def _written(self, tree: Any, name: str) -> Any:
+        """With the values of tensors in their place."""
+        if isinstance(tree, Tensor):
+            return self.value_of(tree, f"{_plain(name)} in {self._where}")
+        if isinstance(tree, (tuple, list)):
+            return tuple(self._written(x, name) for x in tree)
+        if isinstance(tree, dict):
+            return {key: self._written(x, name) for key, x in tree.items()}
+        return tree
+
+
+def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
+    """Return the module that keeps a tensor as a plain attribute, and the attribute's name."""
+    places = ((place or "the model", name) for place, module in model.named_modules() for name, value in vars(module).items() if value is x)
+    return next(places, None)
+
+
+def _memory(x: Tensor) -> int:
+    """Return what is equal for tensors that share memory, as a tensor and its views do."""
+    return x.untyped_storage()._cdata
+
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _name_of(function: Callable) -> str:
+    """Return the name of a function, as nn.functional.conv2d."""
+    if isinstance(function, torch._ops.OpOverload):  # as TorchScript calls it
+        return function.overloadpacket.__name__
+    return (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
+
+
+def is_in_place(name: str) -> bool:
+    """By its name; what a version does not tell, as of detach_."""
+    name = name.rpartition(".")[2]
+    return name.endswith("_") and not name.startswith("__") or name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+
+
+def _plain(name: str) -> str:
+    """conv2d of nn.functional.conv2d; add of Tensor.add_."""
+    name = name.rpartition(".")[2]
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
+_SMOOTH = ("linear", "bilinear", "bicubic", "trilinear")
+EMPTY = {"empty", "new_empty", "empty_like"}
+"""Functions that make a tensor without values."""
+_NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
+
+
+def _of_a_norm(called: Called, name: str) -> bool:
+    """Whether a buffer is one that a batch norm is to change."""
+    return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
+
+
+def changed(x: Tensor, index: Any, value: Any) -> Tensor:
+    """Return ``x`` after ``x[index] = value``."""
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
+    """Return the index by which a call gives a view of its first argument, alone in a tuple; None of other calls."""
+    if kwargs or not args or not isinstance(args[0], Tensor) or len(args) < 2:
+        return None
+    x, *more = args
+    along = lambda dim, what: (*(slice(None) for _ in range(dim % x.dim())), what)
+    if name == "__getitem__":
+        return (more[0],)
+    if name == "select" and len(more) == 2:
+        return (along(more[0], more[1]),)
+    if name == "narrow" and len(more) == 3:
+        return (along(more[0], slice(more[1], more[1] + more[2])),)
+    return None
+
+
+INSTEAD = (
+    "use nn.Dropout, whose masks belong to pixels; to leave a layer out now and then, multiply its result by a 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / keep, "
+    "as timm's DropPath does"
+)
+IN_ATTENTION = (
+    "drops weights of attention at random, others on each rank and for each part of an image: set its dropout to 0"
+    " (nn.TransformerEncoderLayer and nn.TransformerDecoderLayer have 0.1), and use nn.Dropout on its result"
+)
+DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
+DRAWS_WHOLE = (
+    "draws random numbers, other ones on each rank: use nn.Dropout, nn.Dropout1d, nn.Dropout2d or nn.Dropout3d, whose masks belong to pixels and channels; of networks that are not followed "
+    "layer by layer no other random numbers are known, those of stochastic depth and of functions such as F.dropout neither: switch them off"
+)
+BY_VALUE = "parts of an image do not have those of the whole, so what code does must not depend on them; compute with tensors alone, as by torch.where or masks"
+EVALUATED_BEHIND = (
+    "is called in evaluation behind a call in training, whose running statistics it reads, and norms move them once a step, not with each pass: call it in evaluation first, "
+    "or give it a layer of its own"
+)
+KEEP_NOTHING = "what a pass leaves behind differs from rank to rank and with the number of passes; compute it in the training loop, or use a norm's running statistics"

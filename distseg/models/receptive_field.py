@@ -1,0 +1,251 @@
+"""The halo and the stride of any network, measured by asking it. Of a flat network of known layers they are worked out (:func:`distseg.tiling.layout.reach_of`).
+
+The network is probed with its non-local parts taken out (norms, dropout and activations become the identity) and every
+convolution with weights of one, so that a signal spreads wherever it can and never cancels. All channels are then
+alike, so a convolution of thousands of channels is probed as one of one channel; and the probe is a strip along one
+dim, as thin as the network accepts: a network of a billion weights takes seconds, and none of its weights.
+
+* Halo: the smallest h such that no input row more than h rows before a tile border on the stride grid reaches an
+  output row behind it, nor the mirror image of that. Read off gradients; by bisection where these do not see all.
+* Stride: the smallest s for which shifting the input by s shifts the output by s.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Callable
+
+import torch
+from torch import Tensor, nn
+
+from distseg.models.modified import genuine
+from distseg.models.user_errors import blame
+from distseg.tiling.tile import Reach
+
+POINTWISE = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.ELU,
+    nn.CELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    nn.Sigmoid,
+    nn.LogSigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.Softmax2d,
+)
+
+_CONVS = nn.modules.conv._ConvNd
+_LENGTHS = [768 * 2**k for k in range(5)]  # multiples of 2^8 and of 3, so that common strides divide them
+_WIDTHS = (1, 8, 32, 96, 384)
+
+
+def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> Reach:
+    """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
+
+    Args:
+        model: on any device, the meta device included; it is not changed.
+        dims: number of spatial dims, by default that of its convolutions.
+        in_channels: by default those of its first convolution.
+
+    Raises:
+        ValueError: the model has no convolution to ask, changes the spatial size, or a pixel's reach has no bound.
+    """
+    convs = [m for m in model.modules() if isinstance(m, _CONVS)]
+    if not convs and (dims is None or in_channels is None):
+        raise ValueError("this model has no convolution layer to read its dims from: use one, or give probed_reach(model, dims=..., in_channels=...)")
+    dims = dims or convs[0].weight.dim() - 2
+    in_channels = in_channels or convs[0].in_channels
+    try:
+        probe = _simplified(model, narrow=True)
+        pairs = [_along(probe, dim, dims, 1) for dim in range(dims)]
+    except _CanNotProbe:  # a layer that counts on its number of channels, most likely
+        probe = _simplified(model, narrow=False)
+        pairs = [_along(probe, dim, dims, in_channels) for dim in range(dims)]
+    return Reach(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
+
+
+def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, int]:
+    """(halo, stride) along one dim, on the shortest strip whose border the reach does not touch."""
+    without_stride = 0
+    for length in _LENGTHS:
+        respond, reached = _strip(probe, dim, dims, channels, length)
+        if respond(0, 1)[length // 2 :].any() or reached(length // 2)[0][0]:
+            continue  # too short, or no length is enough
+        stride = _stride(respond, length)
+        if stride is None:
+            without_stride += 1
+            if without_stride < 2:
+                continue
+            raise ValueError(
+                f"this model has no stride: moving the image by up to {length // 4} pixels never moves the result alike, so a layer depends on the "
+                "image's size (up-sampling with align_corners=True?), and such a network can not be computed from windows"
+            )
+        border = length // 2 // stride * stride
+        first, last = (rows.nonzero() for rows in reached(border))
+        before, after = border - int(first.min()) if len(first) else 0, int(last.max()) + 1 - border if len(last) else 0
+        before = _smallest(lambda h: bool(respond(0, border - h)[border:].any()), before, border)
+        after = _smallest(lambda h: bool(respond(border + h, length)[:border].any()), after, length - border)
+        if before < border - stride and after < length - border - stride:
+            return max(before, after), stride
+    raise ValueError(
+        f"the reach of a pixel has no bound below {_LENGTHS[-1] // 2} pixels in this model: a layer looks at the whole image "
+        "(attention, global pooling?), and such a network can not be computed from windows"
+    )
+
+
+def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
+    """The smallest h in least .. bound for which ``reaches(h)`` is false; it is true below and false above. Quick where that is ``least``."""
+    if not reaches(least):
+        return least
+    low, high = least + 1, bound
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if reaches(middle) else (low, middle)
+    return low
+
+
+def _stride(respond: Callable[[int, int], Tensor], length: int) -> int | None:
+    """The smallest shift that the network commutes with; None if there is none up to a quarter of the strip."""
+    origin = length // 3
+    base = {r: respond(r, r + 1) for r in range(origin, origin + 2)}
+    for s in range(1, length // 4):
+        if all(_shifted(base[r], respond(r + s, r + s + 1), s) for r in base):
+            # A stride is one of every pixel, not only of the two that were cheap to try.
+            rows = range(origin, origin + s, max(1, s // 16))
+            if all(_shifted(respond(r, r + 1), respond(r + s, r + s + 1), s) for r in rows):
+                return s
+    return None
+
+
+def _shifted(first: Tensor, second: Tensor, by: int) -> bool:
+    return torch.allclose(first[:-by], second[by:], rtol=1e-9, atol=0)
+
+
+def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) -> tuple[Callable, Callable]:
+    """Two ways to ask a strip of this length.
+
+    ``respond(a, b)``: how each output row changes when the input rows a .. b-1 are one instead of zero.
+    ``reached(border)``: by gradients, which input rows before the border reach outputs behind it, and the mirror image. This
+    sees what zeros hide, a factor taken from elsewhere (squeeze and excite), but of a maximum the largest pixel only.
+    """
+    for width in _WIDTHS:
+        shape = [1, channels, *([width] * dims)]
+        shape[2 + dim] = length
+
+        def run(a: int, b: int, shape=tuple(shape)) -> Tensor:
+            x = torch.zeros(shape, dtype=torch.float64)
+            x.narrow(2 + dim, a, b - a).fill_(1)
+            y = probe(x)
+            if not isinstance(y, Tensor):
+                raise TypeError(f"the model returns a {type(y).__name__}, but a segmentation network returns one tensor of logits (N, classes, *size): wrap it")
+            if y.shape[2:] != x.shape[2:]:
+                raise _WrongSize(tuple(x.shape[2:]), tuple(y.shape[2:]))
+            return y.movedim(2 + dim, 0).flatten(1).sum(1)
+
+        try:
+            with torch.no_grad():
+                silence = run(0, 0)
+            break
+        except Exception as e:  # too thin for a pooling that rounds down, most likely; else a mistake in the user's own layer
+            failure = e
+    else:
+        why = failure if isinstance(failure, _WrongSize) else blame(failure)
+        raise _CanNotProbe(f"the model can not be probed on strips {_WIDTHS} pixels thin: {why}")
+
+    @lru_cache(32)  # the search for the stride asks the same again
+    @torch.no_grad()
+    def respond(a: int, b: int) -> Tensor:
+        return run(a, b) - silence
+
+    @lru_cache(2)  # the middle of the strip is the border too, for most strides
+    def reached(border: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).add_(0.5).requires_grad_()
+        y = probe(x).movedim(2 + dim, 0)
+        if not y.requires_grad:
+            return torch.zeros(length), torch.zeros(length)
+        behind, before = (torch.autograd.grad(part.sum(), x, retain_graph=True)[0].movedim(2 + dim, 0).flatten(1).ne(0).any(1) for part in (y[border:], y[:border]))
+        behind[border:], before[:border] = False, False
+        return behind, before
+
+    return respond, reached
+
+
+class _CanNotProbe(ValueError):
+    """No strip runs through the model."""
+
+
+class _WrongSize(Exception):
+    def __str__(self) -> str:
+        return "an input of {} pixels comes out as {}, but a segmentation network keeps the size".format(*self.args)
+
+
+def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
+    """A copy whose convolutions are ones and whose pointwise or global layers are gone; narrow: with a channel a layer."""
+    model = copy.deepcopy(model)
+    replacement = _replacement(model, narrow)
+    if replacement is not None:
+        return replacement
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children would leave out a layer's second place
+            replacement = None if child is None else _replacement(child, narrow)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+    if any(p.is_meta for p in model.parameters()):
+        model = model.to_empty(device="cpu")
+        for b in model.buffers():
+            b.fill_(1)
+    model = model.to(torch.float64).eval()
+    draw = torch.Generator().manual_seed(0)
+    for layer in model.modules():
+        for p in layer.parameters(recurse=False):
+            # What a convolution of the user's makes of its weights may be 0 where all are alike, as of a standardised weight.
+            p.data.uniform_(0.5, 1.5, generator=draw) if isinstance(layer, _CONVS) else p.data.fill_(1.0)
+    return model
+
+
+def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
+    if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
+        raise ValueError(f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it")
+    if genuine(layer, POINTWISE):
+        return nn.Identity()
+    if genuine(layer, _CONVS):
+        if layer.padding_mode == "circular":
+            raise ValueError("a convolution with circular padding joins opposite borders of the image: windows can not compute it; use zeros")
+        return _OnesConv(layer, 1 if narrow else layer.out_channels)
+    return None
+
+
+class _OnesConv(nn.Module):
+    """A convolution of ones: the sum of the input's channels under the kernel, the same in every output channel."""
+
+    def __init__(self, conv: _CONVS, out_channels: int):
+        super().__init__()
+        dims = conv.weight.dim() - 2
+        kind = "conv_transpose" if conv.transposed else "conv"
+        self.function = getattr(nn.functional, f"{kind}{dims}d")
+        self.out_channels = out_channels
+        self.arguments = dict(stride=conv.stride, padding=conv.padding, dilation=conv.dilation)
+        if conv.transposed:
+            self.arguments["output_padding"] = conv.output_padding
+        self.register_buffer("ones", torch.ones(1, 1, *conv.kernel_size, dtype=torch.float64, device="cpu"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(x.sum(1, keepdim=True), self.ones, **self.arguments)
+        return y.expand(-1, self.out_channels, *y.shape[2:])

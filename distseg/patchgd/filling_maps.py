@@ -1,0 +1,106 @@
+"""A U-Net of patches (:mod:`distseg.patchgd.unet`) without gradients: Z filled, the class maps of whole images patch by patch."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distseg.comm.collective import Alone
+from distseg.comm.staging import upload
+from distseg.inference.image_source import Scene
+from distseg.inference.predictor import Predictor
+from distseg.layers.context import Context
+from distseg.layers.dropout import DROPOUTS, KeyedDropout
+from distseg.models.layers import skip_store
+from distseg.patchgd.filling import Filler, OneScene, place_of
+from distseg.patchgd.network import check_patches
+from distseg.patchgd.unet import PatchUNet
+from distseg.tiling.tile import Box
+
+
+class MapFiller(Filler):
+    """A U-Net of patches on a device.
+
+    Args:
+        network: is changed in place: masks of its dropouts are keyed.
+        context, device, precision, channels_last, at_once: as :class:`Filler`'s.
+    """
+
+    def __init__(self, network: PatchUNet, context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
+        self.context = context
+        context.whole = True
+        for part in (network.encoder, network.decoder):
+            for name, layer in part.named_children():
+                if isinstance(layer, DROPOUTS):
+                    setattr(part, name, KeyedDropout(layer, context, (1,) * len(network.patch), name))
+        self._place(network, device, precision, channels_last, at_once)
+
+    def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Patches (n, C, *patch) -> (n, s, *cells), and the skips; ``samples``: the keys of their dropout masks, here and in what decodes them."""
+        self.context.places, self.context.current = [place_of(x.shape[2:], range(len(x)), samples)], 0
+        with self.autocast(), skip_store({}) as skips:
+            z = self.network.encoder(upload(x, self.device, self.dtype, self.channels_last))
+        return z, skips
+
+    def decode(self, z: Tensor, told: Tensor, skips: dict[str, Tensor]) -> Tensor:
+        """(n, K, *patch), of the patches that were encoded last."""
+        with self.autocast(), skip_store(dict(skips)):
+            return self.network.decoder(z + told.to(z.dtype))
+
+    def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
+        return self.encode(x, samples)[0].flatten(1)
+
+    def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
+        """What the head tells each patch of an image: (patches, s * cells) -> (patches, s, *cells)."""
+        return self.network.told(features[None].to(self.dtype), size)[0]
+
+    def commit_statistics(self, unbiased: bool = False) -> None:
+        """Do nothing: a U-Net of patches has no running statistics."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        training = self.network.training
+        self.network.eval()
+        try:
+            yield
+        finally:
+            self.network.train(training)
+
+
+class MapPredictor(Predictor):
+    """A U-Net of patches over whole images; each rank fills Z of the images of which it has tiles."""
+
+    def __init__(self, filler: MapFiller, replicas):
+        super().__init__(filler.network, replicas, [filler.device], filler.autocast, filler.network.patch, outputs=filler.network.outputs)
+        self.filler = filler
+
+    _dealt_singly = True
+
+    def check(self, size) -> None:
+        check_patches(size, self.filler.network.patch)
+
+    def tiles_of(self, size) -> list[Box]:
+        return self.filler.network.own(size)
+
+    def __call__(self, scene: Scene, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+        mine = self.deal(scene.size, numbers)[self.replicas.rank]
+        with self.filler.evaluating():
+            told = self._told(scene) if mine else None
+            for number in mine:
+                yield self._tile(scene, number, told[number])
+
+    @torch.no_grad()
+    def _told(self, scene: Scene) -> Tensor:
+        return self.filler.told(self.filler(OneScene(scene), Alone())[0], scene.size)
+
+    @torch.no_grad()
+    def _tile(self, scene: Scene, number: int, told: Tensor) -> tuple[Box, np.ndarray]:
+        network = self.filler.network
+        box, own = network.patches(scene.size)[number], network.own(scene.size)[number]
+        z, skips = self.filler.encode(torch.from_numpy(scene.read(box))[None], [0])
+        y = self.filler.decode(z, told[None], skips)[0]
+        return own, y[(..., *own.relative_to(box).slices)].to(torch.promote_types(y.dtype, torch.float32)).cpu().numpy()

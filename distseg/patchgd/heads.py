@@ -1,0 +1,238 @@
+"""Heads of a network of patches: what PatchGD makes of Z, the features of all patches, (N, s, *grid) -> (N, K).
+
+``cnn``, ``cnn-max`` and ``transformer`` take a grid of any size. ``conv3``, ``conv4`` and ``attention`` are the heads of Gupta et al. (2023); the
+convolutions keep the places of the grid apart up to the last layer, so they are made for one grid. A head of the user's own is a function
+``package.module:function``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distseg.config.sizes import Extents
+from distseg.models.own import own_builder
+from distseg.models.user_errors import blame, blaming
+
+WIDTHS = {"cnn": 64, "cnn-max": 64, "transformer": 64, "conv3": 256, "conv4": 256, "attention": 192}
+"""Heads by name, and their ``patchgd.head_channels`` where that is not set."""
+OF_ONE_GRID = ("conv3", "conv4")
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_KEYED = (nn.Dropout, *_DROPOUT)  # whose masks ranks share
+
+
+def is_own(head: str) -> bool:
+    """Return True if a head is a function of the user's."""
+    return ":" in head
+
+
+def of_one_grid(head: str) -> bool:
+    """Return True if a head is made for one grid of patches; a user's function says so by taking ``grid``."""
+    return "grid" in _parameters(head) if is_own(head) else head in OF_ONE_GRID
+
+
+def make_head(name: str, features: int, channels: int | None, outputs: int, grid: Sequence[int]) -> nn.Module:
+    """Return a new head.
+
+    Args:
+        channels: its width; None takes the one of :data:`WIDTHS`.
+        grid: patches along each dim; only its length counts to heads that take any grid.
+
+    Raises:
+        ValueError: a width that the head cannot have, or whatever fails in a user's function.
+    """
+    if is_own(name):
+        return _own_head(name, features, outputs, grid)
+    width = channels or WIDTHS[name]
+    if name in OF_ONE_GRID:
+        return GridHead(features, width, outputs, grid, keeping=int(name == "conv4"))
+    if name == "attention":
+        return AttentionHead(features, width, outputs)
+    if name == "transformer":
+        return TransformerHead(features, width, outputs)
+    return ConvHead(features, width, outputs, len(grid), name == "cnn-max")
+
+
+def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -> None:
+    """Refuse a head that does not take Z of this shape, (N, s, *grid), or that draws random numbers which ranks would not share.
+
+    Raises:
+        ValueError: naming the head, the grid and the repair.
+    """
+    like = next(head.parameters(), torch.zeros(0))
+    rates = {m: m.p for m in head.modules() if isinstance(m, _KEYED)}
+    training = head.training
+    kept = {key: t.clone() for key, t in head.state_dict().items()}
+    try:
+        for layer in rates:
+            layer.p = 0.0
+        _check_call(head.train(), name, torch.zeros(*shape, dtype=like.dtype), outputs)
+    finally:
+        for layer, p in rates.items():
+            layer.p = p
+        head.load_state_dict(kept)
+        head.train(training)
+
+
+def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
+    what = f"patchgd.head {name} does not take a grid of {Extents(z.shape[2:])} patches"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        try:
+            y = head(z)
+        except Exception as e:  # by whatever a user's function does
+            raise ValueError(f"{what} of {z.shape[1]} features: {blame(e)}: take a head for any grid, such as cnn, or other patches (patchgd.patch)") from e
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ValueError(f"patchgd.head {name} draws random numbers of its own, other ones on each rank: use nn.Dropout or nn.Dropout2d layers")
+    wanted = (len(z), outputs)
+    if not isinstance(y, Tensor) or y.dim() < 2 or y.flatten(1).shape != wanted:
+        shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"patchgd.head {name} makes {shape} of Z, but {wanted} is wanted, a number a class: let it take outputs")
+
+
+_CALLED = {"features": ("features", "in_channels", "in_features", "dim"), "outputs": ("outputs", "out_channels", "classes", "num_classes"), "grid": ("grid",)}
+
+
+def _parameters(name: str) -> list[str]:
+    """Return the names of the parameters of a user's function."""
+    with blaming(f"patchgd.head {name!r} can not be built"):
+        return list(inspect.signature(own_builder(name, "patchgd.head")).parameters)
+
+
+def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn.Module:
+    """Return what a user's function makes of the numbers of features and outputs, and of the grid if it takes that."""
+    builder, takes = own_builder(name, "patchgd.head"), _parameters(name)
+    given = {"features": features, "outputs": outputs, "grid": tuple(grid)}
+    arguments = {called: given[field] for field, names in _CALLED.items() for called in names if called in takes}
+    for field in ("features", "outputs"):
+        if not any(called in takes for called in _CALLED[field]):
+            raise ValueError(f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called with the number of {field}: let it take {field}")
+    with blaming(f"patchgd.head {name!r} can not be built"):
+        head = builder(**arguments)
+    if not isinstance(head, nn.Module):
+        raise ValueError(f"patchgd.head {name!r} returns a value of type {type(head).__name__}, but it is to return a torch.nn.Module")
+    return head
+
+
+class GridHead(nn.Module):
+    """The convolutional head of Gupta et al. (2023).
+
+    (N, s, *grid) -> (N, K): ``keeping`` 3-wide convolutions, then three that halve the grid, each with a rectifier, batch norm and a dropout of
+    channels; all that is left in one vector, a linear layer.
+
+    Args:
+        features, channels, outputs: s, the width and K.
+        grid: patches along each dim.
+        keeping: convolutions that keep the grid's size.
+        dropout: the share of channels that is dropped.
+    """
+
+    def __init__(self, features: int, channels: int, outputs: int, grid: Sequence[int], keeping: int = 1, dropout: float = 0.2):
+        super().__init__()
+        dims, self.grid = len(grid), tuple(grid)
+        layers: list[nn.Module] = []
+        for number in range(keeping + _HALVINGS):
+            conv = _CONV[dims - 1](channels if number else features, channels, 3, stride=1 if number < keeping else 2, padding=1)
+            layers += [conv, nn.ReLU(), _NORM[dims - 1](channels), _DROPOUT[dims - 1](dropout)]
+        self.layers = nn.Sequential(*layers)
+        self.last = nn.Linear(channels * math.prod(-(-n // 2**_HALVINGS) for n in grid), outputs)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.last(self.layers(z).flatten(1))
+
+
+_HALVINGS = 3
+
+
+class AttentionHead(nn.Module):
+    """The attention head of Gupta et al. (2023).
+
+    (N, s, *grid) -> (N, K): a token for each patch, and one more for the image; sines of their order; one layer of attention and its two linear
+    layers, each behind a layer norm; a linear layer of the image's token. Features of another number than the width are first projected to it.
+
+    Args:
+        features, channels, outputs: s, the width and K.
+        heads: of the attention, among which the width is shared.
+        dropout: the share of numbers that is dropped, of tokens, weights of the attention and results of the two parts.
+
+    Raises:
+        ValueError: a width that the heads do not divide.
+    """
+
+    def __init__(self, features: int, channels: int, outputs: int, heads: int = 2, dropout: float = 0.1):
+        super().__init__()
+        if channels % (2 * heads):
+            raise ValueError(f"patchgd.head_channels is {channels}, but attention of {heads} heads wants a multiple of {2 * heads}")
+        self.heads, self.embed = heads, nn.Identity() if features == channels else nn.Linear(features, channels)
+        self.image = nn.Parameter(torch.randn(1, 1, channels))
+        self.before, self.between, self.behind = (nn.LayerNorm(channels) for _ in range(3))
+        self.project, self.joined = nn.Linear(channels, 3 * channels, bias=False), nn.Linear(channels, channels)
+        self.wider, self.narrower = nn.Linear(channels, 3 * channels), nn.Linear(3 * channels, channels)
+        self.drop_tokens, self.drop_weights, self.drop_joined, self.drop_wider, self.drop_narrower = (nn.Dropout(dropout) for _ in range(5))
+        self.last = nn.Linear(channels, outputs)
+
+    def forward(self, z: Tensor) -> Tensor:
+        tokens = self.embed(z.flatten(2).transpose(1, 2))
+        tokens = torch.cat((self.image.expand(len(z), -1, -1), tokens), 1)
+        tokens = self.drop_tokens(tokens + places_of(tokens.shape[1:2], tokens))
+        tokens = tokens + self.drop_joined(self.joined(self._attended(self.before(tokens))))
+        wide = self.drop_wider(F.gelu(self.wider(self.between(tokens))))
+        return self.last(self.behind(tokens + self.drop_narrower(self.narrower(wide)))[:, 0])
+
+    def _attended(self, tokens: Tensor) -> Tensor:
+        """Return the values of all tokens, weighed for each token: (N, tokens, channels) -> (N, tokens, channels)."""
+        query, key, value = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.project(tokens).chunk(3, -1))
+        weights = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
+        return (self.drop_weights(weights) @ value).transpose(1, 2).flatten(2)
+
+
+class ConvHead(nn.Module):
+    """(N, s, *grid) -> (N, K): two 3-wide convolutions with batch norm, a mean or maximum over all places, a linear layer."""
+
+    def __init__(self, features: int, channels: int, outputs: int, dims: int = 2, largest: bool = False):
+        super().__init__()
+        self.largest = largest
+        conv, norm = _CONV[dims - 1], _NORM[dims - 1]
+        self.first, self.second = conv(features, channels, 3, padding=1, bias=False), conv(channels, channels, 3, padding=1, bias=False)
+        self.norm_first, self.norm_second = norm(channels), norm(channels)  # without them nothing was learnt of 7,000 images
+        self.last = nn.Linear(channels, outputs)
+
+    def forward(self, z: Tensor) -> Tensor:
+        y = F.leaky_relu(self.norm_first(self.first(z)), 0.1)
+        y = F.leaky_relu(self.norm_second(self.second(y)), 0.1)
+        return self.last(y.flatten(2).amax(2) if self.largest else y.flatten(2).mean(2))
+
+
+class TransformerHead(nn.Module):
+    """(N, s, *grid) -> (N, K): the patches as tokens, with sines of their places, through an encoder; the mean of what it makes, a linear layer."""
+
+    def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
+        super().__init__()
+        if channels % (2 * heads):
+            raise ValueError(f"patchgd.head_channels is {channels}, but a transformer of {heads} heads wants a multiple of {2 * heads}")
+        self.embed, self.last = nn.Linear(features, channels), nn.Linear(channels, outputs)
+        layer = nn.TransformerEncoderLayer(channels, heads, 2 * channels, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, z: Tensor) -> Tensor:
+        tokens = self.embed(z.flatten(2).transpose(1, 2))
+        return self.last(self.encoder(tokens + places_of(z.shape[2:], tokens)).mean(1))
+
+
+def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
+    """(places, channels): sines and cosines of the place along each dim, of wavelengths from 2 pi to 10,000 x 2 pi (Vaswani et al., 2017)."""
+    channels = like.shape[-1]
+    each = channels // (2 * len(grid))
+    exact = dict(device=like.device, dtype=torch.float64)
+    rates = torch.exp(-math.log(10000.0) * torch.arange(each, **exact) / max(each, 1))
+    at = torch.stack(torch.meshgrid(*(torch.arange(n, **exact) for n in grid), indexing="ij"), -1).flatten(0, -2)
+    angles = (at.unsqueeze(-1) * rates).flatten(1)
+    found = torch.cat((angles.sin(), angles.cos()), 1)
+    return F.pad(found, (0, channels - found.shape[1])).to(like.dtype)

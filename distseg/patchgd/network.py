@@ -1,0 +1,104 @@
+"""A network for whole images that sees them as a grid of patches: that of PatchGD.
+
+"Patch Gradient Descent: Training Neural Networks on Very Large Images" (Gupta et al., 2023). In the paper's symbols::
+
+    X        an image, cut into m x n patches, even or overlapping          patches_of
+    theta_1  the backbone: a patch -> s features                            PatchNetwork.backbone
+    Z        the features of all patches, an s x m x n block                PatchNetwork.block
+    theta_2  the head: Z -> what is said of the image                       PatchNetwork.head
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.config.sizes import Extents
+from distseg.models.bands import tell_like
+from distseg.models.capture.capture import as_network
+from distseg.tiling.tile import Box
+
+
+def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
+    """Where patches begin along each dim: every ``step`` pixels; the last one ends where the image does."""
+    return [[min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0] for n, p, s in zip(size, patch, step)]
+
+
+@lru_cache(16)
+def patches_of(size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]) -> tuple[Box, ...]:
+    """The patches of an image, row by row, all of one size: the ``patch``, as far as the image goes. Together they cover it."""
+    return tuple(Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size))) for start in product(*starts_of(size, patch, step)))
+
+
+class PatchNetwork(nn.Module):
+    """(N, C, *size) -> (N, K): the head's answer to the features of all patches.
+
+    Args:
+        backbone: (N, C, *patch) -> (N, s), or (N, s, 1, ...).
+        head: (N, s, *grid) -> (N, K), for grids of any size.
+        patch: its size; ``step``: from one to the next, by default as much.
+        outputs: K, for those who ask.
+        made_for: the grid of patches that the head is made for; None: any.
+    """
+
+    made_for: tuple[int, ...] | None = None
+
+    def __init__(
+        self, backbone: nn.Module, head: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None, made_for: Sequence[int] | None = None
+    ):  # fmt: skip
+        super().__init__()
+        self.outputs, self.made_for = outputs, made_for and tuple(made_for)
+        self.backbone, self.head, self.patch, self.step = as_network(backbone), as_network(head), tuple(patch), tuple(step or patch)
+        tell_like(self, self.backbone)
+        parts = {"backbone": self.backbone, "head": self.head}
+        self.names = {f"{part}.{own}": f"{part}.{user}" for part, network in parts.items() for own, user in getattr(network, "names", {}).items()}
+
+    @property
+    def begun(self) -> nn.Module:
+        """What ``train.init`` gives weights to."""
+        return self.backbone
+
+    def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
+        return patches_of(tuple(size), self.patch, self.step)
+
+    def grid(self, size: Sequence[int]) -> tuple[int, ...]:
+        """Return how many patches an image of this size has along each dim."""
+        return tuple(map(len, starts_of(size, self.patch, self.step)))
+
+    def check_grid(self, size: Sequence[int]) -> None:
+        """Refuse images of which the head cannot take the grid of patches.
+
+        Raises:
+            ValueError: naming both grids.
+        """
+        if self.made_for not in (None, self.grid(size)):
+            raise ValueError(
+                f"an image of {Extents(size)} pixels has a grid of {Extents(self.grid(size))} patches, but this patchgd.head is made for {Extents(self.made_for)} (patchgd.grid): "
+                "take a head for any grid, such as cnn, or images of one size"
+            )
+
+    def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
+        """Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""
+        return features.movedim(1, -1).unflatten(-1, self.grid(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[2:]
+        self.check_grid(size)
+        features = [self.backbone(x[(..., *box.slices)]).flatten(1) for box in self.patches(size)]
+        return self.head(self.block(torch.stack(features, 1), size)).flatten(1)
+
+
+def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an image") -> None:
+    """Refuse images that are smaller than a patch.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if len(size) != len(patch):
+        raise ValueError(f"{what} has {Extents(size)} pixels, of {len(size)} dims, but patchgd.patch is {Extents(patch)}: give it as many numbers")
+    if any(n < p for n, p in zip(size, patch)):
+        raise ValueError(f"{what} has {Extents(size)} pixels, but patchgd.patch is {Extents(patch)}: take a smaller patch")

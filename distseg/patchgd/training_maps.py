@@ -1,0 +1,103 @@
+"""Patch gradient descent for labels of pixels: a U-Net of patches (:mod:`distseg.patchgd.unet`).
+
+An inner iteration, of the loss of the pixels of the patches that are drawn, goes back in four parts, as what a patch is told comes from all of them::
+
+    skips, z = encoder(patch), Z[those] <- z         each rank its patches, all of Z on all ranks
+    told = head(Z)                                   on all ranks alike
+    loss(decoder(skips, z + told[patch]))            each rank its patches
+    back through the decoder, to skips, z and told; dL/dtold summed over the tile group; back through the head, to Z; back through the encoder
+
+With ``patchgd.y_filling`` the loss is that of y, the answers to all pixels of the images: like Z, y is filled without gradients, and the patches that are drawn take
+their places in it. A loss is a function of sums over pixels (:mod:`distseg.layers.loss`), so of y the sums of each patch are kept, not the answers; each pixel counts in the one
+patch that it belongs to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distseg.comm.collective import add
+from distseg.layers.context import Context
+from distseg.patchgd.filling import shared
+from distseg.patchgd.filling_maps import MapFiller, MapPredictor
+from distseg.patchgd.training import PatchEngine, Patches, put
+
+
+class MapEngine(PatchEngine):
+    """A U-Net of patches ready to train by PatchGD."""
+
+    _answers: list[Tensor] | None = None
+
+    def _filler(self, context: Context) -> MapFiller:
+        return MapFiller(self.network, context, self.device, self.precision, self.channels_last, self.config.patchgd.at_once)
+
+    def fill(self, images: Patches) -> list[Tensor]:
+        features = super().fill(images)
+        self._answers = self._filled(images, features) if self.config.patchgd.y_filling else None
+        return features
+
+    @torch.no_grad()
+    def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
+        """Return y: of each image the sums of the loss of all its patches, (patches, sums), on all ranks of the tile group. Collective."""
+        found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
+        told = [self.filler.told(rows, size) for rows, size in zip(features, images.sizes)]
+        for j in range(max(map(self._rounds, images.sizes))):
+            pairs = self._draw(images, "fill", j)
+            with self._masks("answers", j):
+                z, skips = self.filler.encode(self._read(images, pairs), self._keys(images, pairs))
+                logits = self.filler.decode(z, torch.stack([told[i][p] for i, p in self._mine(pairs)]), skips)
+            rows = self._sums(self.loss.rows(logits, self._labels(images, pairs)), pairs)
+            first = self._first(images, pairs, j)
+            put(found, [pairs[n] for n in first], rows[first])
+        return found
+
+    def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
+        """Return the sums of the loss of all pairs, (pairs, sums), of this rank's."""
+        return shared(found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu"))
+
+    def _labels(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
+        """Return the labels of this rank's patches, (n, *patch); of y, pixels that belong to another patch count nowhere."""
+        found = []
+        for i, p in self._mine(pairs):
+            box = self.network.patches(images.sizes[i])[p]
+            labels = images.read_labels(i, box)
+            if self.config.patchgd.y_filling:
+                own, whole = self.network.own(images.sizes[i])[p].relative_to(box).slices, labels
+                labels = torch.full_like(whole, self.config.loss.ignore_index)
+                labels[own] = whole[own]
+            found.append(labels)
+        return torch.stack(found).to(self.device)
+
+    def _besides(self, pairs: list[tuple[int, int]]) -> Tensor | None:
+        """Return the sums of the loss of the patches of y that are not drawn, (images, sums), on the first rank of the tile group."""
+        if self._answers is None or self.mesh.tiles.rank:
+            return None
+        return torch.stack([rows.sum(0) - rows[[p for at, p in pairs if at == i]].sum(0) for i, rows in enumerate(self._answers)])
+
+    def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
+        pairs = self._draw(images, "patches", j)
+        mine = self._mine(pairs)
+        with self._masks("patches", j):
+            z, skips = self.filler.encode(self._read(images, pairs), self._keys(images, pairs))
+            put(features, pairs, self._shared(z.flatten(1), pairs))
+            ahead = [z, *skips.values()]
+            leaves = [x.detach().requires_grad_() for x in ahead]
+            block = [rows.detach().requires_grad_() for rows in features]
+            told = [self.filler.told(rows, size) for rows, size in zip(block, images.sizes)]
+            given = [x.detach().requires_grad_() for x in told]
+            logits = self.filler.decode(leaves[0], torch.stack([given[i][p] for i, p in mine]), dict(zip(skips, leaves[1:])))
+        rows = self.loss.rows(logits, self._labels(images, pairs))
+        loss = self._settled(images, [i for i, _ in mine], rows, besides=self._besides(pairs))
+        if self._answers is not None:
+            put(self._answers, pairs, self._sums(rows, pairs))
+        of_told = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+        total = add(torch.cat([g.flatten() for g in of_told]), self.mesh.tiles).split([g.numel() for g in of_told])
+        torch.autograd.backward(told, [g.view_as(x) for g, x in zip(total, told)])
+        back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        back[0] = back[0] + torch.stack([block[i].grad[p] for i, p in mine]).view_as(z).to(z.dtype)
+        torch.autograd.backward(ahead, back)
+        return loss
+
+    def predictor(self) -> MapPredictor:
+        return MapPredictor(self.filler, self.mesh.replicas)

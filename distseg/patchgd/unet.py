@@ -1,0 +1,116 @@
+"""A U-Net for labels of pixels that PatchGD trains: it sees patches, and each is told the coarse features of all.
+
+In the symbols of :mod:`distseg.patchgd.network`::
+
+    theta_1  the U-Net: of a patch its encoder makes s coarse features, its decoder the logits     PatchUNet.encoder, .decoder
+    Z        the coarse features of all patches, side by side, an s x m cells x n cells block      PatchUNet.block
+    theta_2  the head: of Z what is added to the coarse features of each patch                     PatchUNet.head
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.models.bands import bands_of, tell_like
+from distseg.models.layers import Pop, Stash, outline, skip_store
+from distseg.models.network import flat_layers, is_flat
+from distseg.patchgd.network import PatchNetwork, starts_of
+from distseg.tiling.tile import Box
+
+_UP = (nn.Upsample, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class PatchUNet(PatchNetwork):
+    """(N, C, *size) -> (N, K, *size).
+
+    Args:
+        unet: flat, with its skips from before all poolings to behind them; (N, C, *patch) -> (N, K, *patch).
+        patch, step, outputs: as :class:`PatchNetwork`'s.
+        channels: of the head.
+
+    Raises:
+        ValueError: a network of another form, or with batch norm.
+    """
+
+    of_image = False
+
+    def __init__(self, unet: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None, channels: int = 64):
+        nn.Module.__init__(self)
+        self.patch, self.step, self.outputs = tuple(patch), tuple(step or patch), outputs
+        parts = dict(zip(("encoder", "decoder"), halves(unet)))
+        self.encoder, self.decoder = (nn.Sequential(OrderedDict((_flat(name), layer) for name, layer in part)) for part in parts.values())
+        self.names = {f"{part}.{_flat(name)}.{own}": f"{name}.{own}" for part, layers in parts.items() for name, layer in layers for own in layer.state_dict()}
+        tell_like(self, unet)
+        with torch.no_grad(), skip_store({}):
+            image = torch.empty(1, bands_of(unet), *patch, device="meta", dtype=next(unet.parameters()).dtype)
+            _, features, *cells = outline(self.encoder)(image).shape
+        self.features, self.cells = features, tuple(cells)
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(self.patch) - 1]
+        self.head = nn.Sequential(conv(features, channels, 3, padding=1, bias=False), nn.GroupNorm(1, channels), nn.LeakyReLU(0.1), conv(channels, features, 3, padding=1))
+
+    @property
+    def begun(self) -> nn.Module:
+        return self
+
+    def own(self, size: Sequence[int]) -> list[Box]:
+        """The part of each patch that is the image's: from its beginning to that of the next; together they are the image."""
+        spans = []
+        for starts, n in zip(starts_of(size, self.patch, self.step), size):
+            spans.append(list(zip(starts, [*starts[1:], n])))
+        grid = torch.cartesian_prod(*(torch.arange(len(s)) for s in spans)).view(-1, len(spans)).tolist()
+        return [Box(*zip(*(spans[d][k] for d, k in enumerate(cell)))) for cell in grid]
+
+    def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
+        """Z: features (N, patches, s * cells) of images of this size -> (N, s, *(grid * cells))."""
+        grid, dims = self.grid(size), len(self.cells)
+        z = features.view(len(features), *grid, self.features, *self.cells)
+        order = [0, dims + 1, *(n for d in range(dims) for n in (1 + d, dims + 2 + d))]
+        return z.permute(order).reshape(len(features), self.features, *(g * c for g, c in zip(grid, self.cells)))
+
+    def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
+        """What the head tells each patch: (N, patches, s * cells) -> (N, patches, s, *cells)."""
+        grid, dims = self.grid(size), len(self.cells)
+        y = self.head(self.block(features, size)).view(len(features), self.features, *(n for pair in zip(grid, self.cells) for n in pair))
+        order = [0, *(2 + 2 * d for d in range(dims)), 1, *(3 + 2 * d for d in range(dims))]
+        return y.permute(order).reshape(len(features), math.prod(grid), self.features, *self.cells)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, features, stores = tuple(x.shape[2:]), [], []
+        for box in self.patches(size):
+            with skip_store({}) as store:
+                features.append(self.encoder(x[(..., *box.slices)]))
+            stores.append(store)
+        told = self.told(torch.stack([z.flatten(1) for z in features], 1), size)
+        made: Tensor | None = None
+        for p, (box, own) in enumerate(zip(self.patches(size), self.own(size))):
+            with skip_store(dict(stores[p])):
+                y = self.decoder(features[p] + told[:, p])
+            made = y.new_zeros(len(x), y.shape[1], *size) if made is None else made
+            made[(..., *own.slices)] = y[(..., *own.relative_to(box).slices)]
+        return made
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """The layers of a flat U-Net's encoder, up to its coarsest features, and decoder.
+
+    Raises:
+        ValueError: a network of another form, or with batch norm.
+    """
+    layers = flat_layers(unet) if is_flat(unet) else []
+    kinds = [type(layer) for _, layer in layers]
+    last = max((n for n, kind in enumerate(kinds) if kind is Stash), default=None)
+    cut = next((n for n, kind in enumerate(kinds) if last is not None and n > last and issubclass(kind, _UP)), None)
+    if cut is None or any(kind is Pop for kind in kinds[:cut]):
+        raise ValueError("PatchGD trains networks that make a vector of a patch, such as distseg.models.classifier:residual, and for labels of pixels flat U-Nets (model.name: unet); this one is neither")
+    if any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
+        raise ValueError("this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none")
+    return layers[:cut], layers[cut:]

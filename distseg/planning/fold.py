@@ -1,0 +1,64 @@
+"""Where to cut for the V: an encoder's layers and the decoder's layers that pop their skips on one rank, ranks balanced.
+
+The network is peeled from both ends: rank 0 takes layers from the front and from the back, rank 1 the next ones, the last
+rank what is left. Between two ranks lies a pair of cuts (a, b), and no skip crosses it, so no skip travels::
+
+    layers   0 ........ a1 ...... a2 ............ b2 ....... b1 ........ n
+    rank     |--- 0 ---||-- 1 --||------ 2 ------||--- 1 ---||--- 0 ---|
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Sequence
+
+import numpy as np
+
+from distseg.tiling.graph import Skip
+
+
+def v_split(seconds: Sequence[float], skips: Sequence[Skip], ranks: int, travel: Sequence[float] | None = None) -> list[int]:
+    """The layers of each of the 2 * ranks - 1 stages of the V that make the slowest rank fastest, by a dynamic programme over pairs of cuts.
+
+    Args:
+        seconds: of each layer, forward and backward.
+        ranks: of the pipeline; :func:`distseg.runtime.schedule.v_placement` says who holds which stage.
+        travel: seconds that each layer's output and its gradient take to another rank; both ends count them. None: at no cost.
+
+    Raises:
+        ValueError: there is no such split: too few layers, or skips that are not nested.
+    """
+    layers = len(seconds)
+    cuts = np.array(_pairs(layers, skips))  # (P, 2): a, b
+    until = np.concatenate(([0.0], np.cumsum(seconds)))
+    inner = until[cuts[:, 1]] - until[cuts[:, 0]]  # what lies between a pair's cuts
+    after = np.array([0.0, *(travel or [0.0] * layers)])  # a cut after so many layers; the model's input and output stay
+    after[layers] = 0.0
+    crossing = after[cuts].sum(1)
+    peeled = inner[:, None] - inner[None, :] + crossing[:, None] + crossing[None, :]  # (from, to) a pair further in
+    further_in = (cuts[:, None, 0] < cuts[None, :, 0]) & (cuts[:, None, 1] > cuts[None, :, 1])
+    cost = np.where(further_in, peeled, np.inf)
+    slowest, origins = np.where((cuts == (0, layers)).all(1), 0.0, np.inf), []
+    for _ in range(ranks - 1):
+        reached = np.maximum(slowest[:, None], cost)
+        origins.append(reached.argmin(0))
+        slowest = reached.min(0)
+    at = int(np.maximum(slowest, inner + crossing).argmin())
+    if not np.isfinite(slowest[at]):
+        raise ValueError(
+            f"no V on {ranks} ranks: {layers} layers with {len(skips)} skips can't be cut into {2 * ranks - 1} stages such that no skip travels: "
+            "take fewer ranks, or contiguous stages"
+        )
+    chosen = [cuts[at]]
+    for origin in reversed(origins):
+        at = origin[at]
+        chosen.append(cuts[at])
+    bounds = sorted({int(cut) for pair in chosen for cut in pair})
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def _pairs(layers: int, skips: Sequence[Skip]) -> list[tuple[int, int]]:
+    """Pairs (a, b) with a skip either within layers a..b-1 or outside."""
+    return [
+        (a, b) for a in range(layers) for b in range(a + 1, layers + 1) if all((a <= s.stash < b) == (a <= s.pop < b) for s in skips)
+    ]

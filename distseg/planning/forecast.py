@@ -1,0 +1,102 @@
+"""What the passes of a step should take by modelled costs, for a comparison with what they took (:mod:`distseg.cli.profile`).
+
+The costs are those by which stages are balanced, of a CPU core or a V100. One factor for all of them makes them fit the machine at hand; what differs
+then are passes that take more, or less, of a step than the balance supposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Callable, Iterator, Mapping, NamedTuple, Sequence
+
+from torch import nn
+
+from distseg.config.settings import Config
+from distseg.models.network import calls_of
+from distseg.planning.cost import Costs, modelled
+from distseg.planning.roofline import V100
+from distseg.planning.stages import CORE
+from distseg.runtime.actions import Action, Backward, Forward, Weight
+from distseg.runtime.operations import BackwardTile, ForwardTile, Operation, OutputTile, Recompute
+from distseg.runtime.partition import Partition
+from distseg.runtime.simulator import Simulation, simulate
+from distseg.runtime.stage_program import operations, recomputed
+from distseg.runtime.streaming import InTime
+from distseg.runtime.tile_program import Work
+
+Passes = Mapping[tuple[str, str], float]
+"""Seconds by kind (forward, backward, recompute, weight), and by what is computed."""
+
+
+class Modelled(NamedTuple):
+    """Costs of an image's layers on ``pixels``, all images of a micro-batch."""
+
+    costs: Costs
+    pixels: int
+
+
+def costs_of(config: Config, model: nn.Module, image: Sequence[int], device: str) -> Modelled | None:
+    """Of a plain model, perhaps only outlined; None where its layers are not known one by one."""
+    try:
+        calls_of(model)
+    except ValueError:
+        return None
+    return Modelled(modelled(model, image, config.data.images, CORE if device == "cpu" else V100), math.prod(image))
+
+
+class StagePasses:
+    """Of the stages of a pipeline, on units of some pixels.
+
+    Args:
+        orders: of each rank, for the step's units.
+        recompute: as :func:`distseg.runtime.stage_program.operations`'s.
+        pixels: of a unit, its windows together.
+    """
+
+    def __init__(self, found: Modelled, partition: Partition, orders: Sequence[Sequence[Action]], recompute: str, pixels: float):
+        self.partition, self.orders, self.recompute = partition, orders, recompute
+        self.splits = any(isinstance(action, Weight) for order in orders for action in order)
+        self._costs, self._share = found.costs, pixels / found.pixels
+
+    def of_rank(self, rank: int) -> Passes:
+        total: Counter = Counter()
+        for op in operations(self.orders[rank], self.partition.edges, self.recompute):
+            if isinstance(op, (Forward, Backward, Weight, Recompute)):
+                kind = "recompute" if isinstance(op, Recompute) else op.kind
+                total[kind, f"stage {op.stage}"] += self.seconds(kind, op.stage)
+        return total
+
+    def seconds(self, kind: str, stage: int) -> float:
+        layers = self._costs.layers if self.partition.ranges[stage] == range(0) else [self._costs.layers[n] for n in self.partition.ranges[stage]]
+        put_off = sum(layer.backward / 2 for layer in layers if layer.puts_off) if self.splits else 0.0
+        backward = sum(layer.backward for layer in layers)
+        return self._share * {"weight": put_off, "backward": backward - put_off}.get(kind, sum(layer.forward for layer in layers))
+
+    def simulated(self, factor: float) -> Simulation:
+        """The step of one pipeline, where every pass takes ``factor`` times as long and messages nothing."""
+        again = set().union(*(recomputed(order, self.recompute) for order in self.orders))
+        of: Callable[[str], Callable[[int, int], float]] = lambda kind: lambda stage, m: factor * self.seconds(kind, stage)
+        once_more = lambda stage, m: of("recompute")(stage, m) if (stage, m) in again else 0.0
+        return simulate(self.orders, self.partition.edges, of("forward"), of("backward"), self.partition.placement, None, once_more, of("weight"))
+
+
+def of_tiles(found: Modelled, executor: InTime, image: Sequence[int], program: Sequence[Operation], works: Sequence[Work]) -> Passes:
+    """Of tiles in time on a rank: layers cost as their cells do."""
+    sizes, total = executor.layout(image).sizes, Counter()
+
+    def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:
+        work = works[op.micro_batch]
+        for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts):
+            share, layer = part.made.pixels / max(1, math.prod(sizes[number + 1])), found.costs.layers[number]
+            yield share * layer.forward, share * layer.backward
+
+    for op in program:
+        if isinstance(op, (ForwardTile, BackwardTile, OutputTile)):
+            name = executor.name_of(works[op.micro_batch].segments[op.segment])
+            there, back = map(sum, zip(*seconds(op)))
+            if not (isinstance(op, BackwardTile) and op.kept):
+                total["recompute" if isinstance(op, BackwardTile) else "forward", name] += there
+            if isinstance(op, BackwardTile) or isinstance(op, OutputTile) and op.back:
+                total["backward", name] += back
+    return total

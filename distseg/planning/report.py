@@ -1,0 +1,168 @@
+"""``distseg plan``: how a model is cut into stages, what each stage takes, and how other splits compare."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+from torch import nn
+
+from distseg.config.settings import ModelConfig
+from distseg.config.sizes import Extents
+from distseg.models.network import flat_layers
+from distseg.models.zoo import ZOO, build_model, outline_model
+from distseg.planning.balance import even_split, fastest_split, starts_of, torchgpipe_split
+from distseg.planning.cost import Costs, measured, modelled
+from distseg.planning.memory import Policy, peaks, ranges_of, stage_memory, stage_seconds
+from distseg.planning.roofline import DEVICES
+from distseg.report.tables import table
+
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``seconds`` are of a micro-batch, forward and backward; ``memory`` is the peak in bytes."""
+
+    layers: int
+    first: str
+    last: str
+    parameters: int
+    seconds: float
+    memory: float
+
+
+def plan(model: str, costs: Costs, stages: int, policy: Policy, limit: float | None = None, judged_by: Costs | None = None) -> dict:
+    """Ours and the splits to compare it with, as plain values for JSON.
+
+    Args:
+        model: the name; the paper's split of it is among those compared, where there is one of so many stages.
+        limit: bytes that a stage may take. Ours keeps to it; whether the others do is told.
+        judged_by: costs of a second measurement: those by which a split was chosen flatter it.
+
+    Raises:
+        ValueError: more stages than layers, or no split fits.
+    """
+    ranges = ranges_of(costs)
+    seconds = stage_seconds(costs, ranges, policy, stages)
+    splits = {OURS: fastest_split(seconds, stages, peaks(ranges, stages, policy), limit), **others(model, costs, stages, policy)}
+    judged_by = judged_by or costs
+    seconds = stage_seconds(judged_by, ranges, policy, stages)
+    found = {name: _stages(balance, costs, ranges, policy, seconds) for name, balance in splits.items()}
+    best = max(stage.seconds for stage in found[OURS])
+    return {
+        "model": model,
+        "costs": judged_by.source,
+        "policy": vars(policy),
+        "memory_limit": limit,
+        "splits": {name: {"balance": splits[name], **verdict(rows, best, limit), "stages": [vars(r) for r in rows]} for name, rows in found.items()},
+    }
+
+
+def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
+    """Balances by name: even in layers, torchgpipe's, the paper's."""
+    passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages  # these two know layers, not stages
+    seconds = [passes * f + b for f, b in zip(costs.forward, costs.backward)]
+    splits = {"even": even_split(len(seconds), stages)}
+    with suppress(ImportError):  # a comparison only
+        splits["torchgpipe"] = torchgpipe_split(seconds, stages)
+    papers = ZOO[model].balance if model in ZOO else None
+    if papers is not None and len(papers) == stages and sum(papers) == len(seconds):
+        splits["paper"] = list(papers)
+    return {name: balance for name, balance in splits.items() if min(balance) > 0}  # torchgpipe's heuristic may leave a stage without layers
+
+
+def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, seconds) -> list[Stage]:
+    rows = []
+    for stage, (start, count) in enumerate(zip(starts_of(balance), balance)):
+        where = (start, start + count)
+        names = [layer.name for layer in costs.layers[slice(*where)]]
+        memory = stage_memory(ranges, where, stage, len(balance), policy).total
+        rows.append(Stage(count, names[0], names[-1], int(ranges.parameters[where]), float(seconds[stage][where]), float(memory)))
+    return rows
+
+
+def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) -> dict:
+    """Of a split: its slowest stage in seconds, ``best`` (ours) over that, mean stage over slowest, its fullest stage in bytes."""
+    slowest, fullest = max(stage.seconds for stage in stages), max(stage.memory for stage in stages)
+    efficiency = sum(stage.seconds for stage in stages) / (len(stages) * slowest)
+    return {"slowest": slowest, "ratio": best / slowest, "efficiency": efficiency, "fullest": fullest, "fits": limit is None or fullest <= limit}
+
+
+def summary(report: dict) -> str:
+    """The report for a terminal: a table a split, then a line a split."""
+    policy, limit = report["policy"], report["memory_limit"]
+    said = f"{policy['micro_batches']} micro-batches, {policy['schedule']}, recompute {policy['recompute']}"
+    blocks = [f"{report['model']}: costs {report['costs']}; {said}" + ("" if limit is None else f"; at most {limit / 2**30:.4g} GiB a stage")]
+    for name, split in report["splits"].items():
+        blocks.append(f"{name}: {' '.join(map(str, split['balance']))}\n{table([_row(i, stage) for i, stage in enumerate(split['stages'])])}")
+    return "\n\n".join([*blocks, table([_line(name, split, limit) for name, split in report["splits"].items()])])
+
+
+def _row(number: int, stage: dict) -> dict:
+    return {
+        "stage": number,
+        "layers": stage["layers"],
+        "from": stage["first"],
+        "to": stage["last"],
+        "parameters": stage["parameters"],
+        "time [ms]": stage["seconds"] * 1e3,
+        "memory [GiB]": stage["memory"] / 2**30,
+    }
+
+
+def _line(name: str, split: dict, limit: float | None) -> dict:
+    row = {"split": name, "slowest [ms]": split["slowest"] * 1e3, "ours / this": split["ratio"], "efficiency": split["efficiency"]}
+    row["fullest [GiB]"] = split["fullest"] / 2**30
+    return row if limit is None else {**row, "fits": split["fits"]}
+
+
+def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelled", device: str | None = None) -> Costs:
+    """Modelled for a device by name (V100 by default), or measured on the accelerator or CPU at hand.
+
+    Raises:
+        ValueError: an unknown model or device, a device chosen for measured costs, or a window that does not go through the model.
+    """
+    if device is not None and device not in DEVICES:
+        raise ValueError(f"unknown --device {device!r}: choose {', '.join(DEVICES)}")
+    with torch.device("meta"):  # for a user's own function; the zoo's outlines lie there anyway
+        network = outline_model(ModelConfig(model))
+    _check_window(network, window)
+    if kind == "measured":
+        if device is not None:
+            raise ValueError(f"measured costs are those of the device at hand, but --device is {device}: leave it out, or take --costs modelled")
+        network = build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return measured(network, window, batch) if kind == "measured" else modelled(network, window, batch, DEVICES[device or "v100"]())
+    except (RuntimeError, ValueError) as e:
+        why = " ".join(str(e).splitlines()[:1])
+        raise ValueError(f"model {model} can not be planned on {batch} windows of {Extents(window)} pixels (--tile, --batch): {why}") from e
+
+
+def check_stages(model: str, stages: int) -> None:
+    """Refuse more stages than layers, before costs are worked out.
+
+    Raises:
+        ValueError: also of an unknown model, or one that is not flat.
+    """
+    layers = len(flat_layers(outline_model(ModelConfig(model))))
+    if not 1 <= stages <= layers:
+        raise ValueError(f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): choose 1 to {layers}")
+
+
+def _check_window(model: nn.Module, window: Sequence[int]) -> None:
+    dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), len(window))
+    if len(window) != dims:
+        raise ValueError(f"--tile is {Extents(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers")
+    if Extents(window).volume > _MOST_PIXELS:
+        raise ValueError(f"--tile is {Extents(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once")
+
+
+_MOST_PIXELS = 2**40
+
+
+def window_of(tile: Sequence[int]) -> Extents:
+    """A lone number stands for a square."""
+    return Extents((*tile, *tile) if len(tile) == 1 else tile)

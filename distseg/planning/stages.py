@@ -1,0 +1,132 @@
+"""The stages that a config asks for: its own balance, or the split whose slowest stage is fastest at the windows in hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Sequence
+
+from torch import nn
+
+from distseg.config.settings import Config
+from distseg.config.sizes import Extents
+from distseg.layers.graph import graph_of
+from distseg.layers.norm import live_layers
+from distseg.models.network import calls_of
+from distseg.planning.balance import fastest_split
+from distseg.planning.cost import Costs, modelled
+from distseg.planning.fold import v_split
+from distseg.planning.memory import Policy, ranges_of, stage_seconds
+from distseg.planning.roofline import V100, Device
+from distseg.planning.streaming import GridTiling, computed_again, tiles_in_time
+from distseg.runtime.devices import stages_of
+from distseg.runtime.partition import Partition, stage_ranges
+from distseg.runtime.schedule import v_placement
+from distseg.tiling.layout import Layout
+from distseg.tiling.segment import segments_of
+from distseg.tiling.tile import Reach, tiles, window
+
+# One core in float32, roughly (docs/performance.md): constants, so that all ranks of any machines find the same stages.
+CORE = Device("a CPU core", 90e9, 10e9)
+
+
+def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str = "cpu") -> Partition | None:
+    """The stages of ``mesh.stages`` ranks, or of one rank's devices; None for one stage of a model that is no flat Sequential.
+
+    Args:
+        model: whole, on any device, the meta device included.
+        image: the size of the images that a step has, in pixels.
+        device: whose costs are modelled, cpu or cuda. All ranks find the same.
+
+    Raises:
+        ValueError: the model can't be cut, or the balance does not fit it.
+    """
+    pipeline, stages = config.pipeline, config.mesh.stages
+    if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
+        return None
+    calls = calls_of(model)
+    placement = _placement(config)
+    balance = pipeline.balance
+    if balance is not None and len(balance) != len(placement):
+        raise ValueError(
+            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with pipeline.placement {pipeline.placement} makes "
+            f"{len(placement)} stages: give the layers of each"
+        )
+    return Partition.of(calls, balance or _balance(config, model, image, reach, device), placement)
+
+
+def _placement(config: Config) -> tuple[int, ...]:
+    """The rank of each stage, by ``pipeline.placement``."""
+    if config.pipeline.placement == "devices":
+        return (0,) * stages_of(config.pipeline)
+    return v_placement(config.mesh.stages) if config.pipeline.placement == "v" else tuple(range(config.mesh.stages))
+
+
+def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
+    if tiles_in_time(config) and config.run.memory is None:
+        return _balance_in_time(config, model, image, reach, device)
+    fine = Extents(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
+    largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
+    return _split(config, model, modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100))
+
+
+def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
+    """The split whose slowest rank is fastest."""
+    placement = _placement(config)
+    policy = _policy(config, model)
+    if config.pipeline.placement == "v":
+        seconds = [policy.forward_passes(0, len(placement)) * f + b for f, b in zip(costs.forward, costs.backward)]
+        return v_split(seconds, costs.skips, config.mesh.stages)
+    return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
+
+
+def _balance_in_time(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
+    """The same where windows of tiles overlap, and by how much depends on where stages are cut: layers cost as much more as they compute more cells.
+
+    What that is for one split tells the next one, a few times; the best by its own costs is taken.
+    """
+    graph, calls = graph_of(model), calls_of(model)
+    part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
+    layout = Layout(graph, part.size, [(0, n) for n in part.size], "all")
+    live = [calls[number].inputs[0] for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)]
+    tiling = GridTiling(config.spatial.tiles_per_rank)
+    costs = modelled(model, image, config.data.images, CORE if device == "cpu" else V100)  # a size that the network takes, which a tile's may not be
+    split, tried = _split(config, model, costs), {}
+    while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
+        times = computed_again(layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling)
+        true = replace(costs, layers=tuple(replace(l, forward=t * l.forward, backward=t * l.backward) for l, t in zip(costs.layers, times)))
+        tried[tuple(split)] = _slowest(config, model, true, split)
+        split = _split(config, model, true)
+    return list(min(tried, key=tried.get))
+
+
+_ROUNDS = 6
+
+
+def _slowest(config: Config, model: nn.Module, costs: Costs, split: Sequence[int]) -> float:
+    """Seconds of the slowest rank."""
+    placement, ranges, busy = _placement(config), stage_ranges(split, len(costs.layers)), Counter()
+    seconds = stage_seconds(costs, ranges_of(costs), _policy(config, model), len(placement))
+    for stage, (layers, rank) in enumerate(zip(ranges, placement)):
+        busy[rank] += seconds[stage, layers.start, layers.stop]
+    return max(busy.values())
+
+
+def _policy(config: Config, model: nn.Module) -> Policy:
+    if not tiles_in_time(config):
+        return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
+    live = live_layers(model.modules(), config.spatial.frozen_norm)
+    in_turn = config.pipeline.placement == "line" and config.pipeline.schedule in ("auto", "1f1b") and not config.spatial.exchanges
+    return Policy(_MANY, "1f1b", "always" if live else "never" if in_turn else "except_last")  # the last stage's tiles go forward once where no norm cuts it, but for Dice
+
+
+_MANY = 100  # tiles, which follow each other as micro-batches do
+
+
+def schedule_of(config: Config, linear: bool = True) -> str:
+    """gpipe, 1f1b or zb-h1; what ``auto`` is depends on whether the loss is linear (:class:`distseg.layers.loss.Loss`). torchgpipe knows gpipe only."""
+    if config.pipeline.placement == "devices":
+        return "gpipe"
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "gpipe" if config.mesh.stages > 1 and not linear else "1f1b"

@@ -1,0 +1,78 @@
+"""From a whole model, perhaps only outlined, to the part of it that a rank of the pipeline holds."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Callable, ContextManager, Sequence
+
+import torch
+from torch import nn
+
+from distseg.comm.memory_format import channels_last as last_format
+from distseg.config.settings import SpatialConfig
+from distseg.layers.context import Context
+from distseg.models.capture.hidden import check_real
+from distseg.models.weights import materialise
+from distseg.runtime.exchange import Exchange
+from distseg.runtime.parallelize import TiledModel, parallelize
+from distseg.runtime.partition import Partition
+from distseg.tiling.tile import Reach
+
+
+def own_part(
+    model: nn.Module, partition: Partition | None, rank: int, reach: Reach, context: Context, seed: int, frozen_norm: bool = False,
+    exchange: Exchange | None = None, whole: bool = False,
+) -> TiledModel:  # fmt: skip
+    """The layers of the stages that ``rank`` runs, with memory and initial weights, ready for windows; ``model`` is changed in place.
+
+    Args:
+        partition: None for a model in one piece.
+        seed: of the weights of layers that are only outlined.
+        exchange: for tiles that exchange borders.
+        whole: images are not cut.
+
+    Raises:
+        ValueError: layers that windows or stages can't be made of.
+    """
+    mine = partition.layers_of(rank) if partition else None
+    materialise(model, seed, mine)
+    tiled = parallelize(model, reach, context, exchange, whole).train()
+    if frozen_norm:
+        tiled.freeze_norms()
+    if partition:
+        if not tiled.flat:
+            raise ValueError("a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1")
+        tiled.begin_at(partition.ranges)
+        tiled.keep(mine)
+    return tiled
+
+
+def place_model(model: nn.Module, device, precision: str, channels_last: bool) -> None:
+    """Move a plain model to its device, dtype (fp32 under bf16 autocast) and memory format."""
+    check_real(model)
+    model.to(device, torch.float64 if precision == "fp64" else torch.float32)
+    if channels_last:
+        volumes = any(p.dim() == 5 for p in model.parameters())
+        model.to(memory_format=last_format(5 if volumes else 4))
+
+
+def place_stages(model: TiledModel, partition: Partition | None, devices: Sequence[torch.device], precision: str, channels_last: bool) -> None:
+    """The same with each stage of a rank's on its device, where there are several."""
+    if len(devices) == 1:
+        return place_model(model, devices[0], precision, channels_last)
+    place_model(model, devices[0], precision, channels_last)  # what no layer has too
+    for layers, device in zip(partition.ranges, devices):
+        for layer in layers:
+            place_model(model.layers[layer], device, precision, channels_last)
+
+
+def autocast(precision: str, device) -> Callable[[], ContextManager]:
+    """Makes the context in which the network runs: bf16 autocast or nothing."""
+    return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
+
+
+def used_reach(exact: Reach, spatial: SpatialConfig) -> Reach:
+    """A model's exact halo and stride, or the halo that the config sets."""
+    if spatial.halo is None:
+        return exact
+    return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)

@@ -1,0 +1,43 @@
+"""What is trained of a network, and one step down its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from distseg.comm.mesh import Mesh
+from distseg.comm.reducer import Gradients, make_reducer
+from distseg.comm.replicas import broadcast
+from distseg.comm.watch import beat
+from distseg.config.settings import Config
+from distseg.models.network import user_names
+from distseg.runtime.optimizer import make_optimizer, set_learning_rate
+
+
+class Descent:
+    """The trained parameters of a rank's network, their gradients, who sums these over the replicas, and the optimizer.
+
+    Args:
+        network: on its device; all replicas take over the first one's numbers. Collective.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, network: nn.Module, device: torch.device):
+        broadcast(network, mesh.replicas)
+        trained = user_names(((name, p) for name, p in network.named_parameters() if p.requires_grad), network)
+        self.config, self.mesh, self.parameters = config, mesh, list(trained.values())
+        self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
+        beat("start of what sums gradients")
+        self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
+        self.optimizer = make_optimizer(config.optim, trained)
+
+    def descend(self, rate: float, norm: float, epoch: int) -> None:
+        """Clip gradients of this ``norm``, and step the optimizer.
+
+        Raises:
+            RuntimeError: a gradient of a weight is still to be computed.
+        """
+        self.mesh.waits.check_done()
+        if self.config.optim.clip:
+            self.gradients.clip(self.config.optim.clip, norm)
+        set_learning_rate(self.optimizer, rate, epoch)
+        self.optimizer.step()

@@ -1,0 +1,204 @@
+"""Runs a flat model on tiles that exchange borders between layers: no pixel is read or computed twice for its neighbours' sake.
+
+Which layers are preceded by an exchange, and with what margin, is the layout's (:mod:`distseg.tiling.layout`); here
+tensors meet it. All tiles of an image go through a layer together, over ranks and over the several tiles of a rank. Without
+any exchange (``all``) tiles are windows at first, and each layer computes no more of them than later layers look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.collective import Alone
+from distseg.comm.halo import Frame, HaloExchange, copies_from, copies_to, exchanged
+from distseg.comm.mail import Mail
+from distseg.config.sizes import Extents
+from distseg.layers.context import Context
+from distseg.layers.conv import exchanged_convolution
+from distseg.layers.local import cropped, fill_of, framed, fuses, run
+from distseg.layers.norm import DistributedNorm
+from distseg.models.resize import VectorAt
+from distseg.tiling.graph import Graph
+from distseg.tiling.layout import Layout, Part
+from distseg.tiling.tile import Box, Reach, check_grid, split
+
+Cell = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TrueReach(Reach):
+    """The reach of a network whose layers see as far as the sizes of maps say: ``halo`` is what tiles of some images need, and windows are worked out for each image."""
+
+    exchange: Exchange
+
+    def window(self, tile: Box, image: Sequence[int]) -> Box:
+        return self.exchange.window(tile, image)
+
+
+@dataclass(frozen=True)
+class HeldReach(TrueReach):
+    """Reach of tiles that exchange borders: a tile reads its own pixels, and those that shifted maps look at before the first exchange."""
+
+    def window(self, tile: Box, image: Sequence[int]) -> Box:
+        return self.exchange.held(tile, image)
+
+
+class Exchange:
+    """The tiles of this rank among those of all ranks that share an image.
+
+    Args:
+        graph: of the whole model, also where this rank holds some of its layers only.
+        stride: of the model; tile borders lie on its multiples.
+        comm: the ranks that share an image, in row-major order of ``grid``.
+        grid, per_rank: of ranks, and of the tiles that each owns.
+        every: exchange before every k-th layer that looks beyond its tile ("1", "2", ...), once a ``level``, or never (``all``).
+        fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
+        channels_last: how tensors lie in memory; messages do likewise.
+        stored: the layers before which maps are stored (:class:`distseg.tiling.layout.Layout`).
+    """
+
+    def __init__(
+        self, graph: Graph, stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
+        device=torch.device("cpu"), channels_last: bool = False, stored: Sequence[int] = (),
+    ):  # fmt: skip
+        self.graph, self.stride, self.comm, self.every, self.fuse_below = graph, tuple(stride), comm, every, fuse_below
+        self.grid, self.per_rank = Extents(grid), Extents(per_rank)
+        self.channels_last, self.stored = channels_last, tuple(stored)
+        self.mail = Mail(comm, device)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._exchanges: dict[tuple, HaloExchange] = {}
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tiles exchange anything; else they are read as windows."""
+        return self.every != "all"
+
+    def layout(self, image: Sequence[int]) -> Layout:
+        """Of an image of this size."""
+        image = tuple(image)
+        if image not in self._layouts:
+            fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
+            check_grid(image, fine, self.stride)
+            borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
+            self._layouts[image] = Layout(self.graph, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
+        return self._layouts[image]
+
+    def window(self, tile: Box, image: Sequence[int]) -> Box:
+        """Return the pixels that a tile needs of an image before it exchanges anything, and those that it stores for its borders."""
+        layout = self.layout(image)
+        cell, first = layout.cell_of(tile), [number for number in self.graph.readers[0] if self.graph[number].first == 0]
+        taken = [layout.part(number, cell).taken for number in first if number in layout.points]
+        return reduce(Box.hull, taken, layout.made(0, cell))
+
+    def held(self, tile: Box, image: Sequence[int]) -> Box:
+        """Return the pixels of an image that a tile has before it exchanges anything."""
+        layout = self.layout(image)
+        return layout.made(0, layout.cell_of(tile)).hull(tile)
+
+    def layers(self, maps: list[dict[int, Tensor]], context: Context, first: int) -> Callable[[int, nn.Module], list[Tensor]]:
+        """What computes a layer, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.
+
+        Args:
+            maps: for each piece what it has of feature maps, (B, C, *size), as the layout says; pixels on its window.
+            first: the layer that is computed first.
+        """
+        places = context.places
+        layouts = [self.layout(place.image) for place in places]
+        cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
+        for had, place, layout, cell in zip(maps, places, layouts, cells):
+            if first == 0:
+                assert place.window.contains(layout.made(0, cell))
+                had[0] = cropped(had[0], place.window, layout.made(0, cell))
+        stores = [{} for _ in maps]
+
+        def compute(number: int, layer: nn.Module) -> list[Tensor]:
+            parts = [layout.part(number, cell) for layout, cell in zip(layouts, cells)]
+            context.regions = parts
+            if isinstance(layer, DistributedNorm):
+                return layer.joint([had[self.graph[number].first] for had in maps])
+            return self._layer(number, layer, maps, parts, layouts, cells, context, stores)
+
+        return compute
+
+    def _layer(self, number: int, layer: nn.Module, maps: list[dict[int, Tensor]], parts: list[Part], layouts, cells, context: Context, stores) -> list[Tensor]:
+        """One layer on all pieces: where it looks further than they have, after an exchange."""
+        node = self.graph[number]
+        xs, haves = [had[node.first] for had in maps], [part.held for part in parts]
+        concerned = [i for i, layout in enumerate(layouts) if number in layout.points and not isinstance(getattr(layer, "inner", None), VectorAt)]  # all tiles have a vector
+        if concerned:
+            frames = [framed(layer, parts[i]) for i in concerned]
+            mine = [_autocast(layer, xs[i]) for i in concerned]
+            exchange = self._exchange(number, layer, concerned, frames, mine, parts, layouts, cells, context.places)
+            if not exchange.idle:
+                if len(concerned) == len(xs) and fuses(layer):
+                    return exchanged_convolution(layer, exchange, frames, parts, mine)
+                for i, y, frame in zip(concerned, exchanged(exchange, mine), frames):
+                    xs[i], haves[i] = y, frame
+        made = []
+        for i, (x, have, part) in enumerate(zip(xs, haves, parts)):
+            context.current = i
+            others = [(maps[i][source], layouts[i].made(source, cells[i])) for source in node.inputs[1:]]
+            with context.around(stores[i]):
+                made.append(run(layer, x, have, part, others))
+        return made
+
+    def _exchange(self, position, layer, concerned, frames, xs, parts, layouts, cells, places) -> HaloExchange:
+        # Of the shapes that a layer sees this is all that can vary from step to step.
+        key = position, xs[0].shape[1], xs[0].dtype, tuple((places[i].image, cells[i], len(places[i].images)) for i in concerned)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._plan(position, layer, concerned, frames, xs, parts, layouts, cells)
+        return self._exchanges[key]
+
+    def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
+        """Who sends what to whom. Both sides order the strips of a message by image, target and source."""
+        around = [Frame(parts[i].size, parts[i].owned, parts[i].held, frame) for i, frame in zip(concerned, frames)]
+        group = _numbered([layouts[i] for i in concerned])
+        number = {(group[k], cells[i]): k for k, i in enumerate(concerned)}
+        sends, receives, here = [], [], []
+        for k, i in enumerate(concerned):
+            cuts, wanted = layouts[i].spans(position)
+            for c in copies_from(cells[i], cuts, wanted):
+                if self.rank_of(c.target) == self.comm.rank:
+                    here.append((k, number[group[k], c.target], c.box))
+                else:
+                    sends.append((group[k], c.target, c.source, k, c.box))
+            for c in copies_to(cells[i], cuts, wanted):
+                if self.rank_of(c.source) != self.comm.rank:
+                    receives.append((group[k], c.target, c.source, k, c.box))
+        by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
+        return HaloExchange(
+            self.mail, around, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
+            fill=fill_of(layer) or 0.0, tag=2 * position, name=self.graph[position].name, last=self.channels_last,
+        )  # fmt: skip
+
+    def rank_of(self, cell: Cell) -> int:
+        """The rank that owns a tile."""
+        rank = 0
+        for c, p, g in zip(cell, self.per_rank, self.grid):
+            rank = rank * g + c // p
+        return rank
+
+
+def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
+    """The input in the type in which autocast computes a convolution: that is what had better travel."""
+    if isinstance(layer, nn.modules.conv._ConvNd) and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _numbered(layouts: list[Layout]) -> list[int]:
+    """The number of each piece's image size, in order of appearance, which is the same on all ranks."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(layout), len(seen)) for layout in layouts]
+
+
+def _by(strips, rank_of) -> dict[int, list[tuple[int, Box]]]:
+    found: dict[int, list[tuple[int, Box]]] = {}
+    for strip in strips:
+        found.setdefault(rank_of(strip), []).append(strip[3:])
+    return found

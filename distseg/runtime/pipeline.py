@@ -1,0 +1,181 @@
+"""Does this rank's operations where stages keep their graphs: receives, computes, hands on (:mod:`distseg.runtime.stage_program`).
+
+Messages of one edge and one direction are matched in the order in which they are sent, which every schedule keeps.
+Receives are posted for the next passes too, so that they travel while this one computes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Sequence
+
+import torch
+from torch import Tensor
+
+from distseg.comm.mail import Form, Mail, Receipt
+from distseg.comm.watch import beat
+from distseg.runtime.actions import Action, Backward, Forward, Weight
+from distseg.runtime.operations import Hand, OfEdge, Operation, Receive, Recompute
+from distseg.runtime.partition import Edge, Partition
+from distseg.runtime.stage import Stage
+from distseg.runtime.stage_program import operations, receives_ahead
+from distseg.runtime.trace import NoTrace
+from distseg.tiling.tile_batch import Unit
+
+_Key = tuple[Edge, int, bool]  # of what an edge hands on for a micro-batch, or, back, the gradient that returns
+
+
+class Pipeline:
+    """This rank's stages and its links to the others.
+
+    Args:
+        partition: all stages, the edges between them and the rank of each.
+        stages: those of this rank.
+        comm: the ranks of the pipeline, in the order of the partition's placement.
+        recompute: which activations are computed again (:func:`distseg.runtime.stage_program.operations`).
+    """
+
+    def __init__(self, partition: Partition, stages: Sequence[Stage], comm, device=torch.device("cpu"), recompute: str = "never", trace=None):
+        self.partition, self.comm, self.recompute = partition, comm, recompute
+        self.stages = {stage.number: stage for stage in stages}
+        self.mail = Mail(comm, device)
+        self.trace = trace or NoTrace()
+        self._numbers = {edge: number for number, edge in enumerate(partition.edges)}
+        self._forms: dict[tuple[Edge, tuple], list[Form]] = {}  # of the tensors of an edge, for units of a signature
+        self._posted: dict[_Key, list[Receipt]] = {}
+        self._here: dict[_Key, list[Tensor]] = {}  # made here and not yet taken, or received
+        self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
+        for stage in stages:
+            stage.after_layer = self.mail.progress if comm.size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank runs the first stage, which wants the pixels."""
+        return self.partition.placement[0] == self.comm.rank
+
+    @property
+    def last(self) -> bool:
+        """Whether this rank runs the last stage, which has the results."""
+        return self.partition.placement[-1] == self.comm.rank
+
+    def run(self, actions: Sequence[Action], units: Sequence[Unit]) -> None:
+        """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
+        program = self._program(tuple(actions))
+        dropped = {(op.stage, op.micro_batch) for op in program if isinstance(op, Recompute)}
+        splits = any(isinstance(op, Weight) for op in program)
+        try:
+            for place, op in enumerate(program):
+                unit = units[op.micro_batch]
+                if not isinstance(op, Hand):  # whose pass is over: the next one looks ahead
+                    self._post_ahead(program, place, units)
+                match op:
+                    case Receive():
+                        self._receive(op, unit)
+                    case Forward():
+                        self._forward(op, unit, (op.stage, op.micro_batch) not in dropped)
+                    case Recompute():
+                        self._recompute(op)
+                    case Backward():
+                        self._backward(op, splits)
+                    case Weight():
+                        self._weight(op)
+                    case Hand():
+                        self._hand(op, unit)
+            with self.trace.span("send", "flush"):
+                self.mail.flush()
+        finally:
+            self._here.clear()
+            for stage in self.stages.values():
+                stage.clear()
+
+    # passes
+
+    def _forward(self, op: Forward, unit: Unit, keep: bool) -> None:
+        stage, m = self.stages[op.stage], op.micro_batch
+        beat(f"forward of stage {op.stage}, micro-batch {m}")
+        inputs = {edge.map: self._here.pop((edge, m, False)) for edge in stage.incoming}
+        for edge in stage.incoming:
+            for x in inputs[edge.map]:
+                x.requires_grad_(edge.gradient and torch.is_grad_enabled())
+        if stage.number == 0:
+            inputs = {0: [p.pixels for p in unit.pieces]}
+        with self.trace.span(op.kind, op.name):
+            outputs = stage.forward(m, unit, inputs, keep)
+        for edge in stage.outgoing:
+            self._here[edge, m, False] = [x.detach() for x in outputs[edge.map]]  # each reader takes gradients of its own
+
+    def _recompute(self, op: Recompute) -> None:
+        beat(f"forward of stage {op.stage}, micro-batch {op.micro_batch}, once more")
+        with self.trace.span("recompute", Backward(op.stage, op.micro_batch).name):
+            self.stages[op.stage].recompute(op.micro_batch)
+
+    def _backward(self, op: Backward, splits: bool) -> None:
+        """``splits``: gradients of weights may wait for an action of their own."""
+        stage, m = self.stages[op.stage], op.micro_batch
+        beat(f"backward of stage {op.stage}, micro-batch {m}")
+        gradients = [(edge.map, self._here.pop((edge, m, True))) for edge in stage.outgoing if edge.gradient]
+        with self.trace.span(op.kind, op.name), self.mail.waits.until(Weight(op.stage, m).name if splits else None):
+            returned = stage.backward(m, gradients)
+        for edge in stage.incoming:
+            if edge.gradient:
+                self._here[edge, m, True] = returned[edge.map]
+
+    def _weight(self, op: Weight) -> None:
+        beat(f"weights of stage {op.stage}, micro-batch {op.micro_batch}")
+        with self.trace.span(op.kind, op.name):
+            self.mail.waits.finish(op.name)
+
+    # messages
+
+    def _tag(self, op: OfEdge) -> int:
+        return 3 * self._numbers[op.edge] + op.back
+
+    def _forms_tag(self, edge: Edge) -> int:
+        return 3 * self._numbers[edge] + 2
+
+    def _hand(self, op: Hand, unit: Unit) -> None:
+        peer = self.partition.placement[op.receiver]
+        if peer == self.comm.rank:
+            return  # it is here already
+        tensors, key = self._here.pop((op.edge, op.micro_batch, op.back)), (op.edge, unit.signature)
+        if key not in self._forms:
+            self._forms[key] = [Form.of(x) for x in tensors]
+            self.mail.tell(self._forms[key], peer, self._forms_tag(op.edge))
+        for form, x in zip(self._forms[key], tensors):
+            _check(form, x, op)
+            self.mail.send(form.fit(x), peer, self._tag(op))
+
+    def _receive(self, op: Receive, unit: Unit) -> None:
+        key = op.edge, op.micro_batch, op.back
+        if key in self._here:
+            return
+        if key not in self._posted:
+            self._post(op, unit)
+        beat(f"wait for {op.edge}")
+        with self.trace.span("wait", str(op.edge)):
+            self._here[key] = [receipt.tensor() for receipt in self._posted.pop(key)]
+
+    def _post(self, op: Receive, unit: Unit) -> None:
+        peer, key = self.partition.placement[op.sender], (op.edge, unit.signature)
+        if key not in self._forms:
+            with self.trace.span("wait", "forms"):
+                self._forms[key] = self.mail.ask(peer, self._forms_tag(op.edge))
+        self._posted[op.edge, op.micro_batch, op.back] = [self.mail.receive(form, peer, self._tag(op)) for form in self._forms[key]]
+
+    def _post_ahead(self, program: Sequence[Operation], place: int, units: Sequence[Unit]) -> None:
+        """Post receives up to the first whose tensors' form is not known yet: order is what matches messages."""
+        for op in receives_ahead(program, place):
+            unit, key = units[op.micro_batch], (op.edge, op.micro_batch, op.back)
+            if key in self._posted or key in self._here or self.partition.placement[op.sender] == self.comm.rank:
+                continue
+            if (op.edge, unit.signature) not in self._forms:
+                return
+            self._post(op, unit)
+
+
+def _check(form: Form, x: Tensor, message: OfEdge) -> None:
+    if (form.shape, form.dtype) != (tuple(x.shape), x.dtype):
+        raise ValueError(
+            f"{'the gradient of ' if message.back else ''}{message.edge} is {Form.of(x)} in micro-batch {message.micro_batch}, but {form} was agreed for windows "
+            "of this size: a layer's output must have a shape and type that depend on nothing but its input's"
+        )

@@ -1,0 +1,206 @@
+"""What a pipeline schedule does in time, without running it: when each action starts and ends, who idles, what is held.
+
+Every rank goes through the very operations that it would run (:mod:`distseg.runtime.stage_program`), with seconds in place of work. Messages
+are sent in the background when a pass ends; those from one rank to another go one after another. No rank waits for its messages to be
+received. A real rank also does what is put off while it waits; here at its action only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Callable, Iterator, Mapping, Sequence
+
+from distseg.runtime.actions import Action, Backward, Forward, Weight
+from distseg.runtime.operations import Hand, OfEdge, Operation, Receive, Recompute
+from distseg.runtime.partition import Edge
+from distseg.runtime.stage_program import operations
+from distseg.runtime.trace import Span
+
+Orders = Sequence[Sequence[Action]]
+Cost = float | Sequence[float] | Callable[[int, int], float]  # seconds: of any stage, by stage, or of (stage, micro-batch)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came of it.
+
+    Attributes:
+        spans: of computation; each rank's in their order.
+        ranks: their number.
+        live: for each stage, the largest number of micro-batches whose activations it holds, or what their W needs of them.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: int
+    live: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the makespan in which each rank has nothing to do: the bubble."""
+        busy = Counter()
+        for span in self.spans:
+            busy[span.rank] += span.seconds
+        return tuple(1 - busy[rank] / self.makespan if self.makespan else 0.0 for rank in range(self.ranks))
+
+
+def simulate(
+    orders: Orders,
+    edges: Sequence[Edge],
+    forward: Cost,
+    backward: Cost,
+    placement: Sequence[int],
+    transfer: Callable[[Edge], float] | Mapping[Edge, float] | None = None,
+    recompute: Cost = 0.0,
+    weight: Cost = 0.0,
+) -> Simulation:
+    """Timed spans of every action.
+
+    Args:
+        orders: for each rank its actions in order, as :func:`distseg.runtime.schedule.orders` gives them.
+        forward, backward: seconds: one number, one a stage, or a function of (stage, micro-batch).
+        placement: rank of each stage.
+        transfer: seconds that one micro-batch's tensor of an edge is under way, and its gradient again; none by default.
+            Between stages of one rank nothing travels.
+        recompute: seconds of the forward pass that comes before a backward pass. It does not wait for the gradient.
+        weight: seconds of the gradients of the weights, where they are actions of their own; ``backward`` is without them then.
+
+    Raises:
+        ValueError: no rank can go on; names what they wait for.
+    """
+    costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
+    programs = [operations(order, edges, "always") for order in orders]
+    run = _Run(placement, transfer, {kind: _cost(cost) for kind, cost in costs.items()})
+    at = [0] * len(programs)
+    while any(done < len(program) for done, program in zip(at, programs)):
+        before = list(at)
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program) and run.lacks(program[at[rank]]) is None:
+                run.do(rank, program[at[rank]])
+                at[rank] += 1
+        if at == before:
+            stuck = [(rank, program[done:]) for rank, (done, program) in enumerate(zip(at, programs)) if done < len(program)]
+            waits = (f"rank {rank} waits in {_action(left).name} for {run.lacks(left[0])}" for rank, left in stuck)
+            raise ValueError("the schedule is a deadlock: " + "; ".join(waits))
+    return Simulation(tuple(run.spans), len(orders), peak_live(orders, len(placement)))
+
+
+def _action(operations: Sequence[Operation]) -> Action:
+    """The pass that comes next."""
+    return next(op for op in operations if isinstance(op, Action))
+
+
+def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
+    """For each stage, the largest number of micro-batches between their forward pass and their last action."""
+    return tuple(int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0)) for stage in range(stages))
+
+
+def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
+    """For each rank, the most that the activations of its live micro-batches take together, given a micro-batch's for each stage."""
+    return [max(accumulate(_changes(order, activations)), default=0.0) for order in orders]
+
+
+def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[float]:
+    """What each action of a rank adds to the activations, which the last action of a micro-batch frees."""
+    last = {(action.stage, action.micro_batch): action for action in order}
+    for action in order:
+        if isinstance(action, Forward):
+            yield activations[action.stage]
+        elif last[action.stage, action.micro_batch] is action:
+            yield -activations[action.stage]
+
+
+def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int) -> None:
+    """That a schedule is one: complete, with messages in order, and no rank waits for ever.
+
+    Messages of one edge and direction are matched first in, first out. So the source's rank must produce the micro-batches
+    of an edge in the order in which the target's rank wants them; then every send has its receive.
+
+    Raises:
+        ValueError: an action that is missing, double or on a wrong rank; messages that would be mistaken; a deadlock.
+    """
+    given = Counter((rank, action) for rank, order in enumerate(orders) for action in order)
+    kinds = (Forward, Backward, Weight) if any(isinstance(action, Weight) for _, action in given) else (Forward, Backward)
+    wanted = Counter((rank, kind(stage, m)) for stage, rank in enumerate(placement) for m in range(micro_batches) for kind in kinds)
+    for what, odd in (("lacks", wanted - given), ("should not have", given - wanted)):
+        if odd:
+            rank, action = next(iter(odd))
+            raise ValueError(f"rank {rank} of the schedule {what} {action.name} (placement {tuple(placement)}, {micro_batches} micro-batches)")
+    for edge in edges:
+        if placement[edge.source] != placement[edge.target]:
+            _check_messages(orders, edge, placement)
+    simulate(orders, edges, 1.0, 1.0, placement, weight=1.0)
+
+
+def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
+    for back in (False, True)[: 1 + edge.gradient]:
+        way = Receive(0, edge, back)
+        of = lambda kind, stage: [op.micro_batch for op in operations(orders[placement[stage]], [edge]) if isinstance(op, kind) and op.back == back]
+        sent, wanted = of(Hand, way.sender), of(Receive, way.receiver)
+        if sent != wanted:
+            kind = (Backward if back else Forward).kind
+            raise ValueError(f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage {way.receiver} wants {wanted}")
+
+
+def _cost(cost: Cost) -> Callable[[int, int], float]:
+    if callable(cost):
+        return cost
+    return (lambda stage, m: cost[stage]) if isinstance(cost, Sequence) else (lambda stage, m: cost)
+
+
+_FIRST = {Recompute: Forward, Backward: Forward, Weight: Backward}  # what of the same stage and micro-batch goes before
+
+
+class _Run:
+    """The state of a simulation: what has been done, what has arrived when, until when ranks and links are busy."""
+
+    def __init__(self, placement, transfer, costs):
+        self.placement, self.costs = placement, costs
+        self.transfer = transfer if callable(transfer) else (transfer.__getitem__ if transfer else lambda edge: 0.0)
+        self.spans: list[Span] = []
+        self.done: set[Operation] = set()
+        self.arrivals: dict[tuple[Edge, int, bool], float] = {}
+        self.free = Counter()  # by rank, and by (rank, rank) for links
+        self.ready = Counter()  # when what a rank's next pass takes is there, by rank
+
+    def lacks(self, op: Operation) -> str | None:
+        """What an operation still waits for."""
+        if isinstance(op, Receive):
+            kind = (Backward if op.back else Forward).kind
+            return None if _key(op) in self.arrivals else f"{op.edge} ({kind} of micro-batch {op.micro_batch})"
+        first = _FIRST[type(op)](op.stage, op.micro_batch) if type(op) in _FIRST else None
+        return None if first is None or first in self.done else first.name
+
+    def do(self, rank: int, op: Operation) -> None:
+        if isinstance(op, Receive):
+            self.ready[rank] = max(self.ready[rank], self.arrivals[_key(op)])
+        elif isinstance(op, Hand):
+            self._send(op, rank)
+        elif isinstance(op, Recompute):
+            self._spend(rank, "recompute", Backward(op.stage, op.micro_batch), 0.0)
+        else:
+            self._spend(rank, op.kind, op, self.ready.pop(rank, 0.0))
+            self.done.add(op)
+
+    def _spend(self, rank: int, kind: str, action: Action, ready: float) -> None:
+        seconds = self.costs[kind](action.stage, action.micro_batch)
+        if seconds or kind == action.kind:
+            start = max(ready, self.free[rank])
+            self.free[rank] = start + seconds
+            self.spans.append(Span(rank, kind, action.name, start, start + seconds))
+
+    def _send(self, op: Hand, sender: int) -> None:
+        receiver, now = self.placement[op.receiver], self.free[sender]
+        if receiver != sender:
+            now = max(now, self.free[sender, receiver]) + self.transfer(op.edge)
+            self.free[sender, receiver] = now
+        self.arrivals[_key(op)] = now
+
+
+def _key(op: OfEdge) -> tuple[Edge, int, bool]:
+    return op.edge, op.micro_batch, op.back

@@ -1,0 +1,78 @@
+"""The operations of ranks whose stages keep their graphs: a schedule's actions, with the messages and repeated passes around them.
+
+A pass takes what the edges into its stage bring, and leaves what the edges out of it take away::
+
+    1F1B, rank 1 of 3:    receive x   forward    hand x
+                          receive x   forward    hand x
+                          receive g   backward   hand g     ...
+
+A forward pass whose activations were not kept is repeated before the gradients are awaited, while these are on their way.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Iterator, Sequence
+
+from distseg.runtime.actions import Action, Backward, Forward, Weight
+from distseg.runtime.operations import Hand, Operation, Receive, Recompute
+from distseg.runtime.partition import Edge
+
+AHEAD = 2  # passes after this one whose receives are posted
+
+
+def operations(order: Sequence[Action], edges: Sequence[Edge], recompute: str = "never") -> list[Operation]:
+    """Of a rank, from its actions in order.
+
+    Args:
+        edges: between all stages.
+        recompute: never, except_last or always: which activations are computed again, of those that follow each other at once none by except_last.
+    """
+    again = recomputed(order, recompute)
+    return [op for action in order for op in _around(action, edges, (action.stage, action.micro_batch) in again)]
+
+
+def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Operation]:
+    if isinstance(action, Weight):
+        yield action
+        return
+    back, m = isinstance(action, Backward), action.micro_batch
+    messages = [(edge, back) for edge in edges if edge.gradient or not back]
+    if back and again:
+        yield Recompute(m, action.stage)
+    yield from (op for op in (Receive(m, *message) for message in messages) if op.receiver == action.stage)
+    yield action
+    yield from (op for op in (Hand(m, *message) for message in messages) if op.sender == action.stage)
+
+
+def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
+    """The (stage, micro-batch) pairs whose forward pass is repeated."""
+    if recompute == "never":
+        return set()
+    spared = recompute == "except_last"
+    forward = [(place, action) for place, action in enumerate(order) if isinstance(action, Forward)]
+    return {(a.stage, a.micro_batch) for place, a in forward if not (spared and _next_is_own_backward(order, place))}
+
+
+def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
+    """Whether a forward pass is followed at once by its backward pass, so that recomputing it would save nothing."""
+    action, following = order[place], order[place + 1 : place + 2]
+    return any((f.stage, f.micro_batch) == (action.stage, action.micro_batch) for f in following)
+
+
+def soon(order: Sequence[Action], place: int) -> list[Action]:
+    """This action and the next few; gradients of weights, which nothing is received for, aside."""
+    receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
+    return list(islice(receiving, 1 + AHEAD))
+
+
+def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Receive]:
+    """What an operation and the passes soon after it receive, in order."""
+    passes = 0
+    for op in islice(program, place, None):
+        if isinstance(op, Receive):
+            yield op
+        elif isinstance(op, (Forward, Backward)):
+            passes += 1
+            if passes > AHEAD:
+                return

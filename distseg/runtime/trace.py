@@ -1,0 +1,112 @@
+"""What a rank did when: spans of time, collected while it works, for pictures of the schedule (distseg.planning.timeline).
+
+A rank that nobody watches has a :class:`NoTrace`, which costs next to nothing. Kernels of a GPU run behind the program's
+back: there a span ends when the work is queued, unless the caller synchronises inside it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Callable, ContextManager, Iterator
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a rank's time.
+
+    Attributes:
+        kind: forward, backward, weight, recompute, read, scratch, wait, send, halo, norm-exchange, reduce or update.
+        name: of an action its ``name``, such as ``F3,0`` (micro-batch 3, stage 0); else free text.
+        start, end: seconds since the start of the trace.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Trace:
+    """Spans of one rank in ``spans``, in order of their end::
+
+        with trace.span(action.kind, action.name):
+            ...
+
+    Args:
+        rank: of the row that the spans make in pictures.
+        clock: in seconds; time is counted from here on, so make the traces of all ranks right after a barrier.
+    """
+
+    def __init__(self, rank: int = 0, clock: Callable[[], float] = time.perf_counter):
+        self.rank, self.spans, self._clock = rank, [], clock
+        self._start = clock()
+
+    def now(self) -> float:
+        """Seconds since the start of the trace."""
+        return self._clock() - self._start
+
+    @contextmanager
+    def span(self, kind: str, name: str) -> Iterator[None]:
+        """What happens inside is one span, also when it fails."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(self.rank, kind, name, start, self.now()))
+
+
+class NoTrace:
+    """Watches nothing."""
+
+    spans: tuple[Span, ...] = ()
+    _nothing: ContextManager[None] = nullcontext()
+
+    def span(self, kind: str, name: str) -> ContextManager[None]:
+        return self._nothing
+
+
+class TracedComm:
+    """A communicator whose collectives without waiting are spans, from the call until they are seen complete.
+
+    It stands in for the communicator only while somebody watches, so that nothing is asked of those who use it.
+
+    Args:
+        kind: of the spans.
+    """
+
+    def __init__(self, comm, trace: Trace, kind: str):
+        self._comm, self._trace, self._kind = comm, trace, kind
+
+    def __getattr__(self, name: str):
+        return getattr(self._comm, name)
+
+    def Iallgather(self, *buffers):
+        return self._watched("allgather", lambda: self._comm.Iallgather(*buffers))
+
+    def Iallreduce(self, *buffers):
+        return self._watched("allreduce", lambda: self._comm.Iallreduce(*buffers))
+
+    def _watched(self, name: str, call: Callable) -> "_Request":
+        span = self._trace.span(self._kind, name)
+        span.__enter__()
+        return _Request(call(), span)
+
+
+class _Request:
+    """An MPI request that ends its span when it is complete."""
+
+    def __init__(self, request, span: ContextManager[None]):
+        self._request, self._span = request, span
+
+    def Test(self) -> bool:
+        done = self._request.Test()
+        if done:
+            self._span.__exit__(None, None, None)
+        return done

@@ -1,0 +1,205 @@
+"""Stored maps on their way between the stages of a pipeline, strip by strip, while both ends compute.
+
+Who makes a map that another stage reads sends its rows as soon as they are final. The reader stores them and waits for no more
+than the rows that its next window looks at, so stages work on one image at the same time, each a few tiles behind the one before::
+
+    stage 0    tile 0   tile 1   tile 2   tile 3
+    stage 1             tile 0   tile 1   tile 2   tile 3
+
+Gradients come back the same way. Rows wait in their map, not in memory, until there is room on the way: a map under way takes two
+messages of a rank's memory. A message has the rows that are final by then, up to some bytes; how many tells its length. Messages move on between layers and in
+waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+from typing import Callable, Iterator, TypeVar
+
+import torch
+from torch import Tensor
+
+from distseg.comm.mail import Mail, Message
+from distseg.comm.memory_format import channels_last
+from distseg.comm.waits import When
+from distseg.runtime.offload import Map, VectorMap
+from distseg.tiling.tile import Box
+
+_STRIP = 1e6  # bytes of a message at most, but for a row
+_UNDER_WAY = 2  # messages of a map
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sending:
+    """A map on its way to another rank.
+
+    Args:
+        box: the part that goes; all of it by default.
+        then: called once all is sent.
+
+    Attributes:
+        final: rows before this one, counted as the map's box does, will not change any more.
+        done: whether all is sent.
+    """
+
+    def __init__(self, stored: Map | VectorMap, box: Box | None = None, then: Callable[[], None] = lambda: None):
+        self.box = box or stored.box
+        self.stored, self.final, self.done, self._then = stored, self.box.start[0], False, then
+        self._most, self._next = _rows(stored, self.box), self.box.start[0]
+        self._head: Tensor | None = _head(stored)
+        self._under_way: deque[Message] = deque()
+
+    def progress(self, start: Callable[[Tensor], Message]) -> bool:
+        """Move on; whether all is sent. ``start``: begins to send a tensor."""
+        while self._under_way and self._under_way[0].came is not None:
+            self._under_way.popleft()
+        while len(self._under_way) < _UNDER_WAY and (what := self._ready()) is not None:
+            self._under_way.append(start(what))
+        self.done = self._next == self.box.stop[0] and not self._under_way
+        if self.done:
+            self._then()
+        return self.done
+
+    def _ready(self) -> Tensor | None:
+        """What goes next: the head, then all rows that are final, as many as a message has at most; of a vector all or nothing."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._next = self._next if self.box.pixels else self.box.stop[0]  # there is nothing else
+            return head
+        rows = min(self.final, self._next + self._most, self.box.stop[0]) - self._next
+        if rows <= 0 or isinstance(self.stored, VectorMap) and self.final < self.box.stop[0]:
+            return None
+        self._next += rows
+        return self.stored.take(_strip(self.box, self._next - rows, self._next))
+
+
+class Receiving:
+    """A map on its way from another rank.
+
+    Args:
+        box: what comes.
+        make: the map that is to hold it, perhaps with more, from a tensor like it.
+
+    Attributes:
+        stored: that map, once its first message is there.
+        there: rows before this one are there, counted as the map's box does.
+    """
+
+    def __init__(self, box: Box, make: Callable[[Tensor], Map | VectorMap]):
+        self.box, self.there, self._make = box, box.start[0], make
+        self.stored: Map | VectorMap | None = None
+        self._most = 0
+        self._under_way: deque[Message] = deque()
+
+    def progress(self, start: Callable[[Tensor], Message]) -> bool:
+        """Move on; whether all is there. ``start``: begins to receive a tensor, or less than it has room for."""
+        while True:
+            while len(self._under_way) < _UNDER_WAY and (room := self._wanted()) is not None:
+                self._under_way.append(start(room))
+            if not self._under_way:
+                return True
+            if (size := self._under_way[0].came) is None:
+                return False
+            values = self._under_way.popleft().values
+            if self.stored is None:
+                self._begin(values)
+            else:
+                self._put(values, size)
+
+    def _wanted(self) -> Tensor | None:
+        """Room for the next message, if it is sure to come: those before it may bring all that is left."""
+        if self.stored is None:
+            return None if self._under_way else torch.empty(4, dtype=torch.int64)
+        if self.there + self._most * len(self._under_way) >= self.box.stop[0]:
+            return None
+        return self.stored.room(_strip(self.box, self.there, min(self.there + self._most, self.box.stop[0])))
+
+    def _begin(self, head: Tensor) -> None:
+        self.stored = self._make(_like(head, len(self.box.size)))
+        self._most = _rows(self.stored, self.box)
+        if not self.box.pixels:
+            self.there = self.box.stop[0]
+
+    def _put(self, room: Tensor, size: int) -> None:
+        """Rows as they came, in the first ``size`` bytes."""
+        whole = isinstance(self.stored, VectorMap)
+        rows = self.box.size[0] if whole else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
+        strip = _strip(self.box, self.there, self.there + rows)
+        self.stored.put(strip, room if whole else self.stored.within(room, strip))
+        self.there = strip.stop[0]
+
+
+_T = TypeVar("_T", Sending, Receiving)
+
+
+class Transfers:
+    """All maps under way to and from this rank.
+
+    Args:
+        comm: of the pipeline's ranks. Maps of the same ends and tag travel one after another, in the order of the calls at either end.
+    """
+
+    def __init__(self, comm):
+        self._mail = Mail(comm)
+        self._queues: dict[tuple, deque[Sending | Receiving]] = {}
+
+    def begin(self, transfer: _T, peer: int, tag: int) -> _T:
+        """Put a map on its way to or from another rank; :meth:`progress` moves it."""
+        self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)
+        return transfer
+
+    def progress(self) -> None:
+        """Move everything on, without waiting."""
+        for (kind, peer, tag), queue in list(self._queues.items()):
+            start = self._mail.begin_send if kind is Sending else self._mail.begin_receive
+            while queue and queue[0].progress(lambda values: start(values, peer, tag)):
+                queue.popleft()
+            if not queue:
+                del self._queues[kind, peer, tag]
+
+    def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
+        """Until all rows before ``row`` are there, of those that come this way."""
+        row = min(row, receiving.box.stop[0])
+        while receiving.there < row:
+            before = receiving.there  # each arrival begins the time anew in which the next has to come
+            self._until(lambda: receiving.there > before, what, "wait")
+
+    def wait_sent(self, sending: Sending, what: str) -> None:
+        if not sending.done:
+            self._until(lambda: sending.done, what, "send")
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Inside, all waits move maps on."""
+        with self._mail.waits.moving(self.progress):
+            yield
+
+    def flush(self) -> None:
+        """Until nothing is under way."""
+        self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
+
+    def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
+        self._mail.waits.wait(When(lambda: self.progress() or condition()), what, kind)
+
+
+def _rows(stored: Map | VectorMap, box: Box) -> int:
+    """Of a message at most; of a vector all."""
+    if isinstance(stored, VectorMap):
+        return max(1, box.size[0])
+    return max(1, int(_STRIP * box.size[0] / max(1, stored.bytes_of(box))))
+
+
+def _strip(box: Box, first: int, stop: int) -> Box:
+    return Box((first, *box.start[1:]), (stop, *box.stop[1:]))
+
+
+def _head(stored: Map | VectorMap) -> Tensor:
+    """What the other side must know to make a map like this one."""
+    return torch.tensor([stored.images, stored.channels, _TYPES.index(stored.dtype), 2 * isinstance(stored, VectorMap) + stored.last])
+
+
+def _like(head: Tensor, dims: int) -> Tensor:
+    images, channels, kind, lies = head.tolist()
+    x = torch.empty(images, channels, *(1 if lies == 2 else 2,) * dims, dtype=_TYPES[kind])
+    return x.contiguous(memory_format=channels_last(x.dim())) if lies == 1 else x

@@ -1,0 +1,298 @@
+"""Checkpoints as they lie on the disk: weights, buffers and optimizer state as safetensors, all else as a JSON manifest.
+
+Each stage of a pipeline has files of its own layers. Tensors are keyed by the layer's name, so any mesh, of any number of
+stages, can load what any other wrote. Nothing is unpickled. The manifest holds a checksum of every tensor, and one of
+itself, so that damage is told and not trained on::
+
+    runs/demo/checkpoints/step-00000600/manifest.json
+                                        weights-1-of-2.safetensors      enc0_conv0.weight, ...
+                                        weights-2-of-2.safetensors      dec0_conv0.weight, ...
+                                        optimizer-1-of-2.safetensors    enc0_conv0.weight/exp_avg, ...
+    runs/demo/checkpoints/last.json     which one is the last, which one the best
+
+They are written by :mod:`distseg.training.checkpoint.saving`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from distseg.comm.replicas import broadcast, broadcast_tensor
+from distseg.report.disk import whole
+from distseg.training.checkpoint.tensors import names_in, read_tensors
+
+VERSION = 2  # 1 had no checksums
+FORMAT = "distseg checkpoint"
+MANIFEST, INDEX, FOLDER = "manifest.json", "last.json", "checkpoints"
+KINDS = ("weights", "optimizer")
+_KEYS = {"version": int, "parts": int, "step": int}  # what every manifest has
+_RUN_KEYS = {"epoch": int, "channels": list, "config": dict, "data": dict}  # and those of runs
+
+
+def find(path: str | Path, which: str = "best") -> Path:
+    """The folder of a checkpoint: ``path`` itself, or one of the run ``path``.
+
+    Args:
+        which: best, last, or a name such as step-00000600.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    there = names_of(path)
+    if not there:
+        raise FileNotFoundError(f"no checkpoint in {path}: train first, or name the folder of a run or of one of its checkpoints")
+    if which not in ("best", "last"):
+        if which not in there:
+            raise FileNotFoundError(f"{path} has no checkpoint {which}: it has {', '.join(there)}")
+        return path / FOLDER / which
+    name = (read_index(path / FOLDER) or {}).get(which) or there[-1]
+    if name not in there:
+        print(f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: {there[-1]} is taken instead", file=sys.stderr)
+        name = there[-1]
+    return path / FOLDER / name
+
+
+def names_of(run: str | Path) -> list[str]:
+    """The checkpoints of a run, oldest first."""
+    return sorted(p.parent.name for p in (Path(run) / FOLDER).glob(f"step-*/{MANIFEST}"))
+
+
+def read_index(folder: Path) -> dict | None:
+    """Which checkpoint is the last and which the best; None where that is not told, or can not be read, which is said."""
+    try:
+        return _index_in(folder)
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as e:
+        print(f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the last and the best", file=sys.stderr)
+        return None
+
+
+def _index_in(folder: Path) -> dict:
+    index = json.loads((folder / INDEX).read_text())
+    if not (isinstance(index, dict) and isinstance(index.get("last"), str) and isinstance(index.get("best_score"), (float, int, type(None)))):
+        raise ValueError("it does not tell the last checkpoint and the best one's score")
+    if index.pop("digest", None) not in (None, digest_of(index)):
+        raise ValueError("its checksum is not that of its content")
+    return index
+
+
+def read_manifest(checkpoint: Path) -> dict:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: not a checkpoint of ours, a damaged one, or of a newer version.
+    """
+    file = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {file}: the checkpoint is not whole{_other(checkpoint)}") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{file} is damaged ({e}){_other(checkpoint)}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{file} is not the manifest of a distseg checkpoint")
+    _check_keys(file, manifest, _KEYS)
+    if manifest["version"] > VERSION:
+        raise ValueError(f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: update distseg")
+    if manifest["version"] > 1 and manifest.get("digest") != digest_of(manifest):
+        raise ValueError(f"{file} is damaged (its checksum is not that of its content){_other(checkpoint)}")
+    return manifest
+
+
+def read_run_manifest(checkpoint: Path) -> dict:
+    """The manifest of a checkpoint that training wrote, with all that evaluation, prediction and resuming need."""
+    manifest = read_manifest(checkpoint)
+    _check_keys(checkpoint / MANIFEST, manifest, _RUN_KEYS)
+    _check_keys(checkpoint / MANIFEST, manifest["data"], {"classes": list, "mean": list, "std": list})
+    return manifest
+
+
+def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
+    for key, kind in wanted.items():
+        if type(found.get(key)) is not kind:
+            raise ValueError(f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is damaged or was changed by hand; use another checkpoint")
+
+
+def digest_of(manifest: dict) -> str:
+    """Of all that a manifest says, and through its checksums of the whole checkpoint."""
+    return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    manifest = json.loads(json.dumps(manifest, default=str))
+    write_json(folder / MANIFEST, {**manifest, "digest": digest_of(manifest)})
+
+
+def write_index(folder: Path, index: dict) -> None:
+    write_json(folder / INDEX, {**index, "digest": digest_of(index)})
+
+
+def write_json(path: Path, content: dict) -> None:
+    with whole(path) as growing:
+        growing.write_text(json.dumps(content, indent=1, default=str))
+
+
+# tensors
+
+
+def file_of(kind: str, part: int, parts: int) -> str:
+    return f"{kind}-{part}-of-{parts}.safetensors"
+
+
+@torch.no_grad()
+def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None:
+    """Copy a checkpoint's weights and buffers into ``model``.
+
+    Args:
+        part: ``model`` holds some of the layers only; the checkpoint has more.
+
+    Raises:
+        ValueError: names or shapes differ; says which, both shapes, and that the model is another. Or damage, with the tensor's name.
+    """
+    own = model.state_dict()
+    tensors, names = _load_tensors(checkpoint, "weights", lambda name: not part or name in own)
+    for name in own if part else [*own, *names]:
+        if name not in tensors or name not in own or tensors[name].shape != own[name].shape:
+            raise ValueError(
+                f"checkpoint {checkpoint} is of another model: {name} is {_shape(tensors, name)} in the checkpoint and {_shape(own, name)} in the "
+                "model: use the model section of the checkpoint's manifest.json"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
+@torch.no_grad()
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer's state, bit by bit."""
+    names = {p: name for name, p in model.named_parameters()}
+    own = set(names.values())
+    saved, every = _load_tensors(checkpoint, "optimizer", lambda key: key.rpartition("/")[0] in own)
+    known = {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else {"step", "exp_avg", "exp_avg_sq"}
+    others = {key.rpartition("/")[2] for key in every} - known
+    if others:
+        raise ValueError(
+            f"checkpoint {checkpoint} holds the state of another optimizer ({', '.join(sorted(others))}) than {type(optimizer).__name__}: "
+            "resume with the optim section of its manifest.json"
+        )
+    for p in parameters_of(optimizer):
+        state = {key.rpartition("/")[2]: value for key, value in saved.items() if key.rpartition("/")[0] == names.get(p)}
+        for key, value in state.items():
+            optimizer.state[p][key] = _state_like(p, value.shape, value.dtype).copy_(value)
+
+
+def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
+    """Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA."""
+    return torch.empty_like(p, dtype=dtype) if tuple(shape) == tuple(p.shape) else torch.empty(shape, dtype=dtype, device=p.device)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors keyed as ``parameter/field``."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
+
+
+@torch.no_grad()
+def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
+    """Give every rank the weights, buffers and optimizer state of the communicator's first. Collective."""
+    if comm.size == 1:
+        return
+    broadcast(model, comm)
+    parameters = parameters_of(optimizer)
+    forms = [(i, key, tuple(v.shape), v.dtype) for i, p in enumerate(parameters) for key, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)]
+    for i, key, shape, dtype in comm.bcast(forms, root=0):
+        state = optimizer.state[parameters[i]]
+        if comm.rank != 0:
+            state[key] = _state_like(parameters[i], shape, dtype)
+        broadcast_tensor(state[key], comm)
+
+
+def _shape(tensors: dict[str, Tensor], name: str) -> str:
+    return "x".join(map(str, tensors[name].shape)) or "a number" if name in tensors else "missing"
+
+
+def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
+    """The wanted tensors of all parts, and the names of all."""
+    tensors, names = {}, []
+    manifest = read_manifest(checkpoint)
+    for path, sums in _files(checkpoint, manifest, kind):
+        try:
+            names += sorted(sums) if sums is not None else names_in(path)
+            for name, tensor, found in read_tensors(path, wanted):
+                if sums is not None and found != sums.get(name):
+                    raise ValueError(f"{path} is damaged: {name} has the checksum {found}, not {sums.get(name)}")
+                tensors[name] = tensor
+            if lost := [name for name in sums or () if wanted(name) and name not in tensors]:
+                raise ValueError(f"{path} is damaged: {lost[0]} is not in it")
+        except FileNotFoundError as e:
+            raise FileNotFoundError(f"{e}: the checkpoint is not whole{_other(checkpoint)}") from None
+        except ValueError as e:
+            raise ValueError(f"{e}{_other(checkpoint)}") from None
+    return tensors, names
+
+
+def _files(checkpoint: Path, manifest: dict, kind: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
+    """A kind's files with the checksums of their tensors; None for a version that had none."""
+    for part in range(1, manifest["parts"] + 1):
+        name = file_of(kind, part, manifest["parts"])
+        yield checkpoint / name, None if manifest["version"] == 1 else manifest["tensors"][name]
+
+
+def _other(checkpoint: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
+    there = f" ({', '.join(others[-3:])}; --train.resume NAME)" if others else ""
+    return f": use another checkpoint of the run{there}"
+
+
+def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:
+    """What is damaged in a run's checkpoints, or in a single one, each in a sentence; every tensor is read.
+
+    Args:
+        note: told what is read next.
+    """
+    run = Path(run)
+    checkpoints = [run] if (run / MANIFEST).exists() else sorted((run / FOLDER).glob("step-*"))
+    if not checkpoints:
+        raise FileNotFoundError(f"no checkpoint in {run}: name the folder of a run or of one of its checkpoints")
+    findings = [] if run in checkpoints else _check_index(run)
+    for checkpoint in checkpoints:
+        note(str(checkpoint))
+        findings += _check_checkpoint(checkpoint)
+    return findings
+
+
+def _check_index(run: Path) -> list[str]:
+    try:
+        index = _index_in(run / FOLDER)
+    except (ValueError, OSError) as e:
+        return [f"{run / FOLDER / INDEX} is damaged ({e})"]
+    there = names_of(run)
+    lost = [which for which in ("best", "last") if index.get(which) not in (None, *there)]
+    return [f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}" for which in lost]
+
+
+def _check_checkpoint(checkpoint: Path) -> list[str]:
+    findings = []
+    for kind in KINDS:
+        try:
+            if kind == KINDS[0] and read_manifest(checkpoint)["version"] == 1:
+                findings.append(f"{checkpoint} is of version 1, which has no checksums: only whole files can be told from cut ones")
+            _load_tensors(checkpoint, kind, lambda name: True)
+        except (ValueError, OSError) as e:
+            findings.append(str(e))
+    return list(dict.fromkeys(findings))

@@ -1,0 +1,161 @@
+"""Weights to begin a run with (``train.init``): of a file of safetensors, or of another run.
+
+What goes where is settled by names and shapes alone, before any work; then each rank reads what its layers take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from distseg.models.bands import channels_of
+from distseg.models.layers import Derived
+from distseg.models.network import calls_of, channels_of_maps, user_names
+from distseg.training.checkpoint.files import file_of, find, read_manifest
+from distseg.training.checkpoint.tensors import read_tensors, shapes_in
+
+_TOLD = 3  # names in a line
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a network takes of some files.
+
+    Attributes:
+        files: where the tensors are.
+        sources: of the network's own names, those in the files.
+        lines: what is to be told.
+    """
+
+    files: tuple[Path, ...]
+    sources: Mapping[str, str]
+    lines: tuple[str, ...]
+
+    @torch.no_grad()
+    def load(self, model: nn.Module) -> None:
+        """Copy what ``model``, which may have some of the layers only, takes.
+
+        Raises:
+            ValueError: a file is damaged, or a weight is no number.
+        """
+        own = {self.sources[name]: tensor for name, tensor in model.state_dict().items() if name in self.sources}
+        for file in self.files:
+            for name, found, _ in read_tensors(file, own.__contains__):
+                if found.is_floating_point() and not found.isfinite().all():
+                    raise ValueError(f"train.init {file} has values in {name} that are no numbers: choose another file")
+                own[name].copy_(found if found.shape == own[name].shape else of_bands(found, own[name].shape[1]))
+
+
+def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = None) -> Pretrained:
+    """What a network takes of the weights in ``path``.
+
+    Args:
+        path: a file, whose names are those of the user's module, or the folder of a run, whose names are those of its network, or of another made of the same module.
+        model: perhaps only outlined.
+        renamed: how names in the file begin, and how the network's do.
+
+    Raises:
+        ValueError: not a file of safetensors, another network's, or a tensor of another shape, but for the layer that reads the image, and for
+            the last one.
+    """
+    folder = Path(path).is_dir()
+    files = _of_run(path) if folder else [_checked(path)]
+    shapes = {_renamed(name, renamed or {}): (name, shape) for file in files for name, shape in shapes_in(file).items()}
+    own = model.state_dict()
+    names = {name: name if folder and name in shapes else user for user, name in user_names(((name, name) for name in own), model).items()}
+    classes, readers = channels_of(model)[1], _readers(model)
+    sources, anew, adapted = {}, [], []
+    for name, tensor in own.items():
+        there, shape = shapes.get(names[name], (None, ()))
+        if there is None or shape == tuple(tensor.shape):
+            sources |= {name: there} if there is not None else {}
+            anew += [names[name]] if there is None and tensor.is_floating_point() else []
+        elif name in readers and len(shape) > 2 and (shape[0], *shape[2:]) == (tensor.shape[0], *tensor.shape[2:]):
+            sources[name] = there
+            adapted.append(f"{names[name]} from {shape[1]} bands to {tensor.shape[1]}{readers[name]}")
+        elif shape[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] == classes:
+            anew.append(names[name])
+        else:
+            raise ValueError(
+                f"train.init {path} is of another network: {there} is {_size(shape)} in the file, and {names[name]} is {_size(tensor.shape)} here: use the same settings of "
+                "model, or take this tensor out of the file"
+            )
+    if not any(own[name].is_floating_point() for name in sources):
+        raise ValueError(
+            f"train.init {path} has nothing of this network: its names are such as {_some(shapes)}, the network's such as {_some(list(names.values()))}: "
+            'set train.init_names, such as {"backbone.": "encoder."}'
+        )
+    unused = sorted({there for there, _ in shapes.values()} - set(sources.values()))
+    lines = [f"begins with {len(sources)} of its {len(own)} tensors from {path}"]
+    lines += [f"begins anew, as the file has no such: {_some(anew)}"] if anew else []
+    lines += [f"adapted: {'; '.join(adapted)}"] if adapted else []
+    lines += [f"of the file not used: {_some(unused)}"] if unused else []
+    return Pretrained(tuple(files), sources, tuple(lines))
+
+
+def _readers(model: nn.Module) -> dict[str, str]:
+    """Return the weights of convolutions that read the image, or some of its bands, and what is to be said where one is adapted."""
+    bands = channels_of(model)[0]
+    try:
+        calls, channels = calls_of(model), channels_of_maps(model)
+    except ValueError:  # not followed: by the number of bands
+        return {name: "" for name, p in model.state_dict().items() if p.dim() > 2 and p.shape[1] == bands}
+    of_image, found = {0}, {}
+    for made, (call, count) in enumerate(zip(calls, channels[1:]), 1):
+        if len(call.inputs) > 1 or call.inputs[0] not in of_image:
+            continue
+        weights = {name: p for name, p in call.layer.state_dict().items() if p.dim() > 1}
+        conv = call.layer.inner if isinstance(call.layer, Derived) else call.layer
+        if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.groups == 1:
+            said = " (its weight is computed, so alike bands may give something else than before)" if conv is not call.layer else ""
+            found |= {f"{call.name}.{name}": said for name, p in weights.items() if p.dim() > 2}
+        elif not weights and count <= bands:
+            of_image.add(made)
+    return found
+
+
+def of_bands(weight: Tensor, bands: int) -> Tensor:
+    """The weight (O, I, *kernel) of a layer that reads images, for another number of bands: repeated, and scaled so that alike bands give what they gave.
+
+    One band takes the sum over all (Wightman, timm's ``adapt_input_conv``).
+    """
+    if bands == 1:
+        return weight.sum(1, keepdim=True)
+    times = -(-bands // weight.shape[1])
+    return weight.repeat(1, times, *(1 for _ in weight.shape[2:]))[:, :bands] * (weight.shape[1] / bands)
+
+
+def _checked(path: str) -> Path:
+    file = Path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"train.init is {path}, which is not there: name a file NAME.safetensors, or the folder of a run")
+    if file.suffix != ".safetensors":
+        raise ValueError(
+            f"train.init is {path}, but weights are read from NAME.safetensors or the folder of a run: pickles (.pt, .pth) may run code of whoever wrote them where they "
+            f"are read. If you trust it, write it anew: safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), {file.stem + '.safetensors'!r})"
+        )
+    return file
+
+
+def _of_run(path: str) -> list[Path]:
+    checkpoint = find(path)
+    parts = read_manifest(checkpoint)["parts"]
+    return [checkpoint / file_of("weights", part, parts) for part in range(1, parts + 1)]
+
+
+def _renamed(name: str, renamed: Mapping[str, str]) -> str:
+    start = max((start for start in renamed if name.startswith(start)), key=len, default=None)
+    return name if start is None else renamed[start] + name[len(start) :]
+
+
+def _size(shape) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+def _some(names) -> str:
+    names = list(names)
+    return ", ".join(names[:_TOLD]) + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")

@@ -1,0 +1,344 @@
+"""Settings that can not be together, in one table: two settings, why not, and the repair.
+
+Either they contradict each other, or one would be without effect beside the other: who sets it believes that it acts. Both are refused before
+any work (:func:`check_settings`). Where only the mesh or the model of the day leaves a setting without effect, as when a config of many ranks is
+tried on one, it is told instead (:func:`notes`). The loss refuses what its terms do not take (:class:`distseg.layers.loss.Loss`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Callable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from distseg.config.settings import Config
+from distseg.config.sizes import Extents
+from distseg.data.sampler import crop_size
+from distseg.data.store.store import Store
+from distseg.layers.graph import graph_of
+from distseg.layers.loss import of_numbers
+from distseg.layers.norm import NORMS, STATISTICAL, kind_of, tracks
+from distseg.models.layers import VectorNorm
+from distseg.models.network import calls_of, of_image
+from distseg.planning.streaming import tiles_in_time
+from distseg.runtime.devices import stages_of
+from distseg.tiling.layout import Layout
+
+_DEFAULTS = Config()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A config, and the norms of its plain model by name, as far as there is one."""
+
+    config: Config
+    norms: Sequence[tuple[str, nn.Module]] = ()
+
+    @property
+    def in_time(self) -> bool:
+        return tiles_in_time(self.config)
+
+    @property
+    def stages(self) -> int:
+        """Of a rank that drives several devices."""
+        return stages_of(self.config.pipeline)
+
+    @property
+    def norm(self) -> str | None:
+        return norm_of(self.config)
+
+    @property
+    def on_devices(self) -> bool:
+        return self.config.pipeline.placement == "devices"
+
+    @property
+    def windows(self) -> bool:
+        return self.config.spatial.norm_scope == "window"
+
+    @property
+    def live(self) -> str | None:
+        """The first norm that takes statistics in training."""
+        return self._first(self._is_live)
+
+    @property
+    def untracked(self) -> str | None:
+        """The first norm that has no running statistics."""
+        return self._first(lambda norm: isinstance(norm, NORMS) and not tracks(norm))
+
+    @property
+    def shared(self) -> str | None:
+        """The first norm whose statistics ranks share in training, and how many do."""
+        return self._first(
+            lambda norm: not self.windows and self._is_live(norm) and self._ranks(norm) > 1, lambda norm: f" would share its statistics with {self._ranks(norm)} ranks"
+        )
+
+    def _ranks(self, norm: nn.Module) -> int:
+        mesh = self.config.mesh
+        return mesh.tiles.volume * (mesh.samples if self.config.spatial.norm_scope == "step" and kind_of(norm) == "batch" else 1)
+
+    def _is_live(self, norm: nn.Module) -> bool:
+        return not (self.config.spatial.frozen_norm and tracks(norm))
+
+    def _first(self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: "") -> str | None:
+        """Its name and kind, and what else is said of it."""
+        return next((f"{name} ({kind_of(norm)}{' norm' if isinstance(norm, NORMS) else ' over the image'}){more(norm)}" for name, norm in self.norms if which(norm)), None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``setting``, where it is not the default's, is ``refused`` beside ``other``; ``why``, and the repair, with the config as ``c`` and the facts as ``f``."""
+
+    setting: str
+    other: str
+    refused: Callable[[Facts], bool]
+    why: str
+
+
+def _with(setting: str, facts: Facts) -> bool:
+    """Whether ``setting`` is what makes ranks compute tiles in time."""
+    return facts.in_time and (setting == "run.memory") == (facts.config.spatial.in_time == "auto")
+
+
+def _in_time(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
+    """Of either setting by which tiles are computed in time."""
+    rule = lambda setting: Rule(setting, other, lambda f: _with(setting, f) and beside(f), why)
+    return rule("spatial.in_time"), rule("run.memory")
+
+
+def _with_patchgd(setting: str) -> "Rule":
+    return Rule(setting, "train.method", lambda f: f.config.train.method == "patchgd", "train.method is patchgd, which computes patches, each as a whole image on one rank: leave one of them out")
+
+
+RULES = (
+    # contradictions
+    *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.in_time", "spatial.halo",
+                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "model.outputs")),
+    Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
+    *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
+      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once", "grid", "statistics", "y_filling")),
+    Rule("patchgd.grid", "patchgd.head", lambda f: f.config.patchgd.head in ("cnn", "cnn-max", "transformer", "attention"),
+         "patchgd.head {c.patchgd.head} takes any grid: set that to conv3 or conv4, or leave patchgd.grid out"),
+    Rule("spatial.halo", "spatial.exchange_every", lambda f: f.config.spatial.exchanges,
+         "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one of them out"),
+    Rule("spatial.norm_scope", "spatial.exchange_every", lambda f: f.windows and f.config.spatial.exchanges,
+         "with spatial.exchange_every {c.spatial.exchange_every} there are no windows: set it to group or step"),
+    Rule("spatial.frozen_norm", "model.norm", lambda f: f.untracked is not None, "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave spatial.frozen_norm out"),
+    *_in_time("pipeline.placement", lambda f: f.on_devices,
+              "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
+    *_in_time("spatial.halo", lambda f: f.config.spatial.halo is not None, "tiles in time are exact windows: leave out spatial.halo, or it"),
+    *_in_time("spatial.norm_scope", lambda f: f.windows, "tiles in time are exact, and spatial.norm_scope window is not: leave that out, or it"),
+    Rule("run.memory", "spatial.in_time", lambda f: not f.in_time, "with spatial.in_time {c.spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out"),
+    Rule("spatial.in_time", "spatial.tiles_per_rank", lambda f: f.in_time and f.config.run.memory is None and f.config.spatial.tiles_per_rank.volume == 1,
+         "in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
+    Rule("spatial.in_time", "model.norm", lambda f: f.config.spatial.in_time == "recompute" and f.live is not None,
+         "{f.live} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, spatial.frozen_norm"),
+    Rule("pipeline.schedule", "spatial.in_time", lambda f: f.in_time and f.config.pipeline.schedule == "zb-h1",
+         "tiles in time (run.memory or spatial.in_time) free all that a tile holds in its backward pass, and put nothing off: set it to 1f1b, gpipe or auto"),
+    Rule("pipeline.placement", "spatial.exchange_every", lambda f: f.on_devices and f.config.spatial.exchanges,
+         "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank compute at once, where exchanges need one order: set that to all, or put "
+         "the stages on ranks (mesh.stages)"),
+    Rule("pipeline.placement", "mesh.stages", lambda f: f.on_devices and f.config.mesh.stages != 1,
+         "that puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set mesh.stages to 1, or pipeline.placement to line for a stage a rank"),
+    Rule("pipeline.placement", "pipeline.schedule", lambda f: f.on_devices and f.config.pipeline.schedule in ("1f1b", "zb-h1"),
+         "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe knows gpipe only: set it to gpipe or auto"),
+    Rule("pipeline.placement", "spatial.tiles_per_rank", lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
+         "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement to line"),
+    Rule("pipeline.placement", "mesh.tiles", lambda f: f.on_devices and f.shared is not None,
+         "threads then compute the stages, and {f.shared} from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, "
+         "train with model.norm none or spatial.frozen_norm, or set pipeline.placement to line"),
+    # without effect
+    Rule("model.groups", "model.norm", lambda f: f.norm not in ("group", None), "model.norm is {f.norm}: set it to group, or leave model.groups out"),
+    Rule("pipeline.recompute", "spatial.in_time", lambda f: f.in_time, "tiles in time (run.memory or spatial.in_time) compute again by themselves what they need: leave it out"),
+    Rule("spatial.fuse_below", "spatial.exchange_every", lambda f: not f.config.spatial.exchanges,
+         "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or level, or leave spatial.fuse_below out"),
+    Rule("spatial.scratch", "spatial.in_time", lambda f: not f.in_time,
+         "no maps wait without tiles in time: give run.memory or spatial.in_time, or leave it out (predict.scratch is prediction's)"),
+    Rule("spatial.tiles_per_rank", "run.memory", lambda f: f.in_time and f.config.run.memory is not None, "run.memory is given and decides the tiles: leave one of them out"),
+    Rule("data.focus_share", "data.focus_class", lambda f: f.config.data.focus_class is None, "data.focus_class is not set: name a class, or leave data.focus_share out"),
+    Rule("data.epoch_samples", "data.crop", lambda f: f.config.data.crop is None, "whole images are trained on, each once an epoch: set data.crop, or leave data.epoch_samples out"),
+    Rule("train.init_names", "train.init", lambda f: f.config.train.init is None, "train.init is not set: name a file, or leave train.init_names out"),
+    Rule("optim.decay_factor", "optim.schedule", lambda f: f.config.optim.schedule != "linear",
+         "optim.schedule is {c.optim.schedule}, which does not read it: set that to linear, or leave optim.decay_factor out"),
+    Rule("optim.momentum", "optim.name", lambda f: f.config.optim.name != "sgd", "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum out"),
+)  # fmt: skip
+
+
+def check_settings(config: Config, model: nn.Module | None = None) -> None:
+    """Refuse settings that contradict each other, or that would be without effect.
+
+    Args:
+        model: plain; without it, what depends on its norms is not looked at.
+
+    Raises:
+        ValueError: naming the setting, its value, the other one, why, and the repair.
+    """
+    facts = Facts(config, [] if model is None else [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)])
+    for rule in RULES:
+        value = of(config, rule.setting)
+        if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
+            shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
+            raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
+    together = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
+    vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
+    if vectors and together < 2 and not config.spatial.frozen_norm:
+        raise ValueError(
+            f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes statistics of one vector an image, so it needs at least 2 images in a batch: "
+            "set data.images to 2 or more, or spatial.norm_scope to step with several sample groups, or use another norm there"
+        )
+    scratch = config.spatial.scratch
+    if scratch not in (None, "memory") and not os.path.isdir(scratch):
+        raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")
+
+
+def _is_set(value, default) -> bool:
+    """Return True if a setting differs from its default, which for a grid of one tile has any dims."""
+    one = isinstance(default, Extents) and default.volume == 1
+    return value.volume != 1 if one and value is not None else value != default
+
+
+def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse images whose feature maps have too few cells for the statistics of a norm.
+
+    Args:
+        model: plain or captured.
+        sizes: the size of each sample by the name of its image.
+
+    Raises:
+        ValueError: naming the image, its size, the norm and the repair.
+    """
+    if config.spatial.norm_scope == "window":
+        return
+    together = config.data.images
+    if config.spatial.norm_scope == "step":
+        together *= config.mesh.samples * config.train.accumulate
+    for name, size in smallest(sizes).items():
+        for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
+            if count < 2:
+                raise ValueError(
+                    f"image {name!r} of {Extents(size)} pixels: the norm {norm} takes statistics of {count} value a "
+                    "channel there, and needs at least 2: leave the image out, take larger images or crops, or a "
+                    "smaller model.depth"
+                )
+
+
+def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return those sizes than which no other one is smaller or equal in every dim."""
+    found: dict[str, Sequence[int]] = {}
+    for name, size in sorted(sizes.items(), key=_volume):
+        if not any(all(m <= n for m, n in zip(other, size)) for other in found.values()):
+            found[name] = size
+    return found
+
+
+def _volume(item: tuple[str, Sequence[int]]) -> int:
+    return math.prod(item[1])
+
+
+def _values_of_norms(
+    model: nn.Module, size: Sequence[int], images: int, frozen: bool
+) -> Iterator[tuple[str, int]]:
+    """Yield the name of each active norm, and how many values each of its statistics is of."""
+    try:
+        graph = graph_of(model)
+        cells = Layout(graph, size, [(0, n) for n in size]).sizes
+    except ValueError:
+        return  # computed on whole images, by PyTorch; or a size that is refused elsewhere
+    for call, node in zip(calls_of(model), graph):
+        norm = call.layer
+        if not isinstance(norm, NORMS) or isinstance(norm, VectorNorm) or frozen and tracks(norm):
+            continue
+        times = {"batch": images, "group": 1, "instance": 1}[kind_of(norm)]
+        if isinstance(norm, nn.GroupNorm):
+            times = norm.num_channels // norm.num_groups
+        yield call.name, math.prod(cells[node.first]) * times
+
+
+def check_labels(store: Store, model: nn.Module, config: Config) -> None:
+    """Refuse a network, or a loss, that is for other labels than the store has.
+
+    Args:
+        model: plain, or captured.
+
+    Raises:
+        ValueError: naming both, and the repair.
+    """
+    numbers, size = len(store.classes) == 1, crop_size(store.size(store.split("train")[0]), config.data.crop)
+    if of_image(model, size) != store.of_images:
+        made, has = ("a vector of each image", "labels of pixels") if of_image(model) else ("a map of each image", "a label for each image")
+        raise ValueError(f"the network makes {made}, but {store.path} has {has}: take another network (model.name), or prepare the store with the labels that are meant")
+    if of_numbers(config.loss.name) != numbers:
+        has = f"a number for each image ({store.classes[0]})" if numbers else f"{len(store.classes)} classes"
+        raise ValueError(f"loss.name is {config.loss.name}, but {store.path} has {has}: take {'mse or l1' if numbers else 'cross_entropy'}")
+
+
+def notes(config: Config, model: nn.Module) -> list[str]:
+    """What this model or mesh leaves without effect, each in a sentence.
+
+    Args:
+        model: plain.
+    """
+    norms = [m for m in model.modules() if isinstance(m, NORMS)]
+    spatial, mesh = config.spatial, config.mesh
+    found = []
+    if spatial.norm_scope == "step" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
+        found.append("spatial.norm_scope step is without effect: the model has no batch norm")
+    if spatial.norm_scope == "window" and not norms:
+        found.append("spatial.norm_scope window is without effect: the model has no norm")
+    if spatial.frozen_norm and not norms:
+        found.append("spatial.frozen_norm is without effect: the model has no norm")
+    if (fewer := _fewer_groups(config, model)) is not None:
+        found.append(f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}")
+    if config.patchgd.statistics == "pass" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
+        found.append("patchgd.statistics pass is without effect: the model has no batch norm")
+    if config.model.outputs:
+        weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
+        found.append(f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction take {next(iter(config.model.outputs))}")
+    if config.pipeline.placement == "v" and mesh.stages == 1:
+        found.append("pipeline.placement v is without effect: mesh.stages is 1")
+    if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:
+        found.append(f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient")
+    return found
+
+
+def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
+    """A group norm that has fewer groups than the config says, and how many."""
+    groups = config.model.groups
+    if not groups or norm_of(config) != "group":
+        return None
+    every = ((name, layer.num_groups) for name, layer in model.named_modules() if isinstance(layer, nn.GroupNorm) and layer.num_channels % groups)
+    return next((found for found in every if found[1] != groups), None)
+
+
+def of(config: Config, setting: str):
+    """The value of ``section.field``."""
+    section, _, field = setting.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def norm_of(config: Config) -> str | None:
+    """The norm of a network by name; None of a user's own function, which may do what it likes with its arguments."""
+    from distseg.models.zoo import ZOO
+
+    name = config.model.name
+    if ":" in name:
+        return None
+    entry = ZOO.get(name)
+    return config.model.norm or (entry.arguments.get("norm") if entry else None) or "instance"
+
+
+def with_store(config: Config, ignore: int) -> Config:
+    """The config with the store's ignore value, which holds for its labels.
+
+    Raises:
+        ValueError: the config sets another one.
+    """
+    own = config.loss.ignore_index
+    if own not in (ignore, _DEFAULTS.loss.ignore_index):
+        raise ValueError(
+            f"loss.ignore_index is {own}, but the labels of {config.data.store} have {ignore} where nothing counts: leave loss.ignore_index out, "
+            f"or prepare the store with --ignore {own}"
+        )
+    return replace(config, loss=replace(config.loss, ignore_index=ignore))

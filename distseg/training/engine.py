@@ -1,0 +1,350 @@
+"""Everything a rank needs for optimizer steps, made from a config, a mesh and a plain model."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from typing import Callable, ContextManager, Sequence
+
+import torch
+from torch import nn
+
+from distseg.comm.agree import agree
+from distseg.comm.collective import add
+from distseg.comm.launch import keep_freed_memory, memory_in_use, together
+from distseg.comm.mesh import Mesh
+from distseg.comm.staging import upload
+from distseg.comm.watch import beat
+from distseg.config.settings import Config, SpatialConfig, output_weights
+from distseg.config.sizes import Extents
+from distseg.data.sampler import Rows
+from distseg.layers.context import Context
+from distseg.layers.conv import weights_apart
+from distseg.layers.graph import graph_of, reach_for
+from distseg.layers.loss import Loss
+from distseg.layers.norm import live_layers
+from distseg.models.bands import channels_of
+from distseg.models.capture.capture import hook_on_gradients
+from distseg.models.capture.hidden import check_apart, check_exact
+from distseg.models.layers import Fill, skip_store
+from distseg.models.memory import own_memory
+from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals, unbounded
+from distseg.planning.stages import partition_of, schedule_of
+from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, room_of, tiles_in_time
+from distseg.runtime.build import autocast, own_part, place_stages, used_reach
+from distseg.runtime.descent import Descent
+from distseg.runtime.devices import DevicePipeline, check_there, devices_of
+from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
+from distseg.runtime.optimizer import freeze, state_copies
+from distseg.runtime.parallelize import TiledModel
+from distseg.runtime.partition import Partition
+from distseg.runtime.pipeline import Pipeline
+from distseg.runtime.schedule import splits
+from distseg.runtime.stage import Stage
+from distseg.runtime.stored_halos import Borders
+from distseg.runtime.streaming import InTime
+from distseg.tiling.tile import Reach
+from distseg.tiling.tile_batch import Block, Piece, block_of
+from distseg.training.conflicts import check_settings
+from distseg.training.step import GradientStep, InTiles, LossHead, OnDevices, OnStages
+
+
+class Engine(Descent):
+    """A model ready to train on this rank's windows.
+
+    Args:
+        model: the plain model, whole but perhaps only outlined (on the meta device). It is changed in place: of its layers
+            only those of this rank's stages stay, on ``device``.
+        image: the size of a step's images in pixels, by which stages are balanced.
+        device: of this rank; with ``pipeline.placement: devices`` only its kind, or its number among the node's GPUs, counts.
+        precision: fp32, bf16 (autocast) or fp64.
+
+    Raises:
+        ValueError: a model, or settings, that can't be trained, before any work and on all ranks.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
+    ):
+        self.config, self.mesh, self.precision, self.channels_last = config, mesh, precision, channels_last
+        mesh.waits.timeout = config.run.timeout
+        with together(mesh.world):
+            check_there(config.pipeline)
+            check_settings(config, model)
+            self.devices = devices_of(config, device)
+            self.device = self.devices[0]
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # with pipeline.placement devices another than the launcher chose
+            self.autocast = autocast(precision, device)
+            freeze(model, config.optim)
+            check_trainable(model)
+            check_exact(model, image)
+            if config.spatial.norm_scope == "step" and config.mesh.samples > 1:
+                check_apart(model, image)
+            told = fingerprint_of(model)
+            own_memory(model)
+            check_parts(config, model)
+            self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
+            self.reach = used_reach(self.exact, config.spatial)
+            self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
+            self.loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
+            activations = activations_of(model, self.exchange, precision, channels_last) if tiles_in_time(config) else None
+            self.context = _context(config, mesh, splits(schedule_of(config)))
+            self.partition = partition_of(config, model, image, self.reading, device.type)
+            self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
+            place_stages(self.model, self.partition, self.devices, precision, channels_last)
+        agree(mesh.world, {"what the network calls": told}, "Let its forward pass not follow the order of a set, the process, or the rank")
+        super().__init__(config, mesh, model, self.device)
+        budget = self._budget(config.run.memory) if activations and config.run.memory is not None else None
+        with together(mesh.world):
+            self.gradient_step = self._gradient_step(activations, budget)
+
+    def _gradient_step(self, activations: Activations | None, budget: float | None) -> GradientStep:
+        config, mesh = self.config, self.mesh
+        partition = self.partition or Partition.whole()
+        rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
+        head = LossHead(self.loss, rows, mesh.replicas) if mesh.stage == partition.placement[-1] else None
+        stages = [
+            Stage(s, self.model, self.partition and partition.ranges[s], partition.incoming(s), partition.outgoing(s), head if s + 1 == partition.stages else None, self.autocast)
+            for s in partition.stages_of(mesh.stage)
+        ]
+        self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
+        if config.pipeline.placement == "devices":
+            way = OnDevices(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute))
+        elif activations:
+            way = InTiles(self._in_time(activations, budget), head, self.loss, order_in_time(config, self.loss.linear, bool(self.exchange.stored)))
+        else:
+            way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
+        return GradientStep(way, head, self.loss, self.context)
+
+    def _budget(self, memory: int) -> float:
+        """Bytes for the activations of tiles in time: the same on all ranks, as each stage knows the tiles of all."""
+        keep_freed_memory(large=False)
+        return room_of(memory, self.base_memory(), "weights, gradients and the optimizer's state", self.mesh.world)
+
+    def _in_time(self, activations: Activations, budget: float | None) -> InTime:
+        return make_in_time(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
+
+    @property
+    def in_time(self) -> InTiles | None:
+        """How tiles in time are computed, where they are."""
+        return self.gradient_step.way if isinstance(self.gradient_step.way, InTiles) else None
+
+    def base_memory(self) -> int:
+        """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
+        weights = sum(p.numel() * p.element_size() for p in self.parameters)
+        cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
+        gradients = 0 if self.device.type == "cuda" and self.gradients.buckets else weights  # buckets a GPU has at once, a CPU once they are written
+        return memory_in_use(self.device) + gradients + weights * state_copies(self.config.optim) + cast
+
+    @property
+    def reading(self) -> Reach:
+        """What is read around a tile: nothing, where borders of pixels are exchanged."""
+        return read_around(self.config, self.reach, self.exchange)
+
+    def to_device(self, piece: Piece) -> Piece:
+        """The piece where the model begins, labels where it ends, in its dtype and memory format."""
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        pixels, labels = piece.pixels, piece.labels
+        if pixels is not None:
+            pixels = upload(pixels, self.device, dtype, self.channels_last)
+        if labels is not None:
+            labels = upload(labels, self.devices[-1])
+        return Piece(pixels, labels, piece.place)
+
+    def to_blocks(self, piece: Piece | Block) -> Block:
+        """The same for what is read part by part."""
+        block = piece if isinstance(piece, Block) else block_of(piece, self.config.loss.ignore_index)
+        pixels = lambda box: self.to_device(Piece(block.pixels(box), None, block.place)).pixels
+        labels = lambda box: self.to_device(Piece(None, block.labels(box), block.place)).labels
+        return Block(block.place, pixels, labels)
+
+    def backward(self, micro_batches: list[list[Piece | Block]]) -> float:
+        """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
+        self.gradients.zero()
+        prepared = self.to_blocks if self.in_time else self.to_device
+        with self.mesh.waits.putting_off():
+            loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
+        self.gradients.settle()
+        beat("sum of the gradients")
+        self.reducer.sum(self.gradients.buckets)
+        return self._over_stages(loss)
+
+    def watch_step(self, watch: Callable[[float], None]) -> None:
+        """Have ``watch`` told the share of a step that is done, where steps are long: with tiles in time."""
+        if self.in_time:
+            self.in_time.executor.watch = watch
+
+    def step(self, micro_batches: list[list[Piece | Block]], rate: float) -> tuple[float, float]:
+        """An optimizer step; returns the loss and the gradient's norm before clipping."""
+        loss = self.backward(micro_batches)
+        return loss, self.update(rate)
+
+    def pixels(self, micro_batches: list[list[Piece | Block]]) -> int:
+        """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
+        return self.mesh.replicas.size * sum(len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces)
+
+    def update(self, rate: float) -> float:
+        """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
+        norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5
+        self.descend(rate, norm, self.context.epoch)
+        self.model.commit_statistics()
+        return norm
+
+    def _over_stages(self, part: float) -> float:
+        """The sum over the pipeline's ranks."""
+        return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model that nothing can be learnt by, or whose gradients a hook changes: ranks and tiles have parts of them.
+
+    Raises:
+        ValueError: all of its parameters are frozen, or it has none, or has such a hook.
+    """
+    if (hooked := hook_on_gradients(model)) is not None:
+        raise ValueError(f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: leave it out")
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        what = f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)" if parameters else "this model has no parameters"
+        raise ValueError(f"{what}, so there is nothing to train: let some have requires_grad")
+
+
+def is_cut(config: Config) -> bool:
+    """Whether ranks compute parts of images."""
+    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or tiles_in_time(config)
+
+
+def check_parts(config: Config, model: nn.Module) -> None:
+    """Refuse to cut images for a model whose computation is not known: what a probe does not see would be wrong without a word.
+
+    Raises:
+        ValueError: saying what keeps it from being known.
+    """
+    if not is_cut(config):
+        return
+    if config.spatial.halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
+        raise ValueError(f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out")
+    try:
+        graph = graph_of(model)
+    except ValueError as e:
+        if config.spatial.halo is not None:
+            return
+        halo = "" if model in unbounded else ", or set spatial.halo, which may be an approximation"
+        raise ValueError(f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples){halo}") from None
+    if (setting := _stands_alone(config.spatial)) and (sized := next((node.name for node in graph if node.sized), None)):
+        raise ValueError(f"{setting}, so that windows go through the network as images of their own, but layer {sized} places its cells by the size of the whole image: leave {setting.split()[0]} out")
+
+
+def _stands_alone(spatial: SpatialConfig) -> str | None:
+    """Return the setting by which a window goes through the network as if it were an image; None if none does."""
+    if spatial.halo is not None:
+        return f"spatial.halo is {spatial.halo}"
+    return "spatial.norm_scope is window" if spatial.norm_scope == "window" else None
+
+
+def owned_per_rank(config: Config) -> Extents:
+    """The tiles of a rank that the mesh knows of: one, where it is cut in time."""
+    return Extents((1,) * len(config.mesh.tiles)) if tiles_in_time(config) else config.spatial.tiles_per_rank
+
+
+def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
+    """Who shares statistics, by ``norm_scope``.
+
+    Args:
+        splits: whether gradients of weights wait for actions of their own.
+    """
+    scope = config.spatial.norm_scope
+    return Context(
+        norm_comm=mesh.tiles,
+        batch_comm=mesh.replicas if scope == "step" else mesh.tiles,
+        groups_comm=mesh.replicas if scope == "window" else mesh.groups,
+        per_window=scope == "window",
+        around=weights_apart(mesh.waits) if splits else skip_store,
+        seed=config.train.seed,
+    )
+
+
+def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, channels_last: bool) -> Exchange | None:
+    """Of a plain model, perhaps only outlined, on a mesh's grid of tiles; None where whole windows go through every layer.
+
+    Raises:
+        ValueError: ``spatial.exchange_every`` asks for exchanges of a model that can't be computed in parts.
+    """
+    spatial, grid, per_rank = config.spatial, config.mesh.tiles, owned_per_rank(config)
+    if not (spatial.exchanges or tiles_in_time(config)):
+        one_window = grid.volume * spatial.tiles_per_rank.volume == 1
+        approximate = spatial.halo is not None or spatial.norm_scope == "window"
+        if one_window or approximate or config.pipeline.placement == "devices":
+            return None
+    try:
+        graph = graph_of(model)
+    except ValueError:
+        if spatial.exchanges or tiles_in_time(config):
+            raise
+        return None
+    stored = live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm) if tiles_in_time(config) else ()
+    return Exchange(graph, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
+
+
+def activations_of(model: nn.Module, exchange: Exchange, precision: str, channels_last: bool) -> Activations:
+    """What tiles of a plain model, perhaps only outlined, take."""
+    itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
+    kinds = [type(layer) for _, layer in flat_layers(model)]
+    return Activations(exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
+
+
+def make_in_time(
+    config: Config, exchange: Exchange, activations: Activations, budget: float | None, partition: Partition | None, comm, model: TiledModel | None = None,
+    cast: Callable[[], ContextManager] = nullcontext, devices: Sequence[torch.device] = (torch.device("cpu"),),
+) -> InTime:  # fmt: skip
+    """The executor of tiles in time that a config asks for.
+
+    Args:
+        budget: bytes for the activations of a tile; None: as many tiles as the config says.
+        comm: of the pipeline's ranks.
+        model: None for one that only plans.
+    """
+    spatial = config.spatial
+    tiling = GridTiling(spatial.tiles_per_rank) if budget is None else BudgetTiling(activations, budget)
+    folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
+    stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
+    return InTime(
+        model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations, cast, devices, stages, placement, comm,
+        trims=budget is not None or comm.size == 1, borders=Borders(exchange), room=budget,  # stages without a budget keep their tiles' graphs
+    )  # fmt: skip
+
+
+def order_in_time(config: Config, linear: bool, live: bool) -> str:
+    """Of tiles in time.
+
+    Args:
+        linear: the loss's slope is known beforehand; else 1F1B computes all forward passes twice.
+        live: norms take statistics, for which all tiles of an image wait: what waits lies on a disk, so all micro-batches go forward first.
+    """
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "1f1b" if linear and not live else "gpipe"
+
+
+def read_around(config: Config, reach: Reach, exchange: Exchange | None) -> Reach:
+    """What is read of an image for a tile of it."""
+    if exchange and exchange.exchanges and not tiles_in_time(config):
+        nothing = (0,) * len(reach.halo)
+        return HeldReach(nothing, reach.stride, exchange) if exchange.graph.sized else Reach(nothing, reach.stride)
+    if exchange and exchange.graph.sized:
+        return TrueReach(reach.halo, reach.stride, exchange)
+    return reach
+
+
+def approximations(config: Config, reach: Reach, exact: Reach) -> list[str]:
+    """What in this config gives up the serial program's gradient, each in a sentence."""
+    found = []
+    tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
+    if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
+        found.append(f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo {max(exact.halo)}: pixels near tile borders are approximate")
+    if tiled and config.spatial.norm_scope == "window":
+        found.append("spatial.norm_scope is window: each norm sees the pixels of one window, halo included, not those of the image")
+    if config.mesh.compression == "fp16":
+        found.append("mesh.compression is fp16: gradients are rounded to 11 bits before they are summed")
+    return found

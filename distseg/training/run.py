@@ -1,0 +1,316 @@
+"""A run, opened: store, model, engine, loader, checkpoints, all of it known to fit before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from torch import nn
+
+from distseg.comm.agree import agree, versions
+from distseg.comm.launch import ranks_on_node, set_up, together
+from distseg.comm.mesh import Mesh, MeshShape
+from distseg.comm.watch import phase
+from distseg.config.settings import Config, OptimConfig, with_dims
+from distseg.config.sizes import Extents
+from distseg.data.loader import StepLoader
+from distseg.data.sampler import crop_size
+from distseg.data.store.store import Store
+from distseg.inference.predictor import Predictor
+from distseg.inference.predictor import check_images as check_validated
+from distseg.models.bands import channels_of
+from distseg.models.network import check_calls, check_size
+from distseg.patchgd.network import PatchNetwork
+from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
+from distseg.patchgd.training_maps import MapEngine
+from distseg.patchgd.unet import PatchUNet
+from distseg.patchgd.zoo import check_grids, network_of, with_grid
+from distseg.planning.streaming import room_of, short_of_room, tiles_in_time
+from distseg.report.disk import locked
+from distseg.runtime.optimizer import state_copies
+from distseg.runtime.precision import choose, gpu_lines
+from distseg.tiling.tile import owned_tiles
+from distseg.training.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
+from distseg.training.checkpoint.own_runs import remember_run
+from distseg.training.checkpoint.pretrained import pretrained
+from distseg.training.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
+from distseg.training.conflicts import check_labels, check_norms, check_settings, notes, with_store
+from distseg.training.engine import Engine, approximations, owned_per_rank
+from distseg.training.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
+from distseg.training.run_config import is_code
+
+
+class Run:
+    """What a run works with, and how far it is. Collective to make.
+
+    Attributes:
+        position: where it goes on.
+        lines: what is to be told before work, by rank 0.
+
+    Raises:
+        ValueError, OSError: on all ranks, before work starts, for whatever in config, data, checkpoint or mesh can not be.
+    """
+
+    def __init__(self, config: Config, world):
+        self.world, self.first = world, world.rank == 0
+        phase("opening the store and the run's folder")
+        self.device, self.threads = set_up(world, config.run.device, config.run.threads)
+        with together(world):
+            self.store = _open_store(config)
+            first = self.store.size(self.store.split("train")[0])
+            config = with_dims(with_store(config, self.store.ignore), len(first), str(Extents(first)))
+            config = with_grid(config, _largest(self.store, config))
+            self.config = config
+            MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
+            check_settings(config)
+            if config.train.method == "patchgd":
+                check_images(self.store, config)
+            self.model = network_of(config, self.store.bands, _outputs(config, self.store))
+            sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
+            if isinstance(self.model, PatchNetwork):
+                check_grids(self.model, config, list(sizes.values()))
+            check_labels(self.store, self.model, config)
+            self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
+            for name, size in sizes.items():
+                check_size(self.model, size, f"a sample of {name}")
+            for size in sorted(set(sizes.values()))[world.rank :: world.size]:  # ranks share the work
+                check_calls(self.model, size, config.data.images)
+            if config.train.method != "patchgd":  # whose norms see patches
+                check_norms(config, self.model, sizes)
+            self._notes = notes(config, self.model)
+            self._batch_norm = not config.spatial.frozen_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
+            self.checkpoint = chosen(config.train.output, config.train.resume)
+            self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
+            init = config.train.init if not self.checkpoint else None
+            self.init = None if init is None else pretrained(init, self._begun, config.train.init_names)
+        agree(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
+        phase("building the network")
+        precision, channels_last = choose(config.train, self.device, world)
+        self.mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+        self.image = _largest(self.store, config)
+        by_patches = config.train.method == "patchgd"
+        if by_patches:
+            kind = MapEngine if isinstance(self.model, PatchUNet) else PatchEngine
+            self.engine = engine = kind(config, self.mesh, self.model, self.device, precision, channels_last)
+        else:
+            self.engine = engine = Engine(config, self.mesh, self.model, self.image, self.device, precision, channels_last)
+        with together(world):
+            self.loader = PatchLoader(self.store, config, self.mesh) if by_patches else step_loader(config, self.store, self.mesh, engine)
+        self.position = position_of(self.resumed) if self.resumed else Position()
+        self.first_step, repeats = first_step(self.position.samples, self._batch, self.loader.steps_per_epoch)
+        self.total = config.train.epochs * self.loader.steps_per_epoch
+        self.lines = [*self._introduction(), *self._changes(), *filter(None, [repeats])]
+        if self.finished:
+            return
+        if self.checkpoint or self.init:
+            self._load()
+        self.predictor = engine.predictor() if by_patches else self._predictor()
+        with together(world):
+            validated = self.store.splits.get("val", []) if config.train.validate_every else []
+            check_validated(self.predictor, {self.store.size(name): name for name in validated})
+        self.checkpoints = self._checkpoints()
+
+    @property
+    def _begun(self) -> nn.Module:
+        """What ``train.init`` gives weights to: the network, or a backbone."""
+        return self.model.begun if isinstance(self.model, PatchNetwork) else self.model
+
+    def _predictor(self) -> Predictor:
+        """The network in training on whole images."""
+        config, engine, world = self.config, self.engine, self.world
+        memory = config.run.memory
+        room = None if memory is None else room_of(memory, engine.base_memory(), "weights, gradients and the optimizer's state", world)
+        return Predictor(
+            engine.model, self.mesh.replicas, engine.devices, engine.autocast, config.predict.tile, config.predict.scratch, engine.channels_last,
+            engine.pipeline if engine.partition else None, exact=config.spatial.halo is None, neighbours=ranks_on_node(world), room=room,
+        )  # fmt: skip
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs were there before."""
+        return self.position.epoch >= self.config.train.epochs
+
+    @property
+    def _batch(self) -> int:
+        return self.mesh.shape.samples * self.config.train.accumulate * self.config.data.images
+
+    def manifest(self, position: Position) -> dict:
+        """What a checkpoint tells of the run, besides the tensors."""
+        store = self.store
+        data = {
+            "classes": store.classes, "ignore": store.ignore, "mean": list(map(float, store.mean)), "std": list(map(float, store.std)),
+            "store": getattr(store, "digest", None), "steps_per_epoch": self.loader.steps_per_epoch,
+            "types": sorted({str(store.dtype(name)) for name in store.split("train")}), "size": list(self.image),
+            "colours": None if getattr(store, "colours", None) is None else store.colours.tolist(),
+        }  # fmt: skip
+        told = {"channels": list(self.channels), "config": plain(self.config), "data": data, "versions": versions(), "host": platform.node(), "time": round(time.time())}
+        return {**asdict(position), **told}
+
+    def samples_after(self, steps: int) -> int:
+        """Samples of an epoch that so many of its steps take."""
+        return steps * self._batch
+
+    def _facts(self) -> dict:
+        """What all ranks must have found alike."""
+        model = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()]
+        of = lambda what: hashlib.sha256(repr(what).encode()).hexdigest()[:12]  # noqa: E731
+        return {
+            "the store's content": getattr(self.store, "digest", None),
+            "the checkpoint to go on from": f"{self.checkpoint.name} ({of(self.resumed.get('digest', self.resumed))})" if self.checkpoint else "none",
+            "the number of the model's tensors": len(model),
+            "their names and shapes": of(model),
+        }
+
+    def _load(self) -> None:
+        phase(f"loading {self.checkpoint.name if self.checkpoint else self.config.train.init}")
+        with together(self.world):
+            if self.mesh.replicas.rank == 0 and self.init:
+                self.init.load(self._begun)
+            elif self.mesh.replicas.rank == 0:
+                load_weights(self.checkpoint, self.model, part=self.engine.partition is not None)
+                load_optimizer(self.checkpoint, self.model, self.engine.optimizer)
+        share(self.model, self.engine.optimizer, self.mesh.replicas)
+
+    def _checkpoints(self) -> SilentCheckpoints:
+        """The run's folder taken: locked, with room, nothing in it that would be overwritten."""
+        config, output = self.config, Path(self.config.train.output)
+        needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
+        with together(self.world):
+            if self.first:
+                check_room(output, needed)
+                self._lock = lock_run(output)
+                aside = set_aside(output, self.position.step if self.resumed else -1)
+                if aside:
+                    what = "its later checkpoints are" if self.resumed else "an earlier run was there: its checkpoints are"
+                    self.lines.append(f"{output}: {what} moved to {aside.name}")
+                if is_code(config.model.name):
+                    remember_run(output, config.model.name)
+                if is_code(config.patchgd.head):
+                    remember_run(output, config.patchgd.head, "head")
+        writes = self.mesh.replicas.rank == 0
+        return Checkpoints(output, config.train.keep, self.mesh.pipeline, aside=config.run.memory is None) if writes else SilentCheckpoints()
+
+    def _changes(self) -> list[str]:
+        """What is other than when the checkpoint was written."""
+        if not self.resumed:
+            return []
+        before, now, steps = self.resumed["config"], plain(self.config), self.loader.steps_per_epoch
+        steps_before = self.resumed["data"].get("steps_per_epoch", steps)
+        lines = [f"goes on from {self.checkpoint.name}: {self.position.step} steps, {self.position.epoch} epochs" + (f" and {self.position.samples} samples" if self.position.samples else "")]
+        lines += mesh_change(before, now, self._batch_norm) + changes(before, now)
+        store = self.resumed["data"].get("store")
+        if store is not None and store != getattr(self.store, "digest", store):
+            lines.append("the store has another content than the one the checkpoint was trained on")
+        at_before = (self.position.epoch * steps_before + self.position.samples // self._batch, before["train"]["epochs"] * steps_before)
+        optim = OptimConfig(**{name: value for name, value in before["optim"].items() if name in OptimConfig.__dataclass_fields__})
+        at = self.position.epoch * steps + self.first_step
+        return lines + (schedule_change(optim, self.config.optim, (at, self.total), at_before) if at < self.total else [])
+
+    def _introduction(self) -> list[str]:
+        config, engine, mesh = self.config, self.engine, self.mesh
+        by_patches = config.train.method == "patchgd"
+        sees = "" if by_patches else f", halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}"
+        lines = [
+            f"model {config.model.name}: {self.parameters:,} parameters{sees}",
+            f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}" + (", channels_last" if engine.channels_last else ""),
+            f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} images a step",
+            str(self.threads),
+            *gpu_lines(engine.device, engine.precision, mesh.shape.size),
+        ]
+        if by_patches:
+            return lines + engine.lines(self.image) + self._told
+        if config.spatial.exchanges:
+            points = len(engine.exchange.layout(self.image).points)
+            lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
+        if engine.in_time:
+            with together(self.world):
+                lines.append(engine.in_time.executor.describe(self.image, config.data.images))
+            lines += short_of_room(config.run.memory, engine.base_memory())
+        elif not config.spatial.exchanges:
+            lines += self._overlap()
+        if engine.partition:
+            balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
+            recompute = "" if engine.in_time else f", recompute {config.pipeline.recompute}"
+            lines.append(f"stages of {balance} layers, {engine.gradient_step.way.schedule}{recompute}")
+        lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
+        return lines + self._told
+
+    @property
+    def _told(self) -> list[str]:
+        return [*(self.init.lines if self.init else ()), *(f"note: {text}" for text in self._notes)]
+
+    def _overlap(self) -> list[str]:
+        """A word on windows that are mostly halo."""
+        tile, window = owned_tiles(self.image, self.config.mesh.tiles, owned_per_rank(self.config), self.mesh.tile, self.engine.reading)[0]
+        if window.pixels <= _MUCH * tile.pixels:
+            return []
+        return [
+            f"note: for tiles of {Extents(tile.size)} windows of {Extents(window.size)} are read and computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
+            "spatial.exchange_every 1, or level, tiles exchange borders instead"
+        ]
+
+
+_MUCH = 1.5  # times the pixels of a tile, above which a window is
+
+
+def lock_run(output: Path) -> IO:
+    """Keep other jobs out of a run's folder as long as the file is open; a job that was killed leaves nothing behind.
+
+    Raises:
+        BlockingIOError: another job is at work there; says which.
+    """
+    path = output / "lock"
+    try:
+        lock = locked(path, output)
+    except BlockingIOError:
+        raise BlockingIOError(f"another job trains into {output} ({path.read_text().strip()}): wait for it, or choose another train.output") from None
+    lock.truncate(0)
+    lock.write(f"process on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+    lock.flush()
+    return lock
+
+
+def _open_store(config: Config) -> Store:
+    if not config.data.store:
+        raise ValueError("data.store is not set: name the HDF5 store that 'distseg prepare' wrote")
+    return Store(config.data.store, shrink=config.data.shrink)
+
+
+def _largest(store: Store, config: Config) -> tuple[int, ...]:
+    """The size of the largest sample, by which stages are balanced."""
+    return max((crop_size(store.size(name), config.data.crop) for name in store.split("train")), key=math.prod)
+
+
+def _outputs(config: Config, store: Store) -> int | None:
+    """One output a class, or for the number that one class names; two classes may also share one (sigmoid) if the config says so."""
+    return 1 if config.model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
+
+
+def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:
+    """What this rank reads of the training split."""
+    return StepLoader(
+        store,
+        "train",
+        config.data,
+        seed=config.train.seed,
+        groups=mesh.shape.samples,
+        group=mesh.sample,
+        accumulate=config.train.accumulate,
+        grid=mesh.shape.tiles,
+        per_rank=owned_per_rank(config),
+        coordinates=mesh.tile,
+        reach=engine.reading,
+        pixels=engine.pipeline.first,
+        labels=engine.pipeline.last,
+        in_time=tiles_in_time(config),
+    )
+
+
+def plain(config: Config) -> dict:
+    """The config as JSON and YAML hold it: sizes as 97x131."""
+    return {s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()} for s, fields in asdict(config).items()}

@@ -1,0 +1,262 @@
+"""What evaluation and prediction take over from the manifest of a run, which may come from somebody else.
+
+The network, and what its results depend on, are the run's: they are taken over, as checked values. Code is not: a network that
+is a function of the user's (``package.module:function``) has to be named again, as importing it runs it, unless it is a run of the user's
+own (:mod:`distseg.training.checkpoint.own_runs`). What belongs to
+the machine of the training, its folders, devices and threads, stays there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from distseg.config.settings import Config, ModelConfig, PatchgdConfig, TrainConfig
+from distseg.models.bands import tell
+from distseg.models.capture.capture import as_network
+from distseg.models.joined import joined
+from distseg.models.layers import padded
+from distseg.models.zoo import build_model, plain_model
+from distseg.patchgd.zoo import patch_network
+from distseg.training.checkpoint.files import MANIFEST, find, load_weights, read_run_manifest
+from distseg.training.checkpoint.own_runs import distrusted
+
+TAKEN = {
+    "model": tuple(field.name for field in fields(ModelConfig)),
+    "mesh": ("stages",),
+    "pipeline": ("schedule", "balance", "placement"),
+    "spatial": ("halo", "exchange_every", "fuse_below", "norm_scope"),
+    "data": ("store", "shrink"),
+    "train": ("method", "precision", "channels_last"),
+    "patchgd": tuple(field.name for field in fields(PatchgdConfig)),
+    "predict": ("tile", "probabilities", "formats"),
+    "run": ("device",),
+}
+_LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")  # of the machine; told where they are set
+
+
+def taken_over(config: dict, run: str) -> dict:
+    """The sections and fields of a manifest's ``config`` that hold for evaluation and prediction too.
+
+    Raises:
+        ValueError: there is no network in it, or one that this version can not make.
+    """
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("name"), str):
+        raise ValueError(f"{run}: manifest.json names no network (config, model, name), so what was trained is not known: use another checkpoint")
+    if unknown := sorted(set(model) - set(TAKEN["model"])):
+        raise ValueError(f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not know: update distseg, or use another checkpoint")
+    found = {}
+    for section, names in TAKEN.items():
+        content = config.get(section)
+        if isinstance(content, dict):
+            found[section] = {name: content[name] for name in names if name in content}
+    if is_code(model["name"]) and distrusted(_folder(run), model["name"]):
+        del found["model"]["name"]  # the user names it, or nobody
+    if is_code(head := _head_of(config)) and distrusted(_folder(run), head, "head"):
+        del found["patchgd"]["head"]
+    if _on_devices(config):
+        for name in ("balance", "placement"):
+            found["pipeline"].pop(name, None)
+    return found
+
+
+def _folder(run: str | Path) -> Path:
+    """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
+    path = Path(run).absolute()
+    return path.parents[1] if (path / MANIFEST).exists() else path
+
+
+def left_behind(config: dict, defaults: dict) -> list[str]:
+    """Settings of the training that are not taken over though they differ from the defaults, as they were written: ``run.threads 4``."""
+    found = []
+    for setting in _LEFT:
+        section, _, field = setting.partition(".")
+        content = config.get(section)
+        value = content.get(field) if isinstance(content, dict) else None
+        if value is not None and value != defaults[section][field]:
+            found.append(f"{setting} {value}")
+    return found
+
+
+def check_model(config: dict, own: ModelConfig, run: str) -> None:
+    """Refuse code that the user did not name, and a network other than the run's.
+
+    Args:
+        config: the manifest's.
+        own: of the flags, over what was taken over.
+
+    Raises:
+        ValueError: with the flag to add, or the one to leave out.
+    """
+    model = config["model"]
+    check_named(config, own.name, run)
+    for field in TAKEN["model"]:
+        value = getattr(own, field)
+        if field in model and model[field] != value:
+            raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
+
+
+def check_head(config: dict, given: str, run: str) -> None:
+    """Refuse a head of patches that the user did not name, or another one.
+
+    Args:
+        config: the manifest's.
+        given: ``patchgd.head`` of the flags.
+
+    Raises:
+        ValueError: with the flag to add.
+    """
+    name = _head_of(config)
+    if is_code(name) and given != name and (why := distrusted(_folder(run), name, "head")):
+        raise ValueError(
+            f"{run} was trained with the head {name}: its manifest may come from anywhere, and to import that runs its code ({why}). If you trust it, add --patchgd.head {name}"
+        )
+
+
+def _head_of(config: dict) -> str:
+    """Return the head of the patches of a run, "" if its network is not one of patches."""
+    train, section = config.get("train"), config.get("patchgd")
+    section = section if isinstance(train, dict) and train.get("method") == "patchgd" else None
+    return str(section.get("head", "")) if isinstance(section, dict) else ""
+
+
+def check_named(config: dict, given: str, run: str) -> None:
+    """Refuse code that is not the network which the user has ``given``."""
+    name = config["model"]["name"]
+    if is_code(name) and given != name and (why := distrusted(_folder(run), name)):
+        but = "" if given == ModelConfig.name else f", not {given}"
+        raise ValueError(
+            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere, and to import that runs its code ({why}). "
+            f"If you trust it, add --model.name {name}"
+        )
+
+
+def load(
+    run: str | Path, model: nn.Module | None = None, which: str = "best", normalise: bool = True, head: nn.Module | None = None
+) -> nn.Module:
+    """Return the trained network of a run, for whole images, in evaluation mode on the CPU.
+
+    The module takes images as they are in files, float (N, bands, *size), and normalises them by the
+    constants of the run (:class:`Normalised`); the network itself is its attribute ``network``.
+
+    Args:
+        run: the folder of a run, or of a checkpoint.
+        model: a module of your own that was trained, made as for training; its weights are
+            overwritten. None where the run's network is one by name, or the run is your own.
+        which: best, last, or the name of a checkpoint.
+        normalise: False returns the network itself, which takes images that are normalised,
+            (pixels - mean) / std by band, with the constants of ``export.json`` or the store.
+        head: what the function makes that is ``patchgd.head`` of a run of PatchGD; likewise.
+
+    Raises:
+        ValueError: the run's network is a function of somebody's own and ``model`` is not given, or
+            ``model`` is another one; likewise its ``head``.
+    """
+    checkpoint = find(run, which)
+    manifest = read_run_manifest(checkpoint)
+    network = _network(run, checkpoint, manifest, model, head)
+    return normalised(network, manifest) if normalise else network
+
+
+class Normalised(nn.Module):
+    """A network that takes images as they are in files: (N, bands, *size) of raw pixel values.
+
+    Args:
+        network: takes normalised images.
+        mean: of each band; ``std`` likewise: what a band's pixels are normalised by.
+    """
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.network = network
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the network's logits for raw pixels (N, bands, *size)."""
+        bands = (1, -1, *(1,) * (image.dim() - 2))
+        mean, std = self.mean.view(bands), self.std.view(bands)
+        return self.network((image - mean) / std)
+
+
+def normalised(network: nn.Module, manifest: dict) -> Normalised:
+    """Return a run's network behind a layer with the constants of its training data."""
+    data = manifest["data"]
+    return Normalised(network, data["mean"], data["std"]).eval()
+
+
+def _network(run: str | Path, checkpoint: Path, manifest: dict, model: nn.Module | None, head: nn.Module | None = None) -> nn.Module:
+    """Return the trained network, which takes normalised images."""
+    if model is not None:
+        return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest), head)
+    found = taken_over(manifest["config"], str(run))["model"]
+    if "name" not in found:
+        raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
+    return _with_weights(checkpoint, manifest, lambda count: build_model(_open(ModelConfig(**found)), manifest["channels"][0], count), head)
+
+
+def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
+    """Return the network of a checkpoint, which takes normalised images.
+
+    Args:
+        own: the model of the run, whose function, if it is somebody's own, was checked
+            (:func:`check_model`).
+    """
+    manifest = read_run_manifest(checkpoint)
+    if ":" not in own.name:
+        return _network(checkpoint, checkpoint, manifest, None)
+    return _with_weights(checkpoint, manifest, lambda count: _as_trained(plain_model(_open(own), manifest["channels"][0], count), manifest))
+
+
+def _open(model: ModelConfig) -> ModelConfig:
+    """The manifest says how many outputs there are; a backbone's are others."""
+    return replace(model, out_channels=None)
+
+
+def _as_trained(model: nn.Module, manifest: dict) -> nn.Module:
+    trained = manifest["config"]["model"]
+    multiple, outputs = trained.get("pad"), trained.get("outputs")
+    joined(model, trained.get("inputs"), outputs and tuple(outputs))
+    return model if multiple is None else padded(model, multiple)
+
+
+def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Module], head: nn.Module | None = None) -> nn.Module:
+    """Return the trained network.
+
+    Args:
+        made: makes the network of a run, or the backbone of one of patches, with so many outputs.
+        head: of one of patches, in the place of the run's by name.
+    """
+    outputs = manifest["channels"][1]
+    if of_patches(manifest):
+        taken = taken_over(manifest["config"], str(checkpoint))
+        if head is None and "head" not in taken["patchgd"]:
+            raise ValueError(f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, and give it to distseg.load as head")
+        config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
+        network = patch_network(config, made, outputs, head)
+        load_weights(checkpoint, network)
+    else:
+        network = made(outputs)
+        tell(network, manifest["channels"][0])
+        load_weights(checkpoint, as_network(network))
+    return network.eval()
+
+
+def of_patches(manifest: dict) -> bool:
+    """Whether a run's network is one of patches (:mod:`distseg.patchgd.network`)."""
+    return manifest["config"].get("train", {}).get("method") == "patchgd"
+
+
+def is_code(name: str) -> bool:
+    """Whether a network is a function of somebody's, other than distseg's own."""
+    return ":" in name and not name.startswith("distseg.models.")
+
+
+def _on_devices(config: dict) -> bool:
+    content = config.get("pipeline")
+    return isinstance(content, dict) and content.get("placement") == "devices"

@@ -156,6 +156,11 @@ def norm(m: Around, x: Tensor) -> Tensor:
     return m.norm(x)
 
 
+def norm_of_frames(m: Around, x: Tensor) -> Tensor:
+    """A norm of groups of channels that lie in the dim of the batch."""
+    return m.frames(x.reshape(2 * len(x), -1, *x.shape[2:])).view_as(x)
+
+
 def norm_by_function(m: Around, x: Tensor) -> Tensor:
     """A function that moves the running statistics of a layer."""
     return F.batch_norm(x, m.norm.running_mean, m.norm.running_var, m.norm.weight, m.norm.bias, m.training)
@@ -179,3 +184,19 @@ def twice_network(in_channels=3, out_channels=3):
 
 def joined_network(in_channels=3, out_channels=3):
     return Around(less_its_batch, True, None, in_channels)
+
+
+def frames_network(kind, frozen=False, in_channels=3, out_channels=3):
+    """A network on whole images, with a norm of two frames of each.
+
+    Args:
+        kind: batch, instance or group.
+        frozen: it stays in evaluation, with statistics of its own.
+    """
+    made = Around(norm_of_frames, True, None, in_channels)
+    made.frames = {"batch": nn.BatchNorm2d, "instance": nn.InstanceNorm2d, "group": lambda n: nn.GroupNorm(1, n)}[kind](2)
+    if frozen:
+        made.frames.running_mean.uniform_(), made.frames.running_var.uniform_(0.5, 2)
+        made.frames.train = lambda mode=True: made.frames
+        made.frames.training = False
+    return made

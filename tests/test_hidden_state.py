@@ -35,6 +35,7 @@ from torch import nn
 from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Extents
 from distseg.layers.context import Context
+from distseg.layers.kernels import norm as compiled
 from distseg.models.capture.capture import as_network
 from distseg.models.capture.hidden import check_apart, check_exact
 from distseg.models.network import is_followed, refusals
@@ -657,3 +658,15 @@ def test_images_that_other_means_join_are_refused_in_a_batch_of_groups(comm):
     plan = replace(config(samples=2, norm_scope="step"), model=ModelConfig(f"{made_random.__name__}:joined_network", in_channels=3, out_channels=3))
     with pytest.raises(ValueError, match="spatial.norm_scope is step"):
         verify(plan, comm, Extents("32x48"))
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("kind, frozen, scope", [("batch", False, "group"), ("batch", False, "step"), ("batch", True, "step"), ("instance", False, "step"), ("group", False, "step")])
+def test_norms_of_frames_of_whole_images_are_exact(comm, kind, frozen, scope, monkeypatch):
+    """Also by PyTorch's kernels, as on a GPU."""
+    for available in (None, lambda x: False):
+        if available:
+            monkeypatch.setattr(compiled, "available", available)
+        plan = replace(config(samples=comm.size, norm_scope=scope, images=2), model=ModelConfig(f"{made_random.__name__}:frames_network", {"kind": kind, "frozen": frozen}, in_channels=3, out_channels=3))
+        report = verify(plan, comm, Extents("32x48"), steps=2)
+        assert comm.bcast(report and report["max_error"]) <= TOLERANCE

@@ -205,6 +205,12 @@ class DistributedNorm(nn.Module):
             return [0] * len(images) * self.frames
         return [0 if self.kind == "batch" else image for image in images]
 
+    def rows_of(self, x: Tensor, index: int) -> list[int]:
+        """The row of the statistics for each entry of the batch of window ``index``; a user's own module, which calls its layers itself, may have parts of images there."""
+        if not self.context.whole:
+            return self.rows(index)
+        return [0] * len(x) if self.kind == "batch" else list(range(len(x)))
+
     def whole(self, x: Tensor) -> compiled.Norm:
         """What the kernel has to know of the norm of whole images (B, C, *size)."""
         keys, p = None, 0.0
@@ -227,7 +233,7 @@ class DistributedNorm(nn.Module):
         if mask is not None:
             parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
         pixels = owned.shape[2:].numel() * times
-        return [Contribution(row, part, pixels) for row, part in zip(self.rows(index), parts)]
+        return [Contribution(row, part, pixels) for row, part in zip(self.rows_of(owned, index), parts, strict=True)]
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
@@ -279,7 +285,7 @@ class DistributedNorm(nn.Module):
 
     def coefficients(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None) -> list["Coefficients"]:
         """For each image of window ``index``."""
-        rows, channels = self.rows(index), x.shape[1]
+        rows, channels = self.rows_of(x, index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
         of = lambda i, mask: _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask)
         if mask is None:  # once for the images that share statistics
@@ -365,7 +371,7 @@ class _JointNorm(torch.autograd.Function):
         masks = norm.masks(xs)
         everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]) if norm.live else norm.known()
         ctx.norm, ctx.live, ctx.pixels = norm, norm.live, everyone.count
-        ctx.rows, ctx.own = [norm.rows(j) for j in range(len(xs))], [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None
+        ctx.rows, ctx.own = [norm.rows_of(x, j) for j, x in enumerate(xs)], [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None
         ctx.times = [norm.times(j) for j in range(len(xs))]
         ctx.coefficients = [norm.coefficients(x, j, everyone, masks[j]) for j, x in enumerate(xs)]
         ctx.save_for_backward(weight, *xs)
@@ -408,7 +414,7 @@ class Pending:
         """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
         opened = self.norm.opened(x)
         self.channels = opened.shape[1]
-        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows(index), self.norm.times(index), opened)
+        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows_of(opened, index), self.norm.times(index), opened)
         return self.norm.closed(y, x)
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float) -> None:
@@ -435,7 +441,7 @@ class Pending:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
         form, g, x = x, self.norm.opened(g), self.norm.opened(x)
         own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
-        for b, (i, c) in enumerate(zip(self.norm.rows(index), self.norm.coefficients(x, index, self.statistics, mask))):
+        for b, (i, c) in enumerate(zip(self.norm.rows_of(x, index), self.norm.coefficients(x, index, self.statistics, mask), strict=True)):
             tilt, shift = self.norm.tilt_and_shift(c, self.shares[:, i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
             _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])

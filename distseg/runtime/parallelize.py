@@ -257,8 +257,7 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
     strides = dict.fromkeys(_told(model), reach.stride) if context.whole else cumulative_strides(model, reach)
     for name, stride in strides.items():
         layer = model.get_submodule(name)
-        twin = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
-        _put(model, name, twin(layer, context, stride, name))
+        _put(model, name, _twin(layer, context, stride, name))
     _share_statistics([m for m in model.modules() if isinstance(m, DistributedNorm) and m.tracks])
     inputs = None if vector and graph is None else _inputs(model)  # nobody knows where its vector begins
     _place(model, graph, context)
@@ -273,6 +272,22 @@ def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, 
     return TiledModel(model, context, reach, inputs, exchange, graph, kinds, channels, vector)
 
 
+def _twin(layer: nn.Module, context: Context, stride: tuple[int, ...], name: str) -> nn.Module:
+    """Return the twin of a layer, which stays in evaluation where the layer's own ``train`` has it stay."""
+    kind = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
+    twin = kind(layer, context, stride, name)
+    if "train" in vars(layer):
+        layer.train()
+        if not layer.training:
+            twin.eval()
+            twin.train = partial(_as_it_is, twin)
+    return twin
+
+
+def _as_it_is(layer: nn.Module, mode: bool = True) -> nn.Module:
+    return layer
+
+
 def on_whole_maps(model: nn.Module, context: Context, reach: Reach) -> TiledModel:
     """Swap norms and dropouts of a module that is always called with whole maps, by its own forward.
 
@@ -283,7 +298,7 @@ def on_whole_maps(model: nn.Module, context: Context, reach: Reach) -> TiledMode
     context.whole = True
     for name, layer in list(model.named_modules()):
         if isinstance(layer, (*STATISTICAL, *DROPOUTS)):
-            _put(model, name, (KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer))(layer, context, reach.stride, name))
+            _put(model, name, _twin(layer, context, reach.stride, name))
     return TiledModel(model, context, reach)
 
 

@@ -9,10 +9,10 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup horovod demo test slurm bench clean
+.PHONY: help setup horovod demo test test-all slurm bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
 setup:  ## everything distseg needs, into .venv; the first time some minutes, then at once
 	@install/setup.sh
@@ -24,8 +24,11 @@ horovod:  ## install Horovod anew: after a failed build, or with other HOROVOD_.
 demo: setup  ## train, predict and evaluate on a real satellite image, on this machine
 	@.venv/bin/python -m distseg.cli.demo $(ARGS)
 
-test: setup  ## all tests, those on several ranks too; ARGS='-k halo -x' goes to pytest
+test: setup  ## the tests, those on several ranks too, but no slow ones; ARGS='-k halo -x' goes to pytest
 	@.venv/bin/python -m pytest --durations=10 $(ARGS)
+
+test-all: setup  ## all tests: every combination of settings, 6 and 9 ranks, real Slurm, benchmarks
+	@.venv/bin/python -m pytest --durations=10 -m '' $(ARGS)
 
 slurm: setup  ## jobs on a real Slurm of one node, started here (root: installed too); writes docs/slurm.md
 	@jobs/try_slurm.sh $(ARGS)

@@ -50,6 +50,7 @@ def runs(request, tmp_path_factory):
         yield {name: pool.apply_async(quick, (name, tmp_path_factory.mktemp(name))) for name in asked}
 
 
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "halo_error"])
 def test_quick(name, runs):
     results = runs[name].get()

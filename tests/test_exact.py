@@ -63,6 +63,7 @@ LOSSES = ["cross_entropy", "binary_cross_entropy", "dice", "focal", "cross_entro
 
 
 @pytest.mark.parallel([1, 2, 3, 4, 6, 8])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_norm_on_every_number_of_ranks(comm, norm):
     grid = {1: "1x1", 2: "2x1", 3: "1x3", 4: "2x2", 6: "3x2", 8: "2x4"}[comm.size]
@@ -70,6 +71,7 @@ def test_every_norm_on_every_number_of_ranks(comm, norm):
 
 
 @pytest.mark.parallel([1, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", NORMS[:3])
 def test_every_norm_without_compiled_kernels(comm, norm, monkeypatch):
     """As on a GPU: PyTorch's kernels, in passes."""
@@ -78,12 +80,14 @@ def test_every_norm_without_compiled_kernels(comm, norm, monkeypatch):
 
 
 @pytest.mark.parallel([2, 6])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("up", UPS)
 def test_every_up_sampling(comm, up):
     check(comm, "61x203", tiles={2: "1x2", 6: "2x3"}[comm.size], up=up, norm="group")
 
 
 @pytest.mark.parallel([1, 4])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("over", ["image", "batch"])
 def test_every_loss(comm, loss, over):
@@ -104,6 +108,7 @@ def test_class_weights_and_label_smoothing(comm):
 
 
 @pytest.mark.parallel([4, 6, 8])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scope", ["group", "step"])
 def test_samples_times_tiles(comm, norm, scope):
@@ -159,6 +164,7 @@ def test_statistics_per_window_are_found_and_named(comm):
 
 
 @pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("every", ["1", "2", "level"])
 def test_tiles_that_exchange_borders(comm, norm, every):
@@ -167,6 +173,7 @@ def test_tiles_that_exchange_borders(comm, norm, every):
 
 
 @pytest.mark.parallel(8)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("every, recompute", [("1", "always"), ("2", "never"), ("level", "except_last")])
 def test_samples_times_stages_times_tiles_that_exchange_borders(comm, norm, every, recompute):

@@ -116,6 +116,7 @@ RANKS = [1, 2, 3, 6, 9]
 
 
 @pytest.mark.parallel(RANKS)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", range(1, 8))
 def test_convolutions(comm, kernel):
     cases = list(product((1, 2, 3, 4), (1, 2, 3), (0, kernel // 2, "more")))
@@ -126,6 +127,7 @@ def test_convolutions(comm, kernel):
 
 
 @pytest.mark.parallel([1, 4, 6])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate"])
 def test_convolutions_of_other_kinds(comm, mode):
     one(nn.Conv2d(CHANNELS, 4, (3, 5), (2, 1), (1, 2), padding_mode=mode), comm, (15, 13))
@@ -135,6 +137,7 @@ def test_convolutions_of_other_kinds(comm, mode):
 
 
 @pytest.mark.parallel(RANKS)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stride", range(1, 5))
 def test_transposed_convolutions(comm, stride):
     for kernel, dilation in product(range(1, 8), (1, 2, 3)):
@@ -143,6 +146,7 @@ def test_transposed_convolutions(comm, stride):
 
 
 @pytest.mark.parallel(RANKS)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", range(1, 6))
 def test_poolings(comm, kernel):
     for stride, padding, ceil in product(range(1, 5), {0, kernel // 2}, (False, True)):
@@ -154,6 +158,7 @@ def test_poolings(comm, kernel):
 
 
 @pytest.mark.parallel(RANKS)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 def test_up_sampling(comm, mode):
     for factor in (1, 2, 3, (2, 4)):
@@ -199,6 +204,7 @@ def net(norm=lambda: nn.Identity()) -> nn.Sequential:
 
 
 @pytest.mark.parallel([1, 2, 4, 6])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", ["1", "2", "3", "7", "level"])
 @pytest.mark.parametrize("size", [(29, 37), (24, 31)])
 def test_a_network_with_skips_at_every_interval(comm, every, size):

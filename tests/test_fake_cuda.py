@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fakecuda import library
 
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
 
 

@@ -98,6 +98,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parallel([1, 2, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("network", ["encoder_frozen", "decoder_frozen", "middle_frozen", "some_unused"])
 def test_exact_in_every_layout(comm, network):
     for ranks, sections in LAYOUTS.values():
@@ -139,6 +140,7 @@ def test_training_leaves_the_frozen_alone_and_resumes(comm, folder, network, opt
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("network", ["biased", "biased_before_instance_norm"])
 @pytest.mark.parametrize("optim", ["adam", "adamw", "sgd"])
 def test_a_bias_before_a_norm(comm, network, optim):

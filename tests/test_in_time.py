@@ -37,12 +37,14 @@ def small_pieces(monkeypatch):
 
 
 @pytest.mark.parallel([1, 2, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, loss", [("instance", "cross_entropy"), ("batch", "dice"), ("group", "binary_cross_entropy"), ("none", "dice")])
 def test_spilled(comm, norm, loss):
     check(comm, "97x131", tiles={1: "1x1", 2: "1x2", 4: "2x2"}[comm.size], norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID)
 
 
 @pytest.mark.parallel([1, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("up", ["nearest", "bilinear", "transposed"])
 def test_recomputed(comm, up):
     check(comm, "97x131", tiles={1: "1x1", 3: "3x1"}[comm.size], norm="none", up=up, in_time="recompute", tiles_per_rank=GRID, scratch="memory")
@@ -67,6 +69,7 @@ def test_batch_norm_over_sample_groups(comm, scope):
 
 
 @pytest.mark.parallel([2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, loss, placement", [("instance", "cross_entropy", "line"), ("batch", "dice", "v"), ("group", "focal", "v"), ("none", "dice", "line")])
 def test_stages_times_tiles_in_time(comm, norm, loss, placement):
     """Each stage tile after tile; skips, maps and gradients travel between stages."""
@@ -74,6 +77,7 @@ def test_stages_times_tiles_in_time(comm, norm, loss, placement):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, placement", [("instance", "line"), ("none", "line"), ("batch", "v")])
 def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch):
     """And no rank has more micro-batches under way than there are stages behind it, itself included."""
@@ -101,6 +105,7 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, placement", [("batch", "line"), ("instance", "v"), ("none", "line")])
 def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, placement):
     """All forward passes go first, once more and alone; running statistics count once."""
@@ -108,6 +113,7 @@ def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, pla
 
 
 @pytest.mark.parallel(2)
+@pytest.mark.covering(cases=5)
 @pytest.mark.parametrize("start", [*range(1, 9), *range(14, 18), 20, 23, 26, 28])
 def test_a_stage_begins_at_any_layer(comm, start):
     """Down a level and up again: conv drop norm act stash pool conv drop ... norm act up pop conv ... head."""
@@ -133,6 +139,7 @@ def test_skips_of_all_kinds_cross_stages(comm, balance):
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every, norm, loss", [("1", "instance", "cross_entropy"), ("level", "batch", "dice"), ("2", "none", "focal"), ("3", "group", "dice")])
 def test_borders_of_stored_maps_are_exchanged(comm, every, norm, loss):
     """Instead of computed by both neighbours; on the way back their gradients return."""
@@ -197,6 +204,7 @@ def test_images_that_exchange_one_after_another(comm):
 
 
 @pytest.mark.parallel([4, 6])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every, norm, placement", [("1", "instance", "line"), ("level", "none", "line"), ("2", "batch", "v")])
 def test_stages_times_tiles_that_exchange_in_time(comm, every, norm, placement):
     check(
@@ -214,6 +222,7 @@ def test_a_margin_below_comes_from_a_neighbour_and_not_from_the_stage_before(com
 
 
 @pytest.mark.parallel(8)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("norm, loss, placement", [("batch", "cross_entropy + dice", "line"), ("instance", "cross_entropy", "v"), ("none", "focal", "line")])
 def test_samples_times_tiles_times_stages_times_tiles_in_time(comm, norm, loss, placement):
     check(
@@ -228,6 +237,7 @@ def test_a_grid_finer_than_the_deepest_map(comm):
 
 
 @pytest.mark.parallel([2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, images, loss", [("none", 1, "cross_entropy"), ("none", 2, "focal"), ("batch", 1, "binary_cross_entropy")])
 def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, loss, monkeypatch):
     """Without live norms; kept where no budget says otherwise, and the gradient is the serial one on uneven tiles, several images, all numbers of stages."""

@@ -45,6 +45,7 @@ def test_volumes_are_what_they_were():
 
 
 @pytest.mark.parallel([1, 2, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", made_lines.FUNCTIONS)
 def test_exact(comm, name):
     for way in WAYS[comm.size]:

@@ -25,6 +25,7 @@ def test_exact(comm, name):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["unet", "multiple_reflect", "patch_merging", "differences", "attention_in_windows", "kernels_of_places", "unpooled"])
 def test_exact_on_more_ranks(comm, name):
     for way in ON_RANKS[comm.size]:

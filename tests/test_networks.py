@@ -48,24 +48,46 @@ NAMED = {  # what is said where a network can't be computed so; ways that comput
 }
 
 
-@pytest.mark.parallel([1, 2, 4])
+def ways(ranks: int) -> list[str]:
+    return [way for way, (wanted, _) in WAYS.items() if wanted == ranks]
+
+
+@pytest.mark.parallel(1)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("way", ways(1))
 @pytest.mark.parametrize("name", [*EXACT, *NAMED])
-def test_exact_or_refused_by_name(comm, name):
-    for way, (ranks, settings) in WAYS.items():
-        if ranks != comm.size:
-            continue
-        try:
-            assert error_of(name, comm, settings) <= TOLERANCE, way
-        except ValueError as e:
-            assert name in NAMED and re.search(NAMED[name], str(e)), f"{way}: {e}"
+def test_exact_or_refused_by_name_on_one_rank(comm, name, way):
+    exact_or_refused(comm, name, way)
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("way", ways(2))
+@pytest.mark.parametrize("name", [*EXACT, *NAMED])
+def test_exact_or_refused_by_name_on_two_ranks(comm, name, way):
+    exact_or_refused(comm, name, way)
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.covering(cases=12)
+@pytest.mark.parametrize("way", ways(4))
+@pytest.mark.parametrize("name", [*EXACT, *NAMED])
+def test_exact_or_refused_by_name_on_four_ranks(comm, name, way):
+    exact_or_refused(comm, name, way)
+
+
+def exact_or_refused(comm, name: str, way: str) -> None:
+    try:
+        assert error_of(name, comm, WAYS[way][1]) <= TOLERANCE
+    except ValueError as e:
+        assert name in NAMED and re.search(NAMED[name], str(e)), e
 
 
 @pytest.mark.parallel([1, 2, 4])
 def test_batch_norm_of_vectors(comm):
     """Of two images at least."""
-    for way, (ranks, settings) in WAYS.items():
-        if ranks == comm.size:
-            assert error_of("pooling", comm, {**settings, "images": 2}) <= TOLERANCE, way
+    for way in ways(comm.size):
+        assert error_of("pooling", comm, {**WAYS[way][1], "images": 2}) <= TOLERANCE, way
 
 
 @pytest.mark.parallel([1, 2])

@@ -58,6 +58,7 @@ def feature_map(seed: int, dtype=torch.float64) -> torch.Tensor:
 
 
 @pytest.mark.parallel([1, 2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_and_gradients_are_the_whole_images(comm, name):
     torch.manual_seed(0)

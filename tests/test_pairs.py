@@ -69,17 +69,18 @@ def ranks_of(settings: dict) -> int:
     return settings.get("mesh.samples", 1) * settings.get("mesh.tiles", Extents("1x1")).volume * settings.get("mesh.stages", 1)
 
 
-def cases(ranks: int, triples: int) -> list[dict]:
-    """Of so many ranks: all pairs, the axes of the mesh that make the ranks aside, and some triples."""
+def cases(ranks: int, triples: int) -> dict[str, dict]:
+    """Return cases of so many ranks by name: all pairs of settings, beside the axes of the mesh that make the ranks, and some triples."""
     axes = [together(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
     pairs = [together(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
     more = [together(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
     more = [settings for settings in more if settings is not None]
-    return [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(more, triples)
+    found = [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(more, triples)
+    return {", ".join(f"{name.partition('.')[2]} {value}" for name, value in settings.items()): settings for settings in found}
 
 
 def outcome(comm, settings: dict) -> str:
-    """``exact``, ``told``, ``refused: why`` or ``wrong: error``."""
+    """Return ``exact``, ``told``, ``refused: why`` or ``wrong: error``."""
     try:
         report = verify(config(settings, BASE), comm, Extents("20x24"))
     except ValueError as e:
@@ -88,9 +89,25 @@ def outcome(comm, settings: dict) -> str:
     return "exact" if error <= TOLERANCE else "told" if told else f"wrong: {error:.1e}"
 
 
-@pytest.mark.parallel([1, 2, 4])
-@pytest.mark.timeout(600)
-def test_exact_or_refused(comm):
-    found = {str(settings): outcome(comm, settings) for settings in cases(comm.size, {1: 60, 2: 60, 4: 30}[comm.size])}
-    assert not {settings: result for settings, result in found.items() if result.startswith("wrong")}
-    assert sum(result == "exact" for result in found.values()) > len(found) / 2
+ONE, TWO, FOUR = cases(1, 60), cases(2, 60), cases(4, 30)
+
+
+@pytest.mark.parallel(1)
+@pytest.mark.covering(cases=24)
+@pytest.mark.parametrize("case", ONE)
+def test_one_rank_is_exact_or_refused(comm, case):
+    assert not outcome(comm, ONE[case]).startswith("wrong")
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.covering(cases=24)
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_are_exact_or_refuse(comm, case):
+    assert not outcome(comm, TWO[case]).startswith("wrong")
+
+
+@pytest.mark.parallel(4)
+@pytest.mark.covering(cases=12)
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_are_exact_or_refuse(comm, case):
+    assert not outcome(comm, FOUR[case]).startswith("wrong")

@@ -205,6 +205,7 @@ class Drawing(Own):
 
 
 @pytest.mark.parallel([2, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("head", ["attention", "test_patch_heads:own_head", "test_patch_heads:fixed_head"])
 def test_heads_do_not_depend_on_the_ranks(comm, place, head):
     """Two sample groups, each of one or two ranks, and one rank alone: the same masks, statistics of all images, and weights."""

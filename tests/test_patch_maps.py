@@ -140,6 +140,7 @@ def serial(plan: Config, store: Store):
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Extents("11x16"), sampled=4), dict(y_filling=True, step=Extents("11x16"), accumulate=1), dict(y_filling=True, inner=None, loss="dice")])
 def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks, and sample groups beside them."""

@@ -122,6 +122,7 @@ def place(comm, shared_path) -> Path:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", [dict(inner=None), dict(inner=1), dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(accumulate=1, norm="instance", sampled=5)])
 def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""

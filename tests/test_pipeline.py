@@ -20,6 +20,7 @@ RECOMPUTE = ["never", "except_last", "always"]
 
 
 @pytest.mark.parallel([2, 3, 4, 6])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_number_of_stages(comm, schedule, norm):
@@ -27,6 +28,7 @@ def test_every_number_of_stages(comm, schedule, norm):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8])
 def test_every_number_of_micro_batches(comm, schedule, micro_batches):
@@ -34,6 +36,7 @@ def test_every_number_of_micro_batches(comm, schedule, micro_batches):
 
 
 @pytest.mark.parallel(2)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("norm", NORMS)
@@ -49,6 +52,7 @@ UNION = {  # ranks: (samples, tiles, stages)
 
 
 @pytest.mark.parallel([4, 6, 8])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
@@ -59,6 +63,7 @@ def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
 
 
 @pytest.mark.parallel(8)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scope", ["group", "step"])
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
@@ -66,6 +71,7 @@ def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
 
 
 @pytest.mark.parallel(4)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm", ["instance", "batch", "none"])
 @pytest.mark.parametrize("placement", ["line", "v"])
 @pytest.mark.parametrize("every", ["1", "2", "level"])
@@ -76,6 +82,7 @@ def test_zero_bubble_where_borders_are_exchanged(comm, norm, placement, every):
 
 
 @pytest.mark.parallel(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("up", ["bilinear", "transposed"])
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_zero_bubble_of_other_networks_and_losses(comm, up, loss):
@@ -112,6 +119,7 @@ def test_updates_where_maps_and_weights_lie_otherwise_in_memory(comm, schedule, 
 
 
 @pytest.mark.parallel(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("norm, frozen", [("none", False), ("batch", True), ("instance", False)])
 def test_many_tiles_a_rank(comm, schedule, norm, frozen):
@@ -120,17 +128,19 @@ def test_many_tiles_a_rank(comm, schedule, norm, frozen):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("up", ["nearest", "bilinear", "transposed"])
-def test_cuts_anywhere(comm, up):
+@pytest.mark.parametrize("first", [1, 2, 9, 10, 13, 21, 28, 29, 30, 48])
+def test_cuts_anywhere(comm, up, first):
     """Stages of very uneven numbers of layers: cuts before and after a stash, a pop, a norm."""
-    layers = 49  # depth 2, 2 convolutions a level
-    for first in (1, 2, 9, 10, 13, 21, 28, 29, 30, 48):
-        balance = [first, layers - first] if comm.size == 2 else [first, (layers - first) // 2, layers - first - (layers - first) // 2]
-        if min(balance) > 0:
-            check(comm, "33x47", stages=comm.size, balance=balance, up=up, accumulate=2)
+    rest = 49 - first  # depth 2, 2 convolutions a level
+    balance = [first, rest] if comm.size == 2 else [first, rest // 2, rest - rest // 2]
+    if min(balance) > 0:
+        check(comm, "33x47", stages=comm.size, balance=balance, up=up, accumulate=2)
 
 
 @pytest.mark.parallel([2, 3, 4])
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_v(comm, schedule, norm):

@@ -24,6 +24,7 @@ def test_exact(comm, name):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["coordinates", "learned_grid", "rows_and_columns", "framed", "inverse_wavelets", "pixels", "patches"])
 def test_exact_on_more_ranks(comm, name):
     for way in ON_RANKS[comm.size]:

@@ -38,6 +38,7 @@ def test_prediction_has_no_seams(comm, folder, norm):
 
 
 @pytest.mark.parallel([2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["batch", "instance", "none"])
 def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, norm):
     mesh = {2: dict(samples=2), 3: dict(tiles="3x1"), 4: dict(tiles="2x1", stages=2)}[comm.size]
@@ -45,6 +46,7 @@ def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, no
 
 
 @pytest.mark.parallel([2, 3, 4])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["batch", "instance", "none"])
 @pytest.mark.parametrize("placement", ["line", "v"])
 def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):

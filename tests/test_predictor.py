@@ -186,6 +186,7 @@ def predicted(comm, norm: str, tile: str, size=SIZE, channels_last=False) -> tup
 
 
 @pytest.mark.parallel([1, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["batch", "instance", "group", "none"])
 def test_the_predictor_over_ranks(comm, norm):
     for tile in ("32x20", "1024x1024"):  # the last: fewer tiles than ranks

@@ -77,6 +77,7 @@ def test_clip_is_torchs(largest, flat, monkeypatch):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["mpi", "horovod"])
 @pytest.mark.parametrize("dtype, fp16, rtol", [(torch.float64, False, 0), (torch.float32, False, 1e-7), (torch.float32, True, 2e-3), (torch.bfloat16, False, 1e-2)])
 def test_the_sum_over_ranks(comm, kind, dtype, fp16, rtol):

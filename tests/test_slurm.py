@@ -15,7 +15,7 @@ import distseg
 from distseg.config.settings import TrainConfig
 
 LOG = os.environ.get("DISTSEG_SLURM_LOG")  # the file for the story of a run that its limit cuts off, which takes some minutes: make slurm
-pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300)]
 
 # A training that keeps to the contract, without the training: told to end it takes its time, the ranks not equally, and is to be continued.
 STAND_IN = """#!/bin/bash

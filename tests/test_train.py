@@ -157,6 +157,7 @@ def test_stages_of_tiles_in_time_train_images_of_different_sizes(comm, folder, n
 
 
 @pytest.mark.parallel(4)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["instance", "batch"])
 @pytest.mark.parametrize("mesh", [dict(samples=2, stages=2), dict(tiles="1x2", stages=2, recompute="always"), dict(stages=4), dict(stages=4, placement="v")])
 def test_stages_train_alike_and_write_their_own_layers(comm, folder, norm, mesh):

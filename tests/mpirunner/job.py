@@ -183,6 +183,7 @@ def _arguments(config: pytest.Config) -> list[str]:
     """The parent's options that change what a test does or how its failure reads."""
     args = [f"--rootdir={config.rootpath}", f"--capture={'no' if config.getoption('capture') == 'no' else 'fd'}"]
     args += ["-c", str(config.inipath)] if config.inipath else []
+    args += ["-m", ""]  # the parent has selected
     args += [arg for warning in config.getoption("pythonwarnings") or [] for arg in ("-W", warning)]
     args += [arg for ini in config.getoption("override_ini") or [] for arg in ("-o", ini)]
     return args

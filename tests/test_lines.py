@@ -6,11 +6,14 @@ import made_lines
 import pytest
 import torch
 from made_store import random_store
+from safetensors.torch import load_file
 from test_exact import TOLERANCE, config
 
 import distseg
+from distseg.checkpoint.files import find
 from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Extents
+from distseg.training.loop import train
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
@@ -70,3 +73,19 @@ def test_images_of_different_sizes_count_by_their_lines(comm, shared_path):
     plan = replace(config(tiles="1x2" if comm.size == 2 else "1x1", images=1, accumulate=2, store=str(shared_path / "store.h5")), model=ModelConfig(f"{made_lines.__name__}:with_moments", in_channels=2, out_channels=3))
     report = verify(plan, comm)
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("name", ["coordinates", "moments"])
+def test_streamed_images_of_different_sizes_count_by_their_lines(comm, shared_path, name):
+    """A norm of lines over two images of a batch: windows of streamed tiles overlap, of one image by another share than of the other."""
+    if comm.rank == 0:
+        random_store(shared_path / "store.h5", train=[(27, 36), (42, 32)])
+    comm.Barrier()
+    tiles, found = "2x1" if comm.size == 2 else "1x1", {}
+    for way, spatial in dict(memory={}, streamed=dict(tiles_per_rank=Extents("2x2"), in_time="spill", scratch="memory")).items():
+        plan = config(tiles=tiles, images=2, store=str(shared_path / "store.h5"), epochs=1, validate_every=0, precision="fp64", tensorboard=False, output=str(shared_path / way), **spatial)
+        train(replace(plan, model=ModelConfig(f"{made_lines.__name__}:with_{name}")), comm)
+        found[way] = {tensor: w for part in find(shared_path / way, "last").glob("weights-*") for tensor, w in load_file(part).items()}
+    for tensor, w in found["memory"].items():
+        torch.testing.assert_close(found["streamed"][tensor], w, rtol=0, atol=1e-12, msg=tensor)

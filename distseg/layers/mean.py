@@ -228,7 +228,7 @@ class PendingMean(Pending):
         super().__init__(norm, statistics)
         self.total = torch.zeros_like(statistics.mean)
 
-    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
         return _PendingMean.apply(self, self.norm.rows(index), self.norm.where(x, index), x)
 
     def settle(self) -> None:

@@ -410,11 +410,15 @@ class Pending:
         self.norm, self.statistics = norm, statistics
         self.dweight = self.dbias = self.centre = None
 
-    def __call__(self, x: Tensor, index: int, mask: Tensor | None) -> Tensor:
-        """Window ``index`` normalised; in the backward pass as if the statistics were constants, whose gradient is kept."""
+    def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
+        """Normalise window ``index``; its backward pass takes the statistics for constants, and keeps their gradient.
+
+        Args:
+            share: of the image, that the window stands for; those of all windows of an image add up to 1, also where windows overlap.
+        """
         opened = self.norm.opened(x)
         self.channels = opened.shape[1]
-        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows_of(opened, index), self.norm.times(index), opened)
+        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows_of(opened, index), share, opened)
         return self.norm.closed(y, x)
 
     def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float) -> None:

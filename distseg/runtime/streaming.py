@@ -17,6 +17,7 @@ its own segments; maps that others read travel to them (:mod:`distseg.runtime.tr
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import cache
 from typing import Callable, ContextManager, Iterator, Protocol, Sequence
@@ -347,6 +348,7 @@ class Walk:
         self._norms_at: dict[int, list[int]] = {}
         for number in sorted(executor.live & {number for segment in work.mine for number in work.segments[segment].nodes}):
             self._norms_at.setdefault(executor.graph[number].first, []).append(number)
+        self._first_with = {number: segment for segment in sorted(work.mine, reverse=True) for number in work.segments[segment].nodes}
         self._moments: dict[int, list] = {}
         self._kept: dict[tuple, tuple[Tensor, list, float]] = {}  # results and leaves of tiles whose graphs wait, and about what these take
         self._coming: dict[tuple[int, int], Receiving] = {}
@@ -450,7 +452,7 @@ class Walk:
                     for source in self.executor.graph[number].inputs:
                         if source in way.read and source not in there:
                             there[source] = self._source(source, i, way.read[source], leaves, device), way.read[source]
-                    there[number + 1] = self._layer(number, part, there), part.made
+                    there[number + 1] = self._layer(number, part, there, op), part.made
                     for source in self.cut.frees[op.segment][number]:
                         del there[source]
         finally:
@@ -474,15 +476,25 @@ class Walk:
             leaves.append((position, window, x.requires_grad_()))
         return x
 
-    def _layer(self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]]) -> Tensor:
+    def _layer(self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]], op: OfTile) -> Tensor:
         self.transfers.progress()
         layer, ((x, have), *others) = self.layers[number], [there[source] for source in self.executor.graph[number].inputs]
         self.context.regions, self.context.current = [part], 0
         if number in self.norms:
             x = cropped(x, have, part.taken)
-            return self.norms[number](x, 0, layer.masks([x])[0])
+            return self.norms[number](x, 0, layer.masks([x])[0], self._share(number, op))
         with skip_store({}):
             return run(layer, x, have, part, others)
+
+    def _share(self, number: int, op: OfTile) -> float:
+        """Return the share of its image that a tile stands for, at a norm of vectors or lines, of which each tile has all.
+
+        Windows reach beyond their tiles, and results beyond what this rank owns; where several segments compute a norm, the first one counts.
+        """
+        if self._first_with[number] != op.segment:
+            return 0.0
+        result = self.segments[op.segment].result
+        return op.box.intersection(self.cut.owned(op.block, result)).pixels / math.prod(self.cut.size(op.block, result))
 
     def _take_in(self, i: int, leaves: list) -> None:
         """Add the gradients of what was read to the stored ones."""

@@ -156,6 +156,19 @@ def test_layouts_that_differ_on_maps_of_a_few_pixels(of_x, of_g):
         torch.testing.assert_close(*both("sums", g, x, affine), rtol=1e-4, atol=1e-5, check_dtype=False)
         torch.testing.assert_close(kernels.moments(x)[0], x.double().mean((0, 2, 3)))
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_results_lie_apart(dims):
+    """Half of the channels of a map in channels_last, as frames that lie in its channels: their rows are no runs of pixels, and the result is written all the same."""
+    whole = image(6, torch.float64, last=True, cropped=False, dims=dims)
+    x, g = whole[:1, :3], image(6, torch.float64, last=True, cropped=False, dims=dims, seed=1)[:1, :3]
+    affine, (tilt, shift) = Affine(*torch.rand(3, 3, dtype=torch.float64), 0.5), torch.rand(2, 3, dtype=torch.float64)
+    own = Box((1,) * dims, x.shape[2:])
+    into = lambda: torch.full_like(whole[:1], float("nan"))[:, :3]
+    assert not x.is_contiguous() and into().stride() == x.stride()
+    torch.testing.assert_close(kernels.forward(x, affine, into()), plain.forward(x, affine, torch.empty(x.shape, dtype=x.dtype)))
+    wanted = plain.gradient(g.contiguous(), x.contiguous(), affine, tilt, shift, own, torch.empty(x.shape, dtype=x.dtype))
+    torch.testing.assert_close(kernels.gradient(g, x, affine, tilt, shift, own, into()), wanted)
+
 
 def test_nan_stays_nan():
     x = image(4, torch.bfloat16, True, False)

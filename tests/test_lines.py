@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.checkpoint.files import find
+from distseg.training.checkpoint.files import find
 from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Extents
 from distseg.training.loop import train

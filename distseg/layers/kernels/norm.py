@@ -56,8 +56,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
     """y into ``out``, which may be ``x`` itself, or else ``torch.empty_like`` it."""
-    _call("forward", lies_last(x), [x, out], affine)
-    return out
+    last = lies_last(x)
+    written = _in_runs(out, last)
+    _call("forward", last, [x, written], affine)
+    return _into(out, written)
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
@@ -69,8 +71,10 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 
 def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor) -> Tensor:
     """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, made by ``torch.empty_like`` of ``x``."""
-    _call("gradient", lies_last(x), [g, x, out], [*affine, tilt, shift], own=own)
-    return out
+    last = lies_last(x)
+    written = _in_runs(out, last)
+    _call("gradient", last, [g, x, written], [*affine, tilt, shift], own=own)
+    return _into(out, written)
 
 
 class Norm(NamedTuple):
@@ -211,6 +215,11 @@ def _shape_of(shape: tuple[int, ...], last: bool, own: Box | None, threads: int)
 def _strides(x: Tensor) -> _Strides:
     plane, row, _ = (0, 0, 0, *x.stride()[2:])[-3:]
     return _Strides(x.stride(1), plane, row)
+
+
+def _into(out: Tensor, written: Tensor) -> Tensor:
+    """Return ``out`` with what the kernel has written, which is a copy where the rows of ``out`` are no runs."""
+    return out if written is out else out.copy_(written)
 
 
 def _in_runs(x: Tensor, last: bool) -> Tensor:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from test_exact import TOLERANCE, config
 
 import distseg
-from distseg.training.checkpoint.files import find
 from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Extents
+from distseg.training.checkpoint.files import find
 from distseg.training.loop import train
 from distseg.training.verify import verify
 

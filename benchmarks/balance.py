@@ -16,7 +16,7 @@ import torch
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.rows import Rows
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.zoo import build_model
 from distseg.planning.cost import measured
 from distseg.planning.memory import Policy
@@ -30,15 +30,15 @@ STAGES = 6
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--window", type=Extents, default=Extents("1434"), help="of the modelled costs (default: %(default)s)")
+    parser.add_argument("--window", type=Size, default=Size("1434"), help="of the modelled costs (default: %(default)s)")
     parser.add_argument("--model", default="summit-small", help="the one measured (default: %(default)s)")
-    parser.add_argument("--measured", type=Extents, default=Extents("384"), metavar="WINDOW", help="of the measured costs (default: %(default)s)")
+    parser.add_argument("--measured", type=Size, default=Size("384"), metavar="WINDOW", help="of the measured costs (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     models = MODELS[:1] if options.quick else MODELS
     if options.quick:
-        options.model, options.measured = "tiny", Extents("32")
+        options.model, options.measured = "tiny", Size("32")
     policy = Policy(micro_batches=2)
     plans = [(options.window, plan(model, costs_of(model, window_of(options.window), 1), STAGES, policy)) for model in models]
     plans.append((options.measured, _measured_plan(options, policy)))
@@ -64,7 +64,7 @@ def _measured_plan(options: argparse.Namespace, policy: Policy) -> dict:
     return plan(options.model, costs[0], STAGES, policy, judged_by=costs[1])
 
 
-def _rows(window: Extents, found: dict) -> list[dict]:
+def _rows(window: Size, found: dict) -> list[dict]:
     return [
         {
             "model": found["model"],

@@ -38,7 +38,7 @@ MESHES = {  # name: (ranks, flags)
     "3x1 tiles, exchange": (3, ["--mesh.tiles", "3x1", "--spatial.exchange_every", "1"]),
     "2 samples x 1x2 tiles, MPI": (4, ["--mesh.samples", "2", "--mesh.tiles", "1x2", "--data.images", "1", "--mesh.reducer", "mpi"]),
     "1x2 tiles x 2 stages": (4, ["--mesh.tiles", "1x2", "--mesh.stages", "2"]),
-    "1x2 tiles, in time": (2, ["--mesh.tiles", "1x2", "--spatial.tiles_per_rank", "2x1", "--spatial.in_time", "spill"]),
+    "1x2 tiles, in time": (2, ["--mesh.tiles", "1x2", "--spatial.tiles_per_rank", "2x1", "--spatial.streaming", "offload"]),
     "2 samples x 1x2 tiles x 2 stages": (8, ["--mesh.samples", "2", "--mesh.tiles", "1x2", "--mesh.stages", "2", "--data.images", "1"]),
 }
 PLACES = {  # what a rank says of itself: how often it is said, about

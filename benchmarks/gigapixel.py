@@ -25,7 +25,7 @@ from benchmarks.steps import peak
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.examples.gigapixel import CLASSES, Earth, prepare_gigapixel
 from distseg.data.loader import StepLoader
 from distseg.data.store.store import Store
@@ -47,7 +47,7 @@ SEED = {"seconds": 81.0, "GB": 103.61, "Dice": 0.989}  # 16000 x 64000 on an M1 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
     parser.add_argument("--store", type=Path, default=Path("demo-data/gigapixel.h5"), help="made if it is not there (1 GB; default: %(default)s)")
-    parser.add_argument("--size", type=Extents, default=Extents((16000, 64000)))
+    parser.add_argument("--size", type=Size, default=Size((16000, 64000)))
     parser.add_argument("--memory", nargs="*", default=["1GB", "4GB"])
     parser.add_argument("--epochs", type=int, default=300, help="of the training (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if options.quick:
-            options.store, options.size, options.memory, options.repeats, options.epochs = Path(folder) / "g.h5", Extents((160, 320)), ["2GB"], 1, 1
+            options.store, options.size, options.memory, options.repeats, options.epochs = Path(folder) / "g.h5", Size((160, 320)), ["2GB"], 1, 1
         if not options.store.exists():
             with redirect_stdout(sys.stderr):
                 prepare_gigapixel(options.store, options.size)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         learned = _run(options, "learn", "4GB", folder)
     notes = (
         f"{options.size}, fp32, batch 1, forward, backward and Adam, reading included, {options.threads} threads; peak: of the whole process\n"
-        f"gradient against the serial program, float64, 301x331 in 3x3 tiles in time: largest relative error {error:.1e}\n"
+        f"gradient against the serial program, float64, 301x331 in 3x3 streamed tiles: largest relative error {error:.1e}\n"
         f"land after {options.epochs} epochs on six sectors of 2000x4000: Dice {learned['train']:.4f} (train), {learned['test']:.4f} (two other sectors); published: {SEED['Dice']}, on other data"
     )
     report("gigapixel", QUESTION, Rows(rows, {"samples": samples, "error": error, "learned": learned}), options, {"size": str(options.size)}, notes, lambda path: draw(learned, path))
@@ -96,7 +96,7 @@ def _config(store: str, **sections) -> Config:
 def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
     comm = world()
     device = set_up(comm, "cpu", torch.get_num_threads()).device
-    one = Extents((1, 1))
+    one = Size((1, 1))
     size = store.size(store.split("train")[0])
     engine = Engine(config, Mesh(comm, 1, one, 1), outline_model(config.model, 1), size, device)
     return engine, step_loader(config, store, engine.mesh, engine)
@@ -114,8 +114,8 @@ def _step(options: argparse.Namespace) -> dict:
 
 
 def _exactness(options: argparse.Namespace) -> float:
-    spatial = SpatialConfig(in_time="recompute", tiles_per_rank=Extents((3, 3)))
-    report_ = verify(_config(None, spatial=spatial), world(), Extents((301, 331)))
+    spatial = SpatialConfig(streaming="recompute", tiles_per_rank=Size((3, 3)))
+    report_ = verify(_config(None, spatial=spatial), world(), Size((301, 331)))
     return report_["max_error"]
 
 
@@ -139,7 +139,7 @@ def _learn(options: argparse.Namespace) -> dict:
             found.append(engine.backward(step))
             engine.update(1e-3 if epoch < 0.8 * options.epochs else 1e-4)
         losses.append(sum(found) / len(found))
-    predictor = Predictor(engine.model, engine.mesh.replicas, engine.devices, engine.autocast, Extents((1024, 1024)))
+    predictor = Predictor(engine.model, engine.mesh.replicas, engine.devices, engine.autocast, Size((1024, 1024)))
     dice = {split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"]["dice"] for split in ("train", "test")}
     return {**dice, "losses": losses}
 

@@ -20,7 +20,7 @@ from benchmarks.rows import Rows
 from benchmarks.steps import Setting, arguments_of
 from distseg.comm.halo import copies_to
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of, receptive_field
 from distseg.models.zoo import outline_model
 from distseg.planning.layerwise import alone, random_input
@@ -31,10 +31,10 @@ from distseg.tiling.tile import Box, window
 
 QUESTION = "What does each number of layers between exchanges cost, in work, bytes, messages, time and memory, and where is the best?"
 EVERY = ("1", "2", "4", "8", "level", "all")
-GRID, MIDDLE = Extents((3, 3)), (1, 1)
+GRID, MIDDLE = Size((3, 3)), (1, 1)
 MODEL, SIZES = "summit-small", (64, 128, 256, 512, 1024, 1440)  # the paper's 1434 on the stride grid
 MEASURED, MEASURED_SIZES = Setting(depth=3, num_convs=2, base_channels=16, norm="instance"), [64, 128, 256, 384]
-GRIDS = [Extents((1, 2)), Extents((2, 2))]  # of a rank a tile
+GRIDS = [Size((1, 2)), Size((2, 2))]  # of a rank a tile
 MB, FLOAT = 1e6, 4
 _COLORS = dict(zip(EVERY, (*PALETTE[:5], PALETTE[7])))
 
@@ -86,21 +86,21 @@ class Network:
     def layout(self, every: str, image: Sequence[int], grid: Sequence[int]) -> Layout:
         return Exchange(self.graph, self.reach.stride, grid=grid, every=every).layout(image)
 
-    def choices(self, wanted: Sequence[str], image: Extents, grid: Extents) -> dict[str, str]:
+    def choices(self, wanted: Sequence[str], image: Size, grid: Size) -> dict[str, str]:
         """Settings by what they are called here: those that exchange before the same layers are one."""
         found: dict[frozenset[int], list[str]] = {}
         for every in wanted:
             found.setdefault(self.layout(every, image, grid).points, []).append(every)
         return {" = ".join(names): names[0] for names in found.values()}
 
-    def cost(self, every: str, image: Extents, grid: Extents, cell: tuple[int, ...]) -> Cost:
+    def cost(self, every: str, image: Size, grid: Size, cell: tuple[int, ...]) -> Cost:
         layout = self.layout(every, image, grid)
         own = self._work(layout.owned(layer + 1, cell) for layer in range(len(self.graph)))
         made = self._work(layout.part(layer, cell).made for layer in range(len(self.graph)))
         if every == "all":
             tile = layout.part(0, cell).owned
             read = window(tile, image, self.reach)
-            whole = self.cost("1", Extents(read.size), Extents((1, 1)), (0, 0)).own
+            whole = self.cost("1", Size(read.size), Size((1, 1)), (0, 0)).own
             return Cost(own, made, whole=whole, read=(read.pixels - tile.pixels) * self.channels[0] * FLOAT)
         # Pixels need no gradient, so nothing returns of what the first layer got.
         arriving = [(layer, copy) for layer in layout.points for copy in copies_to(cell, *layout.spans(layer)) * (2 if layer else 1)]
@@ -137,16 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def modelled_rows(network: Network, size: int, wanted: Sequence[str]) -> list[dict]:
     """Of the tile in the middle of a grid, on the modelled machines."""
-    image = Extents(n * size for n in GRID)
+    image = Size(n * size for n in GRID)
     costs = {name: network.cost(every, image, GRID, MIDDLE) for name, every in network.choices(wanted, image, GRID).items()}
     best = {machine: min(cost.seconds(machine) for cost in costs.values()) for machine in MACHINES}
     times = {name: {f"{machine.name} / best": cost.seconds(machine) / best[machine] for machine in MACHINES} for name, cost in costs.items()}
     return [_row(f"{GRID} tiles", size, name, cost) | times[name] for name, cost in costs.items()]
 
 
-def measured_rows(setting: Setting, grid: Extents, size: int, wanted: Sequence[str], options: argparse.Namespace) -> tuple[list[dict], Results]:
+def measured_rows(setting: Setting, grid: Size, size: int, wanted: Sequence[str], options: argparse.Namespace) -> tuple[list[dict], Results]:
     """Of a tile a rank, all of which lie in a corner of the image or at one of its sides."""
-    setting = replace(setting, size=Extents(n * size for n in grid), tiles=grid)
+    setting = replace(setting, size=Size(n * size for n in grid), tiles=grid)
     network = Network(setting.config().model)
     chosen = {name: replace(setting, exchange_every=every) for name, every in network.choices(wanted, setting.size, grid).items()}
     peaks: dict[str, int] = {}  # bytes

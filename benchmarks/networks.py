@@ -24,7 +24,7 @@ from benchmarks.machine import git_commit
 from benchmarks.rows import Rows
 from distseg.comm.launch import world
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
@@ -35,13 +35,13 @@ QUESTION = "Which networks of other people are computed exactly, in which ways?"
 
 WAYS = {  # name: (ranks, settings by section)
     "whole": (1, {}),
-    "tiles": (2, dict(mesh=dict(tiles=Extents((1, 2))))),
-    "exchange 1": (2, dict(mesh=dict(tiles=Extents((2, 1))), spatial=dict(exchange_every="1"))),
-    "exchange level": (2, dict(mesh=dict(tiles=Extents((1, 2))), spatial=dict(exchange_every="level"))),
-    "in time": (1, dict(spatial=dict(tiles_per_rank=Extents((2, 2)), in_time="spill"))),
+    "tiles": (2, dict(mesh=dict(tiles=Size((1, 2))))),
+    "exchange 1": (2, dict(mesh=dict(tiles=Size((2, 1))), spatial=dict(exchange_every="1"))),
+    "exchange level": (2, dict(mesh=dict(tiles=Size((1, 2))), spatial=dict(exchange_every="level"))),
+    "in time": (1, dict(spatial=dict(tiles_per_rank=Size((2, 2)), streaming="offload"))),
     "stages": (2, dict(mesh=dict(stages=2), train=dict(accumulate=2))),
     "samples": (2, dict(mesh=dict(samples=2))),
-    "all at once": (4, dict(mesh=dict(stages=2, tiles=Extents((1, 2))), spatial=dict(exchange_every="1"), train=dict(accumulate=2))),
+    "all at once": (4, dict(mesh=dict(stages=2, tiles=Size((1, 2))), spatial=dict(exchange_every="1"), train=dict(accumulate=2))),
 }
 SECTIONS = dict(mesh=MeshConfig, spatial=SpatialConfig, train=TrainConfig, pipeline=PipelineConfig)
 
@@ -175,7 +175,7 @@ def __getattr__(name: str):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
-    parser.add_argument("--size", type=Extents, default=Extents((64, 128)), help="of the images (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((64, 128)), help="of the images (default: %(default)s)")
     parser.add_argument("--images", type=int, default=2, help="in a batch (default: %(default)s)")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME", help="of the table; those whose package is not installed are left out")
     parser.add_argument("--job", help="internal: the network whose ways on this number of ranks are tried")
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.job:
         return last_bit(options) if options.last_bit else job(options)
     if options.quick:
-        options.networks, options.size = ["example"], Extents((16, 24))
+        options.networks, options.size = ["example"], Size((16, 24))
     there = [name for name in options.networks if importlib.util.find_spec(_PACKAGES.get(name.partition("_")[0], "torch"))]
     known = {} if options.quick else _before(options)
     for name in there:
@@ -215,7 +215,7 @@ def _report(rows: list[dict], options: argparse.Namespace) -> None:
 def _row(name: str, options: argparse.Namespace) -> dict:
     found: dict[str, float | str] = {}
     for ranks in sorted({ranks for ranks, _ in WAYS.values()}):
-        size = Extents(n * _MULTIPLES.get(name, 1) for n in options.size)
+        size = Size(n * _MULTIPLES.get(name, 1) for n in options.size)
         given = ["--job", name, "--size", str(size), "--images", str(max(options.images, _IMAGES.get(name, 0)))]
         try:
             found |= run_ranks(ranks, ["-m", "benchmarks.networks", *given], timeout=1200)

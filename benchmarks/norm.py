@@ -16,7 +16,7 @@ from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from distseg.comm.launch import keep_freed_memory
 from distseg.runtime.parallelize import parallelize
-from distseg.tiling.tile import Box, Place, Reach
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 
 QUESTION = "What do norm and activation cost beside the convolution before them?"
 FORMATS = {"bf16 channels_last": (torch.bfloat16, True), "fp32 channels_last": (torch.float32, True), "fp32": (torch.float32, False)}
@@ -48,14 +48,14 @@ def cases(channels: int, side: int, dtype: torch.dtype, last: bool) -> dict[str,
     y = torch.empty_like(g)
     conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(dtype=dtype, memory_format=layout)
     box = Box.whole((side, side))
-    place = Place((side, side), box, box, (0,), (0,))
+    place = TilePlacement((side, side), box, box, (0,), (0,))
 
     def backward(output: torch.Tensor) -> None:
         output.backward(g)
         x.grad = conv.weight.grad = None
 
     def ours(norm: nn.Module) -> Callable[[], None]:
-        model = parallelize(nn.Sequential(conv, norm, nn.LeakyReLU(0.01)), Reach((0, 0), (1, 1)))
+        model = parallelize(nn.Sequential(conv, norm, nn.LeakyReLU(0.01)), ReceptiveField((0, 0), (1, 1)))
         return lambda: backward(model([x], [place])[0])
 
     def theirs(*layers: nn.Module) -> Callable[[], None]:

@@ -13,7 +13,7 @@ from benchmarks.harness import measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, distributed_step, plain_step
 from distseg.comm.launch import keep_freed_memory
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "How much slower is distseg's step on one rank than the same step in plain PyTorch?"
 FORMATS = {"fp32": {}, "bf16 channels_last": {"precision": "bf16", "channels_last": True}}
@@ -22,7 +22,7 @@ NORMS = ("instance", "batch", "group")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(7)])
-    parser.add_argument("--size", type=Extents, default=Extents((384, 384)), help="of the image (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((384, 384)), help="of the image (default: %(default)s)")
     parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
     parser.add_argument("--model", default="unet", help="another network, as package.module:function, such as benchmarks.networks:smp_Unet_resnet34; norm and base are its own then")
     parser.add_argument("--against", help="our step on this network in the place of plain PyTorch's, such as the same one in another form")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_freed_memory()
     setting = Setting(size=options.size, base_channels=options.base, model=options.model)
     if options.quick:
-        setting = replace(setting, size=Extents((64, 64)), base_channels=4, depth=2)
+        setting = replace(setting, size=Size((64, 64)), base_channels=4, depth=2)
     found = {
         (norm, name): measure(_cases(replace(setting, norm=norm, **form), options.against), repeats_of(options), clock=time.process_time)
         for norm in (NORMS if options.model == "unet" else ("its own",))

@@ -17,11 +17,11 @@ from benchmarks.harness import Reading, measure, parent, repeats_of, report, run
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, arguments_of
 from distseg.comm.launch import keep_freed_memory
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "Does it pay to compute while borders travel, in the forward pass and in the backward pass?"
 SHAPES = [(32, 384), (64, 192), (128, 96), (256, 48)]  # channels, pixels a side
-SETTING = Setting(Extents((384, 384)), 3, 2, 32)
+SETTING = Setting(Size((384, 384)), 3, 2, 32)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     shapes, setting = SHAPES, SETTING
     if options.quick:
-        shapes, setting, options.steps = [(8, 16)], Setting(Extents((32, 32)), 1, 1, 4), 1
+        shapes, setting, options.steps = [(8, 16)], Setting(Size((32, 32)), 1, 1, 4), 1
     torch.set_num_threads(1)
     keep_freed_memory()
     rows, samples = [], {}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.models.network import user_names
 from distseg.models.zoo import plain_model
@@ -47,7 +47,7 @@ class Case:
             data=DataConfig(store=store, images=self.images),
             optim=OptimConfig("adam", lr=_RATE, schedule="constant", warmup=0.0),
             train=TrainConfig(method="patchgd", precision=precision),
-            patchgd=PatchgdConfig(patch=Extents("64x64"), features=256, statistics="pass"),
+            patchgd=PatchgdConfig(patch=Size("64x64"), features=256, statistics="pass"),
         )
 
 

@@ -29,16 +29,16 @@ from distseg.comm.collective import Alone
 from distseg.comm.launch import keep_freed_memory, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, LossConfig, MeshConfig, OptimConfig, SpatialConfig
-from distseg.config.sizes import Extents
-from distseg.inference.image_source import Scene
+from distseg.config.sizes import Size
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
 from distseg.runtime.build import autocast, place_model
 from distseg.runtime.parallelize import parallelize
-from distseg.tiling.tile import Box, Place
-from distseg.tiling.tile_batch import Block
+from distseg.tiling.tile import Box, TilePlacement
+from distseg.tiling.tile_batch import LazyTileBatch
 from distseg.training.engine import Engine
 
 QUESTION = "How do distseg's streamed step and prediction compare with lightstream's, MONAI's and plain PyTorch's?"
@@ -122,12 +122,12 @@ def recompute(options: argparse.Namespace, side: int | None = None, dtype: str =
     keep_freed_memory()
     side = side or options.side
     x, labels = picture(side)
-    grid = Extents((-(-side // min(options.tile, side // 2)),) * 2)
-    config = Config(loss=LossConfig("binary_cross_entropy"), optim=OptimConfig("sgd"), spatial=SpatialConfig(in_time="recompute", tiles_per_rank=grid), mesh=MeshConfig(reducer="mpi"))
+    grid = Size((-(-side // min(options.tile, side // 2)),) * 2)
+    config = Config(loss=LossConfig("binary_cross_entropy"), optim=OptimConfig("sgd"), spatial=SpatialConfig(streaming="recompute", tiles_per_rank=grid), mesh=MeshConfig(reducer="mpi"))
     model = stack()
-    engine = Engine(config, Mesh(world(), 1, Extents((1, 1)), 1), model, (side, side), precision=dtype, channels_last=True)
+    engine = Engine(config, Mesh(world(), 1, Size((1, 1)), 1), model, (side, side), precision=dtype, channels_last=True)
     whole = Box.whole((side, side))
-    block = Block(Place((side, side), whole, whole, (0,), (0,)), lambda box: x[(..., *box.slices)], lambda box: labels[(..., *box.slices)])
+    block = LazyTileBatch(TilePlacement((side, side), whole, whole, (0,), (0,)), lambda box: x[(..., *box.slices)], lambda box: labels[(..., *box.slices)])
     seconds = _fastest(lambda: engine.backward([[block]]))
     error = None if side > 512 else _gradient_error([p.grad for p in engine.parameters], side)
     return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else recompute(options, 512)["error"]}
@@ -223,11 +223,11 @@ def predictor(options: argparse.Namespace) -> dict:
     def inference(precision: str, side: int) -> Callable[[torch.Tensor], torch.Tensor]:
         model = network(precision)
         tiled = parallelize(model, receptive_field(model), Context())
-        found = Predictor(tiled, Alone(), [torch.device("cpu")], autocast(precision, torch.device("cpu")), Extents((_tile(side),) * 2), channels_last=precision == "bf16")
+        found = Predictor(tiled, Alone(), [torch.device("cpu")], autocast(precision, torch.device("cpu")), Size((_tile(side),) * 2), channels_last=precision == "bf16")
 
         def infer(x: torch.Tensor) -> torch.Tensor:
             out = torch.empty(1, 3, side, side)
-            for box, logits in found(Scene("x", (side, side), lambda box: x[0][(slice(None), *box.slices)].numpy())):
+            for box, logits in found(ImageSource("x", (side, side), lambda box: x[0][(slice(None), *box.slices)].numpy())):
                 out[(0, slice(None), *box.slices)] = torch.from_numpy(logits)
             return out
 

@@ -19,7 +19,7 @@ from benchmarks.harness import Spread, parent, repeats_of, report, run_ranks
 from benchmarks.pipeline_steps import ONE, PLACEMENTS, SCHEDULES, TWICE, placement_of, simulated
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.report.style import FAINT, PALETTE, new_figure
 from distseg.report.tables import table
 from distseg.runtime.partition import OUTPUT, Edge
@@ -33,7 +33,7 @@ SIMULATED = (2, 3, 4)  # ranks
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--size", type=Extents, default=Extents((192, 192)), help="of an image, a micro-batch each (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((192, 192)), help="of an image, a micro-batch each (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--base", type=int, default=24, help="channels of the first level (default: %(default)s)")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="M", help="(default: %(default)s)")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     setting = Setting(options.size, options.depth, 2, options.base)
     if options.quick:
-        setting, options.micro_batches, options.patience = Setting(Extents((32, 32)), 1, 1, 4), [1, 2], 0.0
+        setting, options.micro_batches, options.patience = Setting(Size((32, 32)), 1, 1, 4), [1, 2], 0.0
     repeats = 1 if options.quick else repeats_of(options)
     found = run_ranks(
         RANKS, ["-m", "benchmarks.pipeline_steps", "--setting", json.dumps(asdict(setting)), "--micro_batches", *map(str, options.micro_batches),

@@ -19,7 +19,7 @@ from benchmarks.rows import Rows
 from benchmarks.steps import CLASSES, Setting, timed
 from distseg.comm.collective import Alone
 from distseg.comm.launch import keep_freed_memory, world
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.network import flat_layers
 from distseg.models.zoo import build_model
 from distseg.runtime.optimizer import make_optimizer
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     setting = Setting(options.size, options.depth, 2, options.base)
     if options.quick:
-        setting, options.micro_batches, options.patience = Setting(Extents((32, 32)), 1, 1, 4), 2, 0.0
+        setting, options.micro_batches, options.patience = Setting(Size((32, 32)), 1, 1, 4), 2, 0.0
     keep_freed_memory()
     if options.worker:
         return _worker(setting, options)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--size", type=Extents, default=Extents((192, 192)), help="of a window (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((192, 192)), help="of a window (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
     parser.add_argument("--micro_batches", type=int, default=4, help="of a step (default: %(default)s)")

@@ -14,7 +14,7 @@ from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, distributed_step
 from distseg.comm.launch import keep_freed_memory
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "How much faster is a step in bf16 with channels_last than in fp32, and what bounds it?"
 FORMATS = {
@@ -23,7 +23,7 @@ FORMATS = {
     "bf16": {"precision": "bf16"},
     "bf16 channels_last": {"precision": "bf16", "channels_last": True},
 }
-WIDTHS = {64: Extents((256, 256)), 32: Extents((384, 384)), 16: Extents((512, 512))}
+WIDTHS = {64: Size((256, 256)), 32: Size((384, 384)), 16: Size((512, 512))}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_freed_memory()
     settings = {width: Setting(WIDTHS[width], 5, 2, width, options.norm) for width in options.widths}
     if options.quick:
-        settings = {4: Setting(Extents((64, 64)), 2, 1, 4, options.norm)}
+        settings = {4: Setting(Size((64, 64)), 2, 1, 4, options.norm)}
     size = 16 if options.quick else 128  # a CPU without AVX512 computes bf16 by its reference, at 1 GFLOP/s
     rows, samples, peaks = [], {}, {name: convolution(form, size=size) / 1e9 for name, form in FORMATS.items()}
     for width, setting in settings.items():

@@ -27,8 +27,8 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.comm.launch import keep_freed_memory, memory_in_use, world
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
-from distseg.inference.image_source import Scene
+from distseg.config.sizes import Size
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import receptive_field
@@ -125,7 +125,7 @@ def job(case: dict, options: argparse.Namespace) -> dict:
         run: Callable[[], None] = lambda: infer(x.view(x.box))
     else:
         predictor = _predictor(model, case, options)
-        scene = Scene("x", tuple(size), lambda box: x.view(box)[0].numpy())
+        scene = ImageSource("x", tuple(size), lambda box: x.view(box)[0].numpy())
         work = share_of_work(predictor, size)
 
         def run() -> None:
@@ -160,7 +160,7 @@ def _network(norm: str, dims: int, precision: str) -> nn.Module:
 
 def _predictor(model: nn.Module, case: dict, options: argparse.Namespace) -> Predictor:
     dims = len(case["size"])
-    tile = Extents((options.tile if dims == 2 else round(options.tile ** (2 / 3)),) * dims)
+    tile = Size((options.tile if dims == 2 else round(options.tile ** (2 / 3)),) * dims)
     tiled = parallelize(model, receptive_field(model), Context())
     room = room_of(int(case["memory"]), memory_in_use(CPU), "weights", world()) if "memory" in case else None
     return Predictor(tiled, world(), [CPU], autocast(options.precision, CPU), tile, case.get("scratch"), channels_last=True, room=room)
@@ -204,7 +204,7 @@ def _row(name: str, samples: list[dict], first: list[dict]) -> dict:
 def _work(name: str, config: ModelConfig, size: Sequence[int], tile: int) -> dict:
     """Counted, not run."""
     model = outline_model(config)
-    predictor = Predictor(parallelize(model, receptive_field(model), Context()), Alone(), [CPU], autocast("fp32", CPU), Extents((tile,) * 2), "memory")
+    predictor = Predictor(parallelize(model, receptive_field(model), Context()), Alone(), [CPU], autocast("fp32", CPU), Size((tile,) * 2), "memory")
     return {"case": name, "work": share_of_work(predictor, size)}
 
 

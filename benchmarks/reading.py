@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from benchmarks.harness import measure, parent, repeats_of, report
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter, normalised
 from distseg.tiling.tile import Box, strips
 
@@ -25,12 +25,12 @@ KINDS = {"RGB bytes": (3, "u1"), "grey bytes": (1, "u1"), "4 bands float32": (4,
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(9)])
     parser.add_argument("--kind", choices=KINDS, default="RGB bytes", help="bands and type of the images (default: %(default)s)")
-    parser.add_argument("--size", type=Extents, default=Extents("4096x4096"), help="of the image (default: %(default)s)")
-    parser.add_argument("--window", type=Extents, default=Extents("512x512"), help="(default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size("4096x4096"), help="of the image (default: %(default)s)")
+    parser.add_argument("--window", type=Size, default=Size("512x512"), help="(default: %(default)s)")
     parser.add_argument("--windows", type=int, default=60, help="that a turn reads (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.size, options.window, options.windows = Extents((300, 300)), Extents((70, 70)), 3
+        options.size, options.window, options.windows = Size((300, 300)), Size((70, 70)), 3
     bands, dtype = KINDS[options.kind]
     boxes = _boxes(options.size, options.window, options.windows)
     with tempfile.TemporaryDirectory() as folder:
@@ -70,13 +70,13 @@ def _all(case: Callable[[Box], np.ndarray], boxes: list[Box]) -> Callable[[], No
     return run
 
 
-def _boxes(size: Extents, window: Extents, count: int) -> list[Box]:
+def _boxes(size: Size, window: Size, count: int) -> list[Box]:
     random = np.random.default_rng(0)
     starts = [[int(random.integers(0, n - w + 1)) for n, w in zip(size, window)] for _ in range(count)]
     return [Box(tuple(start), tuple(a + w for a, w in zip(start, window))) for start in starts]
 
 
-def _store(path: Path, bands: int, dtype: str, size: Extents) -> Store:
+def _store(path: Path, bands: int, dtype: str, size: Size) -> Store:
     random = np.random.default_rng(0)
     with StoreWriter(path, ["x", "y"], bands) as writer:
         image = writer.add_image("a", size, dtype, "train", labels=False)

@@ -33,14 +33,14 @@ from distseg.config.settings import (
     SpatialConfig,
     TrainConfig,
 )
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.training.verify import passed, verify
 
 CLASSES, IMAGES, IGNORED = 3, 2, 255
 SIZES = {1: (371,), 2: (61, 75), 3: (19, 29, 27)}
 LAYOUTS = {  # name: (tiles of a rank by dims, settings of spatial)
-    "exchange": ({1: (4,), 2: (2, 3), 3: (1, 2, 3)}, dict(exchange_every="1", in_time="together")),
-    "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, dict(in_time="spill", scratch="memory")),
+    "exchange": ({1: (4,), 2: (2, 3), 3: (1, 2, 3)}, dict(exchange_every="1", streaming="in_memory")),
+    "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, dict(streaming="offload", scratch="memory")),
 }
 TOLERANCE = 1e-12  # of distseg's comparison
 OWN_TOLERANCE = 1e-9  # of ours: PyTorch's own kernels of norms lose more digits
@@ -78,7 +78,7 @@ def trial(entry: Entry, world, layouts: dict = LAYOUTS) -> dict:
     row |= {name: f.kind if f.error is None else f.error for name, f in findings.items()}
     row["only multiples"] = size != SIZES[entry.dims] and _takes(entry, SIZES[entry.dims])
     named = _names_line(entry, worst.said) if worst.kind == "refused" else None
-    return row | {"size": str(Extents(size)), "line named": named, "said": worst.said}
+    return row | {"size": str(Size(size)), "line named": named, "said": worst.said}
 
 
 def _names_line(entry: Entry, said: str) -> bool:
@@ -122,7 +122,7 @@ def plain_failure(entry: Entry) -> str:
             made = outputs[0]
             sum(y.square().mean() for y in outputs).backward()
         except RuntimeError as e:
-            why = f"{Extents(size)}: {e}"
+            why = f"{Size(size)}: {e}"
             continue
         if not made.isfinite().all():
             return "not finite"
@@ -144,7 +144,7 @@ def _once(entry: Entry, layout: str, size, world, seed: int, oracle: bool) -> Fi
         dump = Path(folder) / "step.safetensors"
         try:
             config = _config(entry, layout, seed)
-            report = verify(config, world, Extents(size), dump=str(dump) if oracle else None)
+            report = verify(config, world, Size(size), dump=str(dump) if oracle else None)
         except ValueError as e:
             return _stopped(e)
         except Exception as e:
@@ -190,8 +190,8 @@ def _config(entry: Entry, layout: str, seed: int) -> Config:
             outputs=_weights(entry),
         ),
         data=DataConfig(images=IMAGES),
-        mesh=MeshConfig(tiles=Extents((1,) * entry.dims)),
-        spatial=SpatialConfig(tiles_per_rank=Extents(tiles[entry.dims]), **settings),
+        mesh=MeshConfig(tiles=Size((1,) * entry.dims)),
+        spatial=SpatialConfig(tiles_per_rank=Size(tiles[entry.dims]), **settings),
         optim=OptimConfig("sgd"),
         train=TrainConfig(seed=seed),
     )

@@ -15,13 +15,13 @@ from typing import Sequence
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting, arguments_of
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "How does the time of a step change from one rank to two, with tiles and with sample groups?"
 NETWORKS = {
-    "depth 3, n_c 1, base 32": Setting(Extents((384, 768)), 3, 1, 32),
-    "depth 5, n_c 2, base 16": Setting(Extents((384, 768)), 5, 2, 16),
-    "depth 3, n_c 2, base 64": Setting(Extents((512, 512)), 3, 2, 64),
+    "depth 3, n_c 1, base 32": Setting(Size((384, 768)), 3, 1, 32),
+    "depth 5, n_c 2, base 16": Setting(Size((384, 768)), 5, 2, 16),
+    "depth 3, n_c 2, base 64": Setting(Size((512, 512)), 3, 2, 64),
 }
 _BOUND = "bound: 2 jobs of their own"
 
@@ -38,8 +38,8 @@ class Case:
 
 
 def cases_of(setting: Setting) -> list[Case]:
-    down = Extents((2, 1))
-    double = Extents((2 * setting.size[0], setting.size[1]))
+    down = Size((2, 1))
+    double = Size((2 * setting.size[0], setting.size[1]))
     return [
         Case("1 rank", setting, 1, 1),
         Case("strong: 2 tiles that exchange borders", replace(setting, tiles=down, exchange_every="1"), 2, 1),
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     networks = NETWORKS
     if options.quick:
-        networks, options.repeats, options.steps, options.patience = {"depth 1, n_c 1, base 4": Setting(Extents((32, 32)), 1, 1, 4)}, 1, 1, 0.0
+        networks, options.repeats, options.steps, options.patience = {"depth 1, n_c 1, base 4": Setting(Size((32, 32)), 1, 1, 4)}, 1, 1, 0.0
     rows, samples, parameters = [], {}, {}
     for network, setting in networks.items():
         cases = cases_of(setting)[: 2 if options.quick else None]

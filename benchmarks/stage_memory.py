@@ -17,7 +17,7 @@ from benchmarks.harness import parent, report, run_ranks
 from benchmarks.memory_steps import RETURN_FREED, SCHEDULES
 from benchmarks.rows import Rows
 from benchmarks.steps import Setting
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.report.style import PALETTE, new_figure
 
 QUESTION = "How close is the predicted peak memory of a pipeline stage to the measured one?"
@@ -27,7 +27,7 @@ _BARS = (("tensors [MB]", PALETTE[5], "alive in tensors"), ("resident [MB]", PAL
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
-    parser.add_argument("--size", type=Extents, default=Extents((256, 256)), help="of an image, a micro-batch each (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((256, 256)), help="of an image, a micro-batch each (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
     parser.add_argument("--micro_batches", type=int, default=4, metavar="M", help="(default: %(default)s)")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     setting, schedules, rows = Setting(options.size, options.depth, 2, options.base), SCHEDULES, []
     if options.quick:
-        setting, schedules, options.micro_batches, options.stages = Setting(Extents((32, 32)), 1, 1, 4), SCHEDULES[:1], 2, [2]
+        setting, schedules, options.micro_batches, options.stages = Setting(Size((32, 32)), 1, 1, 4), SCHEDULES[:1], 2, [2]
     given = ["-m", "benchmarks.memory_steps", "--setting", json.dumps(asdict(setting)), "--micro_batches", str(options.micro_batches)]
     given += ["--schedules", *schedules]
     for stages in options.stages:

@@ -21,7 +21,7 @@ from benchmarks.rows import Rows
 from benchmarks.steps import Setting, distributed_step, plain_step
 from distseg.comm.launch import keep_freed_memory
 from distseg.comm.memory_format import channels_last as last_format
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.report.style import INK, PALETTE, new_figure
 
 QUESTION = "Where does a step's time go, and how near is it to that of its convolutions alone?"
@@ -33,14 +33,14 @@ KINDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--size", type=Extents, default=Extents((1024, 1024)), help="of the image (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((1024, 1024)), help="of the image (default: %(default)s)")
     parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
     parser.add_argument("--norms", nargs="*", default=["instance", "batch", "group"])
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--plain", metavar="NORM", help="only PyTorch's layers, with glibc as it is: prints the seconds of the fastest of 3 steps")
     options = parser.parse_args(arguments)
-    size, depth, base, norms = (Extents((32, 32)), 2, 4, ["batch"]) if options.quick else (options.size, 4, options.base, options.norms)
+    size, depth, base, norms = (Size((32, 32)), 2, 4, ["batch"]) if options.quick else (options.size, 4, options.base, options.norms)
     torch.set_num_threads(options.threads)
     setting_of = lambda norm: Setting(size, depth, 2, base, norm, precision=options.precision, channels_last=True)
     if options.plain:

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from distseg.comm.launch import keep_freed_memory, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, SpatialConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers import conv
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import build_model
 from distseg.runtime.build import autocast, place_model
 from distseg.runtime.optimizer import make_optimizer
 from distseg.tiling.tile import owned_tiles
-from distseg.tiling.tile_batch import Piece
+from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages
 
@@ -43,7 +43,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 class Setting:
     """What a step works on: images of ``size``, one a sample group, and a U-Net of the paper's form, or ``model``, a function ``package.module:function``."""
 
-    size: Extents = Extents((256, 256))
+    size: Size = Size((256, 256))
     depth: int = 4
     num_convs: int = 2
     base_channels: int = 32
@@ -52,7 +52,7 @@ class Setting:
     precision: str = "fp32"
     channels_last: bool = False
     samples: int = 1
-    tiles: Extents = Extents((1, 1))
+    tiles: Size = Size((1, 1))
     exchange_every: str = "all"
     model: str = "unet"
 
@@ -76,7 +76,7 @@ def distributed_step(setting: Setting, comm=None, reducer: str = "auto") -> tupl
     pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reading)]
 
     def step() -> float:
-        loss = engine.backward([[Piece(p.pixels, p.labels, p.place) for p in pieces]])
+        loss = engine.backward([[TileBatch(p.pixels, p.labels, p.place) for p in pieces]])
         engine.update(1e-3)
         return loss
 
@@ -109,7 +109,7 @@ def plain_step(setting: Setting) -> Callable[[], float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, value in asdict(Setting()).items():
-        kind = Extents if isinstance(value, tuple) else type(value)
+        kind = Size if isinstance(value, tuple) else type(value)
         flag = {"action": "store_true"} if kind is bool else {"type": kind, "default": value}
         parser.add_argument(f"--{name}", **flag)
 

@@ -15,11 +15,11 @@ from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from benchmarks.scaling import Case, seconds_of
 from benchmarks.steps import Setting
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "How much faster is the step of one image on two ranks than on one?"
 NETWORK = Setting(depth=3, num_convs=2, base_channels=64)
-SIZES = [Extents((256, 256)), Extents((1024, 512))]
+SIZES = [Size((256, 256)), Size((1024, 512))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     network, sizes = NETWORK, SIZES
     if options.quick:
-        network, sizes, options.steps, options.patience = Setting(depth=1, num_convs=1, base_channels=4), [Extents((32, 32))], 1, 0.0
+        network, sizes, options.steps, options.patience = Setting(depth=1, num_convs=1, base_channels=4), [Size((32, 32))], 1, 0.0
     found = {size: measured(replace(network, size=size), options) for size in sizes}
     rows = [_row(size, case, results) for size, results in found.items() for case in results.samples]
     samples = {str(size): results.as_dict() for size, results in found.items()}
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measured(setting: Setting, options: argparse.Namespace) -> Results:
-    two = replace(setting, tiles=Extents((2, 1)))
+    two = replace(setting, tiles=Size((2, 1)))
     cases = [
         Case("1 rank", setting, 1, 1),
         Case("2 ranks, borders exchanged", replace(two, exchange_every="1"), 2, 1),
@@ -50,7 +50,7 @@ def measured(setting: Setting, options: argparse.Namespace) -> Results:
     return measure({case.name: lambda case=case: seconds_of(case, options, {}) for case in cases}, repeats_of(options), warmup=0)
 
 
-def _row(size: Extents, case: str, results: Results) -> dict:
+def _row(size: Size, case: str, results: Results) -> dict:
     spread, faster = results.spread(case), results.speedup(case)
     return {
         "image": str(size), "case": case, "min [s]": spread.min, "median [s]": spread.median,

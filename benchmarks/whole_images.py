@@ -35,7 +35,7 @@ from distseg.comm.collective import Alone
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.examples.ultramnist import mnist, prepare_ultramnist
 from distseg.data.store.store import Store, normalised
 from distseg.inference.images import evaluate_images
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--rate", type=float, default=5e-3, help="of Adam, which stays (default: %(default)s)")
     parser.add_argument("--base", type=int, default=8, help="channels of the backbone's first level (default: %(default)s)")
-    parser.add_argument("--memory", default="700MB", help="budget of tiles in time (default: %(default)s)")
+    parser.add_argument("--memory", default="700MB", help="budget of streamed tiles (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for the memory (default: %(default)s)")
     parser.add_argument("--plain", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for plain PyTorch's memory; of the last one times are taken (default: %(default)s)")
     parser.add_argument("--name", default="whole_images", help="of the result files")
@@ -105,17 +105,17 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
     """The config by which a method trains."""
     norm = "batch"
     compared = options.seconds > 0
-    patch = Extents((max(16, size // 4 if compared else min(size // 2, 128)),) * 2)
+    patch = Size((max(16, size // 4 if compared else min(size // 2, 128)),) * 2)
     budget = method == "exact in time"
     images = {"exact by 2": 2}.get(method, 8) if compared else 1
     return Config(
         model=ModelConfig(_BACKBONE, args={"pool": "max"}, base_channels=options.base, depth=3, norm=norm, seed=options.seed),
-        spatial=SpatialConfig(in_time="spill") if budget else SpatialConfig(),
-        data=DataConfig(store=store, images=images, crop=Extents((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
+        spatial=SpatialConfig(streaming="offload") if budget else SpatialConfig(),
+        data=DataConfig(store=store, images=images, crop=Size((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
         optim=OptimConfig("adam", lr=1e-3, schedule="constant", warmup=0.0),
         train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32", accumulate=8 // images if compared else 1),
         patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else options.patches, inner=4, head="cnn-max", head_channels=32) if method == "patchgd" else PatchgdConfig(),
-        predict=PredictConfig(tile=Extents((size, size))),
+        predict=PredictConfig(tile=Size((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )
 
@@ -208,7 +208,7 @@ def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, s
 
 def _prepare(store: str | Path, side: int, images: Sequence[int], digits: tuple[int, int] = (3, 5)) -> None:
     with redirect_stdout(sys.stderr):  # its table
-        prepare_ultramnist(store, Extents((side, side)), images, digits)
+        prepare_ultramnist(store, Size((side, side)), images, digits)
 
 
 def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
@@ -251,7 +251,7 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict]:
 
 
 def _time(options: argparse.Namespace, folder: Path) -> list[dict]:
-    """In turns: steps by jobs of their own, as tiles in time fill what is left of their memory; filling Z in this process."""
+    """In turns: steps by jobs of their own, as streamed tiles fill what is left of their memory; filling Z in this process."""
     side = options.plain[-1]
     options.store, options.seconds = str(folder / f"{side}.h5"), 0.0
     if not Path(options.store).exists():
@@ -294,12 +294,12 @@ def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     engine, loader, _, store = _opened(argparse.Namespace(**{**vars(options), "patches": options.filled}), "patchgd")
     batch = next(iter(loader.epoch(0)))
     backbone = plain_model(engine.config.model, store.bands, 32)
-    boxes, together = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)
+    boxes, raise_jointly = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)
 
     @torch.no_grad()
     def alone() -> None:
-        for a in range(0, len(boxes), together):
-            backbone(batch.read(0, boxes[a : a + together]))
+        for a in range(0, len(boxes), raise_jointly):
+            backbone(batch.read(0, boxes[a : a + raise_jointly]))
 
     return {"the backbone alone": alone, "fill": lambda: engine.fill(batch)}
 

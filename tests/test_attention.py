@@ -11,12 +11,12 @@ from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.trace import CanNotCapture
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1")],
+    1: [dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1")],
     2: [dict(tiles="2x1", exchange_every="2")],
 }
 NETWORKS = ["latents", "memory", "pixels"]
@@ -27,7 +27,7 @@ NETWORKS = ["latents", "memory", "pixels"]
 def test_exact(comm, name):
     for way in WAYS[comm.size]:
         model = ModelConfig(f"{made_attention.__name__}:{name}", in_channels=3, out_channels=3)
-        report = verify(replace(config(**way), model=model), comm, Extents("33x41"))
+        report = verify(replace(config(**way), model=model), comm, Size("33x41"))
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE, way
 
 
@@ -105,7 +105,7 @@ def test_what_is_not_known_is_named(name):
 def test_dropout_of_weights_is_named(comm):
     model = ModelConfig(f"{made_attention.__name__}:dropping", in_channels=3, out_channels=3)
     with pytest.raises(ValueError, match=r"in function.layer.self_attn .* drops weights of attention at random.*set its dropout to 0"):
-        verify(replace(config(), model=model), comm, Extents("33x41"))
+        verify(replace(config(), model=model), comm, Size("33x41"))
 
 
 @pytest.mark.parallel(1)
@@ -113,5 +113,5 @@ def test_dropout_of_weights_is_named(comm):
 def test_a_halo_is_offered_where_one_may_be_enough(comm, name, offered):
     model = ModelConfig(f"{made_attention.__name__}:{name}", in_channels=3, out_channels=3)
     with pytest.raises(ValueError, match="split samples only") as refused:
-        verify(replace(config(tiles_per_rank=(2, 2)), model=model), comm, Extents("33x41"))
+        verify(replace(config(tiles_per_rank=(2, 2)), model=model), comm, Size("33x41"))
     assert ("or set spatial.halo" in str(refused.value)) == offered

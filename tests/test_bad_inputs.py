@@ -23,7 +23,7 @@ from torch import nn
 from distseg.cli.main import main
 from distseg.comm import reducer
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
 from distseg.runtime.parallelize import parallelize
@@ -169,6 +169,7 @@ MANIFESTS = {  # of what the manifest's config is changed into
 TABLE = {
     "no such command": (["trian"], "unknown command 'trian': choose prepare, check, train"),
     "a flag misspelt": (["train", "--model.dpth", "2"], "--model.dpth 2: did you mean --model.depth[?]"),
+    "a flag of before": (["train", "--spatial.streaming", "recompute"], "--spatial.streaming recompute: it is called spatial.streaming now"),
     "a section for a flag": (["train", "--model", "unet"], "--model is a section: give its fields, such as --model.name VALUE"),
     "words for a number": (["train", "--model.depth", "deep"], "--model.depth takes a whole number or null, got 'deep'"),
     "nothing for a number": (["train", "--model.depth", ""], "--model.depth takes a whole number or null, got ''"),
@@ -239,9 +240,9 @@ TABLE = {
     "an epoch of no crops": (verify(data__epoch_samples="9"), "data.epoch_samples is 9, but whole images are trained on, .*: set data.crop"),
     "groups of instance norm": (verify(model__groups="2"), "model.groups is 2, but model.norm is instance: set it to group"),
     "a fusion of no exchanges": (verify(spatial__fuse_below="8"), "spatial.fuse_below is 8, but spatial.exchange_every is all"),
-    "scratch for nothing": (verify(spatial__scratch="/tmp"), "spatial.scratch is /tmp, but no maps wait without tiles in time: give run.memory or spatial.in_time"),
+    "scratch for nothing": (verify(spatial__scratch="/tmp"), "spatial.scratch is /tmp, but no maps wait without streamed tiles: give run.memory or spatial.streaming"),
     "tiles and memory": (verify(spatial__tiles_per_rank="2x2", run__memory="4GB"), "spatial.tiles_per_rank is 2x2, but run.memory is given and decides the tiles"),
-    "recomputing in time": (verify(pipeline__recompute="always", run__memory="4GB"), "pipeline.recompute is always, but tiles in time .* compute again by themselves"),
+    "recomputing in time": (verify(pipeline__recompute="always", run__memory="4GB"), "pipeline.recompute is always, but streamed tiles .* compute again by themselves"),
     # verify
     "a mesh that the ranks do not fill": (verify(mesh__tiles="1x2"), r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...\)"),
     "a grid too fine": (verify(spatial__tiles_per_rank="9x2"), "grid of 9x2 tiles is too fine for an image of 29x43 .* stride 4x4, so the largest grid that fits is 8x11"),
@@ -282,11 +283,11 @@ TABLE = {
         r"can't be computed on parts of an image: \w+ in 1 \(test_bad_inputs.py, line \d+\) .*split samples only",
     ),
     "numbers drawn by a layer": (
-        verify(**own("noisy"), spatial__in_time="recompute", spatial__tiles_per_rank="1x2"),
+        verify(**own("noisy"), spatial__streaming="recompute", spatial__tiles_per_rank="1x2"),
         r"this network can't be trained exactly: rand_like in 1 \(test_bad_inputs.py, line \d+\) draws random numbers.*use nn.Dropout",
     ),
     "other functions with other sizes": (
-        verify(**own("turned"), spatial__in_time="spill", spatial__tiles_per_rank="1x2"),
+        verify(**own("turned"), spatial__streaming="offload", spatial__tiles_per_rank="1x2"),
         "it calls other functions with other sizes of images",
     ),
     "gradients clipped to less than nothing": (verify(optim__clip="-1"), "optim.clip is a norm of gradients above 0, got -1"),
@@ -424,7 +425,7 @@ def place(tmp_path_factory):
     shutil.copy(folder / "store.h5", folder / "other.h5")
     config = Config(
         model=ModelConfig(depth=1, num_convs=1, base_channels=4),
-        data=DataConfig(store="store.h5", crop=Extents("8x8"), epoch_samples=1),
+        data=DataConfig(store="store.h5", crop=Size("8x8"), epoch_samples=1),
         train=TrainConfig(epochs=1, validate_every=0, tensorboard=False, output="run"),
     )
     with pytest.MonkeyPatch.context() as patch:

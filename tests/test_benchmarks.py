@@ -17,15 +17,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.halo_error import by_distance  # noqa: E402
 from benchmarks.steps import Setting, distributed_step, plain_step  # noqa: E402
-from distseg.config.sizes import Extents  # noqa: E402
+from distseg.config.sizes import Size  # noqa: E402
 
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nQUESTION = " in path.read_text())
 
 
 def test_all_are_found():
     assert BENCHMARKS == [
-        "balance", "checkpoints", "faults", "freed_memory", "gigapixel", "halo", "halo_error", "horovod_cycle", "in_time", "networks", "norm", "overhead", "overlap", "peers", "pipeline_bubble",
-        "pipeline_devices", "pipeline_model", "precision", "prediction", "reading", "research_networks", "scaling", "stage_memory", "stages_in_time", "step_time", "strong", "whole_images",
+        "balance", "checkpoints", "faults", "freed_memory", "gigapixel", "halo", "halo_error", "horovod_cycle", "streaming", "networks", "norm", "overhead", "overlap", "peers", "pipeline_bubble",
+        "pipeline_devices", "pipeline_model", "precision", "prediction", "reading", "research_networks", "scaling", "stage_memory", "stages_streaming", "step_time", "strong", "whole_images",
     ]  # fmt: skip
 
 
@@ -75,5 +75,5 @@ def test_error_by_distance():
 
 def test_both_steps_have_the_same_loss():
     """Without dropout: the masks are drawn in other ways."""
-    setting = Setting(Extents((32, 32)), depth=2, num_convs=1, base_channels=4, dropout=0.0)
+    setting = Setting(Size((32, 32)), depth=2, num_convs=1, base_channels=4, dropout=0.0)
     assert plain_step(setting)() == pytest.approx(distributed_step(setting)[0](), rel=1e-5)

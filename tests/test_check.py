@@ -8,57 +8,57 @@ import pytest
 
 from distseg.cli.main import _config, _parse, _parser
 from distseg.config.settings import Config, DataConfig, MeshConfig, SpatialConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.unet import unet
 from distseg.training.conflicts import RULES, check_norms, check_settings, notes, of, smallest, with_store
 
-MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.in_time": "spill", "spatial.tiles_per_rank": Extents("2x2")}
+MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.streaming": "offload", "spatial.tiles_per_rank": Size("2x2")}
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
-PATCHES = {"train.method": "patchgd", "patchgd.patch": Extents("64x64")}
+PATCHES = {"train.method": "patchgd", "patchgd.patch": Size("64x64")}
 LINE = {"pipeline.placement": "line", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
     ("spatial.halo", "spatial.exchange_every"): ({"spatial.halo": 4, "spatial.exchange_every": "2"}, {"spatial.exchange_every": "all"}),
     ("spatial.norm_scope", "spatial.exchange_every"): ({"spatial.norm_scope": "window", "spatial.exchange_every": "2"}, {"spatial.norm_scope": "group"}),
     ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
-    ("spatial.in_time", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
+    ("spatial.streaming", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
     ("run.memory", "pipeline.placement"): ({**MEMORY, **DEVICES}, LINE),
-    ("pipeline.schedule", "spatial.in_time"): ({**TIME, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "1f1b"}),
-    ("spatial.in_time", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
+    ("pipeline.schedule", "spatial.streaming"): ({**TIME, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "1f1b"}),
+    ("spatial.streaming", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
     ("run.memory", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"run.memory": None}),
-    ("spatial.in_time", "spatial.norm_scope"): ({**TIME, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
+    ("spatial.streaming", "spatial.norm_scope"): ({**TIME, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
     ("run.memory", "spatial.norm_scope"): ({**MEMORY, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
-    ("run.memory", "spatial.in_time"): ({**MEMORY, "spatial.in_time": "together"}, {"spatial.in_time": "auto"}),
-    ("spatial.in_time", "spatial.tiles_per_rank"): ({"spatial.in_time": "spill"}, TIME),
-    ("spatial.in_time", "model.norm"): ({**TIME, "spatial.in_time": "recompute"}, {"model.norm": "none"}),
+    ("run.memory", "spatial.streaming"): ({**MEMORY, "spatial.streaming": "in_memory"}, {"spatial.streaming": "auto"}),
+    ("spatial.streaming", "spatial.tiles_per_rank"): ({"spatial.streaming": "offload"}, TIME),
+    ("spatial.streaming", "model.norm"): ({**TIME, "spatial.streaming": "recompute"}, {"model.norm": "none"}),
     ("pipeline.placement", "spatial.exchange_every"): ({**DEVICES, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
     ("pipeline.placement", "mesh.stages"): ({**DEVICES, "mesh.stages": 2}, {"mesh.stages": 1}),
     ("pipeline.placement", "pipeline.schedule"): ({**DEVICES, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "gpipe"}),
-    ("pipeline.placement", "spatial.tiles_per_rank"): ({**DEVICES, "spatial.tiles_per_rank": Extents("1x2")}, {"spatial.tiles_per_rank": Extents("1x1")}),
-    ("pipeline.placement", "mesh.tiles"): ({**DEVICES, "mesh.tiles": Extents("1x2")}, {"model.norm": "none"}),
+    ("pipeline.placement", "spatial.tiles_per_rank"): ({**DEVICES, "spatial.tiles_per_rank": Size("1x2")}, {"spatial.tiles_per_rank": Size("1x1")}),
+    ("pipeline.placement", "mesh.tiles"): ({**DEVICES, "mesh.tiles": Size("1x2")}, {"model.norm": "none"}),
     ("model.groups", "model.norm"): ({"model.groups": 4}, {"model.norm": "group"}),
-    ("pipeline.recompute", "spatial.in_time"): ({"pipeline.recompute": "always", **MEMORY}, {"run.memory": None}),
+    ("pipeline.recompute", "spatial.streaming"): ({"pipeline.recompute": "always", **MEMORY}, {"run.memory": None}),
     ("spatial.fuse_below", "spatial.exchange_every"): ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
-    ("spatial.scratch", "spatial.in_time"): ({"spatial.scratch": "/tmp"}, MEMORY),
-    ("spatial.tiles_per_rank", "run.memory"): ({"spatial.tiles_per_rank": Extents("2x2"), **MEMORY}, {"run.memory": None}),
+    ("spatial.scratch", "spatial.streaming"): ({"spatial.scratch": "/tmp"}, MEMORY),
+    ("spatial.tiles_per_rank", "run.memory"): ({"spatial.tiles_per_rank": Size("2x2"), **MEMORY}, {"run.memory": None}),
     ("data.focus_share", "data.focus_class"): ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
-    ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Extents("8x8")}),
+    ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Size("8x8")}),
     ("train.init_names", "train.init"): ({"train.init_names": {"a": "b"}}, {"train.init": "a.safetensors"}),
     **{
-        (setting, "train.method"): ({setting: value, **PATCHES, **more}, {"train.method": "exact", "patchgd.patch": Extents((128, 128))})
+        (setting, "train.method"): ({setting: value, **PATCHES, **more}, {"train.method": "exact", "patchgd.patch": Size((128, 128))})
         for setting, value, more in [
             ("mesh.stages", 2, {}), ("pipeline.placement", "v", {"mesh.stages": 1}), ("pipeline.schedule", "gpipe", {}), ("pipeline.balance", [2], {}), ("pipeline.recompute", "always", {}),
-            ("spatial.tiles_per_rank", Extents("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}),
+            ("spatial.tiles_per_rank", Size("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}),
             ("spatial.norm_scope", "window", {}), ("run.memory", "4GB", {}), ("model.outputs", {"out": 1.0, "aux": 0.4}, {"model.name": "nets:deep"}),
         ]
     },
-    ("spatial.in_time", "train.method"): ({"spatial.in_time": "spill", **PATCHES}, {"train.method": "exact", "patchgd.patch": Extents((128, 128)), "spatial.tiles_per_rank": Extents("2x2")}),
-    ("spatial.frozen_norm", "train.method"): ({"spatial.frozen_norm": True, **PATCHES}, {"train.method": "exact", "patchgd.patch": Extents((128, 128)), "model.norm": "batch"}),
+    ("spatial.streaming", "train.method"): ({"spatial.streaming": "offload", **PATCHES}, {"train.method": "exact", "patchgd.patch": Size((128, 128)), "spatial.tiles_per_rank": Size("2x2")}),
+    ("spatial.frozen_norm", "train.method"): ({"spatial.frozen_norm": True, **PATCHES}, {"train.method": "exact", "patchgd.patch": Size((128, 128)), "model.norm": "batch"}),
     **{
         (f"patchgd.{field}", "train.method"): ({f"patchgd.{field}": value}, {"train.method": "patchgd"})
-        for field, value in [("patch", Extents("64x64")), ("step", Extents("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4), ("statistics", "pass"), ("y_filling", True)]
+        for field, value in [("patch", Size("64x64")), ("step", Size("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4), ("statistics", "pass"), ("y_filling", True)]
     },
-    ("patchgd.grid", "train.method"): ({"patchgd.grid": Extents("4x4")}, {"train.method": "patchgd", "patchgd.head": "conv4"}),
-    ("patchgd.grid", "patchgd.head"): ({"patchgd.grid": Extents("4x4"), **PATCHES}, {"patchgd.head": "conv4"}),
+    ("patchgd.grid", "train.method"): ({"patchgd.grid": Size("4x4")}, {"train.method": "patchgd", "patchgd.head": "conv4"}),
+    ("patchgd.grid", "patchgd.head"): ({"patchgd.grid": Size("4x4"), **PATCHES}, {"patchgd.head": "conv4"}),
     ("optim.decay_factor", "optim.schedule"): ({"optim.decay_factor": 2.0}, {"optim.schedule": "linear"}),
     ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distseg.cli.main import _config, _parse, _parser
 from distseg.config.file import check_value, read_settings, sections, settings_of
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.loss import Loss
 from distseg.training.conflicts import check_settings
 from distseg.training.run import plain
@@ -119,7 +119,7 @@ def test_flags_stand_over_files_and_later_files_over_earlier_ones(tmp_path):
 
 def test_every_default_goes_through_a_file(tmp_path):
     plain = {s.name: {f.name: getattr(s.default_factory(), f.name) for f in fields(s.default_factory)} for s in fields(Config)}
-    plain = {s: {f: str(v) if isinstance(v, Extents) else v for f, v in values.items()} for s, values in plain.items()}
+    plain = {s: {f: str(v) if isinstance(v, Size) else v for f, v in values.items()} for s, values in plain.items()}
     assert config_of(yaml.safe_dump(plain), tmp_path) == Config()
     assert _config(_parse(PARSER, [], settings_of(json.loads(json.dumps(plain)), "a manifest"))) == Config()
 
@@ -220,11 +220,11 @@ def test_values_that_pass_are_shallow(text):
 
 def test_defaults_take_the_dims_of_the_images():
     from distseg.config.settings import Config, MeshConfig, with_dims
-    from distseg.config.sizes import Extents
+    from distseg.config.sizes import Size
 
-    found = with_dims(Config(mesh=MeshConfig(tiles=Extents("1x1x2"))), 3, "8x9x10")
+    found = with_dims(Config(mesh=MeshConfig(tiles=Size("1x1x2"))), 3, "8x9x10")
     assert (str(found.mesh.tiles), str(found.spatial.tiles_per_rank)) == ("1x1x2", "1x1x1")
     assert str(found.predict.tile) == "96x96x96"
     assert str(with_dims(Config(), 1, "100").predict.tile) == "1048576"
     with pytest.raises(ValueError, match=r"mesh.tiles is 1x2, of 2 dims, but images have 3 \(8x9x10\)"):
-        with_dims(Config(mesh=MeshConfig(tiles=Extents("1x2"))), 3, "8x9x10")
+        with_dims(Config(mesh=MeshConfig(tiles=Size("1x2"))), 3, "8x9x10")

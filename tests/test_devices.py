@@ -14,7 +14,7 @@ from test_train import weights, write_store
 from distseg.cli.predict import load_predictor
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import PipelineConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_scene
 from distseg.layers.context import Context
@@ -84,8 +84,8 @@ def test_placements_agree(comm, norm):
 def engine_of(found, mesh, precision="fp64"):
     """An engine, and its part of a step's random images."""
     engine = Engine(found, mesh, outline_model(found.model), (33, 47), precision=precision)
-    images = RandomImages(Extents("33x47"), 3, 3, found)
-    return engine, [images.mine([m], Extents("1x1"), Extents("1x1"), (0, 0), engine.reach) for m in range(found.train.accumulate)]
+    images = RandomImages(Size("33x47"), 3, 3, found)
+    return engine, [images.mine([m], Size("1x1"), Size("1x1"), (0, 0), engine.reach) for m in range(found.train.accumulate)]
 
 
 def gradients(found, mesh) -> dict:
@@ -169,7 +169,7 @@ def test_pipelines_that_contradict_themselves(name):
 CONFIGS = {
     "stages on ranks too": (on(2, stages=2), "puts all 2 stages on each rank, but mesh.stages is 2: set mesh.stages to 1"),
     "1f1b": (on(2, schedule="1f1b"), "knows gpipe only: set it to gpipe or auto"),
-    "tiles": (on(2, tiles_per_rank=Extents("1x2")), "all micro-batches to have one size, and so one tile: set it to 1x1"),
+    "tiles": (on(2, tiles_per_rank=Size("1x2")), "all micro-batches to have one size, and so one tile: set it to 1x1"),
     "no such device": (wrong(devices=["cpu", "gpu"]), "names 'gpu', which is no device: write cpu, cuda:0"),
     "a device that is none": (wrong(devices=["meta"]), "names 'meta', which is no device"),
     "another kind than the rank's": (wrong(devices=["cpu", "cuda:0"]), "cuda:0, but this rank computes on cpu: set run.device to cuda"),
@@ -206,7 +206,7 @@ def test_statistics_that_ranks_share(comm, settings, text):
 @pytest.mark.parallel(1)
 def test_micro_batches_of_different_sizes(comm):
     engine, micro_batches = engine_of(config(accumulate=2, **on(2)), Mesh(comm))
-    other = RandomImages(Extents("41x47"), 3, 3, engine.config).mine([1], Extents("1x1"), Extents("1x1"), (0, 0), engine.reach)
+    other = RandomImages(Size("41x47"), 3, 3, engine.config).mine([1], Size("1x1"), Size("1x1"), (0, 0), engine.reach)
     with pytest.raises(ValueError, match=r"one size, but here are \(images x window\) 1 x 33x47, 1 x 41x47: set data.crop"):
         engine.backward([micro_batches[0], other])
     assert engine.backward(micro_batches) > 0, "nothing is left behind of a step that failed"

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from distseg.report import disk
-from distseg.report.disk import NoRoom, locked, opened_plain, room, whole
+from distseg.report.disk import NoRoom, atomic_write, locked, opened_plain, require_disk_space
 
 
 def names(folder):
@@ -20,7 +20,7 @@ def names(folder):
 
 def test_a_file_appears_when_the_block_ends(tmp_path):
     path = tmp_path / "a.json"
-    with whole(path) as growing:
+    with atomic_write(path) as growing:
         growing.write_text("new")
         assert growing.parent == tmp_path and not path.exists()
     assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
@@ -29,7 +29,7 @@ def test_a_file_appears_when_the_block_ends(tmp_path):
 def test_an_error_leaves_what_was_there(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
-    with pytest.raises(RuntimeError), whole(path) as growing:
+    with pytest.raises(RuntimeError), atomic_write(path) as growing:
         growing.write_text("half")
         raise RuntimeError
     assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
@@ -44,7 +44,7 @@ def test_the_folder_may_be_renamed_as_soon_as_the_file_is_there(tmp_path, monkey
 
     (tmp_path / "partial").mkdir()
     monkeypatch.setattr(os, "replace", and_renamed)
-    with whole(tmp_path / "partial" / "a.txt") as growing:
+    with atomic_write(tmp_path / "partial" / "a.txt") as growing:
         growing.write_text("new")
     assert [p.name for p in (tmp_path / "final").iterdir()] == ["a.txt"]
 
@@ -53,7 +53,7 @@ def test_the_folder_may_be_renamed_as_soon_as_the_file_is_there(tmp_path, monkey
 def test_the_mode_is_the_umasks_whatever_a_library_does(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
-        with whole(tmp_path / "a") as growing:
+        with atomic_write(tmp_path / "a") as growing:
             other = tmp_path / "b"
             other.write_text("as safetensors writes it")
             os.chmod(other, 0o600 if mode != 0o600 else 0o666)
@@ -69,7 +69,7 @@ def test_planted_links_are_not_followed(tmp_path):
     (tmp_path / "out").mkdir()
     for name in (".a.json.writing", "a.json", "lock"):
         (tmp_path / "out" / name).symlink_to(precious)
-    with whole(tmp_path / "out/a.json") as growing:
+    with atomic_write(tmp_path / "out/a.json") as growing:
         assert growing.name != ".a.json.writing"
         growing.write_text("new")
     with pytest.raises(FileExistsError, match="lock is a link, a folder or a device, .* remove it"):
@@ -98,9 +98,9 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     (tmp_path / "dangling").symlink_to("nowhere")
     before = names(tmp_path)
     for name, kind in dict(pipe="pipe or device", link="pipe or device", folder="folder").items():
-        with pytest.raises(FileExistsError, match=f"{name} is a {kind}, which no file may replace"), whole(tmp_path / name):
+        with pytest.raises(FileExistsError, match=f"{name} is a {kind}, which no file may replace"), atomic_write(tmp_path / name):
             pytest.fail("the work was begun")
-    with whole(tmp_path / "dangling") as growing:
+    with atomic_write(tmp_path / "dangling") as growing:
         growing.write_text("new")
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink() and names(tmp_path) == before
 
@@ -121,13 +121,13 @@ def test_what_killed_jobs_left_is_removed_what_grows_is_kept(tmp_path, monkeypat
         (tmp_path / name).write_text("half")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     monkeypatch.setattr(disk, "_cleared", set())
-    with whole(tmp_path / "c") as growing:
+    with atomic_write(tmp_path / "c") as growing:
         growing.write_text("new")
     assert names(tmp_path) == sorted(["c", *(name for name, (_, kept) in files.items() if kept)])
 
 
 def test_a_name_as_long_as_names_may_be(tmp_path):
-    with whole(tmp_path / ("x" * 252 + ".h5")) as growing:
+    with atomic_write(tmp_path / ("x" * 252 + ".h5")) as growing:
         growing.write_text("new")
     assert len(names(tmp_path)[0]) == 255
 
@@ -136,12 +136,12 @@ def test_a_name_as_long_as_names_may_be(tmp_path):
 
 
 def test_room_is_asked_for_before_the_work(tmp_path):
-    room(tmp_path / "not/yet/there", 1, "a checkpoint")
+    require_disk_space(tmp_path / "not/yet/there", 1, "a checkpoint")
     with pytest.raises(
         NoRoom,
         match=r"c.h5 has no room for a checkpoint: it takes 1e\+0?3 PB, .*B are free; make room, or choose another output",
     ) as found:
-        room(tmp_path / "c.h5", 10**18, "a checkpoint")
+        require_disk_space(tmp_path / "c.h5", 10**18, "a checkpoint")
     assert found.value.errno == errno.ENOSPC
 
 
@@ -159,14 +159,14 @@ def test_a_full_disk_is_told_with_file_and_free_bytes_whoever_finds_it(tmp_path,
     with pytest.raises(
         NoRoom, match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room"
     ):
-        with whole(tmp_path / "a") as growing:
+        with atomic_write(tmp_path / "a") as growing:
             growing.write_text("12345")
             raise error
     assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
 
 
 def test_other_errors_stay_what_they_are(tmp_path):
-    with pytest.raises(PermissionError, match="not yours"), whole(tmp_path / "a"):
+    with pytest.raises(PermissionError, match="not yours"), atomic_write(tmp_path / "a"):
         raise PermissionError(errno.EACCES, "not yours")
 
 

@@ -8,17 +8,17 @@ from torch import nn
 
 from distseg.layers.context import Context
 from distseg.layers.dropout import KeyedDropout, channel_mask, element_mask
-from distseg.tiling.tile import Box, Place, Reach, tiles, window
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, tiles, window
 
 SAMPLES = (7, 12)
 
 
 def masks(layer: nn.Module, image, stride, grid, samples=SAMPLES, **context):
     """The mask of each window of a grid, as (window in cells, mask)."""
-    reach = Reach(tuple(2 * s for s in stride), stride)
+    reach = ReceptiveField(tuple(2 * s for s in stride), stride)
     twin = KeyedDropout(layer, Context(**context), stride, "enc0_drop0")
     for t in tiles(image, grid, stride):
-        place = Place(image, t, window(t, image, reach), (0, 1), samples)
+        place = TilePlacement(image, t, window(t, image, reach), (0, 1), samples)
         twin.context.places = [place]
         box = place.window.coarsened(stride)
         yield box, twin(torch.ones(len(samples), 5, *box.size))
@@ -40,7 +40,7 @@ def test_windows_of_every_grid_see_the_whole_images_mask(layer, image, stride, g
 def test_a_mask_depends_on_seed_epoch_sample_and_layer_alone():
     def draw(name="a", samples=(7,), **context):
         twin = KeyedDropout(nn.Dropout2d(0.5), Context(**context), (1, 1), name)
-        twin.context.places = [Place((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), tuple(range(len(samples))), samples)]
+        twin.context.places = [TilePlacement((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), tuple(range(len(samples))), samples)]
         return twin(torch.ones(len(samples), 64, 1, 1))
 
     first = draw()
@@ -78,7 +78,7 @@ def test_evaluation_and_p_0_are_the_identity():
 def test_the_gradient_is_masked_alike():
     ((_, y),) = masks(nn.Dropout2d(0.5), (4, 4), (1, 1), (1, 1))
     twin = KeyedDropout(nn.Dropout2d(0.5), Context(), (1, 1), "enc0_drop0")
-    twin.context.places = [Place((4, 4), Box.whole((4, 4)), Box.whole((4, 4)), (0, 1), SAMPLES)]
+    twin.context.places = [TilePlacement((4, 4), Box.whole((4, 4)), Box.whole((4, 4)), (0, 1), SAMPLES)]
     x = torch.ones(2, 5, 4, 4, requires_grad=True)
     twin(x).sum().backward()
     assert torch.equal(x.grad, y)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.kernels import norm as compiled
 from distseg.training.verify import verify
 
@@ -24,7 +24,7 @@ def config(samples=1, tiles="1x1", norm="instance", up="nearest", loss="cross_en
     """BASE on a mesh; ``more`` are fields of any other section."""
     sections = {
         "model": replace(BASE.model, norm=norm, up=up, **{"groups": 2 if norm == "group" else None, **_of(ModelConfig, more)}),
-        "mesh": MeshConfig(samples=samples, tiles=Extents(tiles), **_of(MeshConfig, more)),
+        "mesh": MeshConfig(samples=samples, tiles=Size(tiles), **_of(MeshConfig, more)),
         "loss": LossConfig(name=loss, **_of(LossConfig, more)),
         "pipeline": PipelineConfig(**_of(PipelineConfig, more)),
         "spatial": SpatialConfig(**_of(SpatialConfig, more)),
@@ -40,7 +40,7 @@ def _of(section, fields):
 
 def check(comm, image: str, **settings) -> None:
     found = config(**settings)
-    report = verify(found, comm, Extents(image))
+    report = verify(found, comm, Size(image))
     error = comm.bcast(report and report["max_error"])
     assert error <= TOLERANCE, report or "see rank 0"
     norm = found.model.norm
@@ -51,7 +51,7 @@ def check(comm, image: str, **settings) -> None:
 def error_of_made(made, name: str, comm, settings: dict, size: str) -> float:
     """Return the error of a network of a file ``made``, on an image of about this size: of the next multiple that the network wants."""
     multiple = made.MULTIPLES.get(name, 1)
-    image = Extents(-(-n // multiple) * multiple for n in Extents(size))
+    image = Size(-(-n // multiple) * multiple for n in Size(size))
     plan = replace(config(**settings), model=ModelConfig(f"{made.__name__}:{name}_network", in_channels=3, out_channels=3))
     report = verify(plan, comm, image)
     return comm.bcast(report and report["max_error"])
@@ -119,12 +119,12 @@ def test_samples_times_tiles(comm, norm, scope):
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("norm", NORMS)
 def test_many_tiles_a_rank(comm, norm):
-    check(comm, "97x131", tiles={1: "1x1", 2: "2x1"}[comm.size], tiles_per_rank=Extents("2x3"), norm=norm, loss="dice", images=2)
+    check(comm, "97x131", tiles={1: "1x1", 2: "2x1"}[comm.size], tiles_per_rank=Size("2x3"), norm=norm, loss="dice", images=2)
 
 
 @pytest.mark.parallel([1, 2])
 def test_frozen_batch_norm_one_tile_after_another(comm):
-    check(comm, "61x75", tiles={1: "1x1", 2: "1x2"}[comm.size], tiles_per_rank=Extents("2x2"), norm="batch", frozen_norm=True, loss="dice")
+    check(comm, "61x75", tiles={1: "1x1", 2: "1x2"}[comm.size], tiles_per_rank=Size("2x2"), norm="batch", frozen_norm=True, loss="dice")
 
 
 @pytest.mark.parallel(2)
@@ -138,7 +138,7 @@ def test_accumulation_without_norms_keeps_the_gradient(comm, loss):
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_optimizers_and_reducers(comm, reducer, name):
     found = config(tiles="1x2", reducer=reducer)
-    report = verify(replace(found, optim=OptimConfig(name=name, clip=0.05)), comm, Extents("33x47"))
+    report = verify(replace(found, optim=OptimConfig(name=name, clip=0.05)), comm, Size("33x47"))
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
 
@@ -149,7 +149,7 @@ def test_deeper_network_on_a_size_below_its_stride(comm):
 
 @pytest.mark.parallel(3)
 def test_a_halo_too_small_is_found_and_named(comm):
-    report = verify(config(tiles="1x3", halo=4), comm, Extents("61x203"))
+    report = verify(config(tiles="1x3", halo=4), comm, Size("61x203"))
     if report:
         assert report["max_error"] > 1e-6
         assert "smaller than this model's exact halo 22" in report["approximations"][0]
@@ -157,7 +157,7 @@ def test_a_halo_too_small_is_found_and_named(comm):
 
 @pytest.mark.parallel(2)
 def test_statistics_per_window_are_found_and_named(comm):
-    report = verify(config(tiles="1x2", norm_scope="window"), comm, Extents("61x203"))
+    report = verify(config(tiles="1x2", norm_scope="window"), comm, Size("61x203"))
     if report:
         assert report["max_error"] > 1e-6
         assert "norm_scope is window" in report["approximations"][0]
@@ -177,7 +177,7 @@ def test_tiles_that_exchange_borders(comm, norm, every):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("every, recompute", [("1", "always"), ("2", "never"), ("level", "except_last")])
 def test_samples_times_stages_times_tiles_that_exchange_borders(comm, norm, every, recompute):
-    more = dict(exchange_every=every, recompute=recompute, tiles_per_rank=Extents("2x1"), fuse_below=6, accumulate=2, loss="dice")
+    more = dict(exchange_every=every, recompute=recompute, tiles_per_rank=Size("2x1"), fuse_below=6, accumulate=2, loss="dice")
     check(comm, "61x75", samples=2, tiles="1x2", stages=2, norm=norm, **more)
 
 
@@ -188,7 +188,7 @@ def test_the_v_with_tiles_that_exchange_borders(comm):
 
 @pytest.mark.parallel(2)
 def test_frozen_batch_norm_of_tiles_that_exchange_borders(comm):
-    check(comm, "61x75", tiles="2x1", tiles_per_rank=Extents("1x2"), norm="batch", frozen_norm=True, exchange_every=1, accumulate=2)
+    check(comm, "61x75", tiles="2x1", tiles_per_rank=Size("1x2"), norm="batch", frozen_norm=True, exchange_every=1, accumulate=2)
 
 
 @pytest.mark.parallel(4)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, MeshConfig, ModelConfig, SpatialConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.graph import graph_of, receptive_field
 from distseg.layers.local import framed, node_of
@@ -27,7 +27,7 @@ from distseg.runtime.exchange import Exchange
 from distseg.runtime.parallelize import parallelize
 from distseg.tiling.graph import Graph
 from distseg.tiling.layout import Layout
-from distseg.tiling.tile import Box, Place, tiles
+from distseg.tiling.tile import Box, TilePlacement, tiles
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, own_pieces
 
@@ -79,7 +79,7 @@ def compare(layers: list[nn.Module], graph, comm, size, grid, tolerance=1e-12, *
     context, places, xs = Context(norm_comm=comm, batch_comm=comm), [], []
     for cell in own_cells(exchange):
         tile = layout.part(0, cell).owned
-        places.append(Place(tuple(size), tile, tile, tuple(range(BATCH)), (0,) * BATCH))
+        places.append(TilePlacement(tuple(size), tile, tile, tuple(range(BATCH)), (0,) * BATCH))
         xs.append(whole.detach()[(..., *tile.slices)].clone().requires_grad_())
     context.places = places
     maps = [{0: x} for x in xs]
@@ -227,7 +227,7 @@ def test_the_exchange_and_its_adjoint(comm):
         layout = exchange.layout(size)
         cells = own_cells(exchange)
         parts = [layout.part(0, cell) for cell in cells]
-        places = [Place(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
+        places = [TilePlacement(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
         xs = [torch.randn(BATCH, CHANNELS, *part.held.size, dtype=torch.float64) for part in parts]
         frames = [framed(layer, part) for part in parts]
         for halo in [exchange._exchange(0, layer, range(len(xs)), frames, xs, parts, [layout] * len(parts), cells, places)]:
@@ -242,14 +242,14 @@ def test_the_exchange_and_its_adjoint(comm):
 @pytest.mark.parallel([1, 4])
 @pytest.mark.parametrize("per_rank", ["1x1", "2x1"])
 def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank):
-    grid = Extents(GRIDS[comm.size])
+    grid = Size(GRIDS[comm.size])
     config = Config(
         ModelConfig(depth=2, num_convs=2, base_channels=4, up="transposed", norm="instance", in_channels=3, out_channels=2),
         mesh=MeshConfig(tiles=grid, reducer="mpi"), spatial=SpatialConfig(exchange_every=1, tiles_per_rank=per_rank),
     )  # fmt: skip
     plain = build_model(config.model).double()
     engine = Engine(config, Mesh(comm, 1, grid), build_model(config.model), (61, 75), precision="fp64")
-    images = RandomImages(Extents("61x75"), 3, 2, config)
+    images = RandomImages(Size("61x75"), 3, 2, config)
     own = own_pieces(config, engine.mesh, images, engine.reading)
     with FlopCounterMode(display=False) as mine:
         engine.backward(own)
@@ -301,7 +301,7 @@ def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
     exchange = Exchange(graph_of(plain), reach.stride, comm, grid, every="1")
     tiled = parallelize(plain, reach, Context(norm_comm=comm, batch_comm=comm), exchange)
     box = tiles(size, grid, reach.stride)[comm.rank]
-    (mine,) = tiled([whole[(..., *box.slices)]], [Place(size, box, box, (0, 1), (0, 1))])
+    (mine,) = tiled([whole[(..., *box.slices)]], [TilePlacement(size, box, box, (0, 1), (0, 1))])
     close(mine, y[(..., *box.slices)], 1e-12)
     for found, right in zip(torch.autograd.grad(mine, list(tiled.parameters()), g[(..., *box.slices)]), wanted):
         close(torch.from_numpy(comm.allreduce(found.numpy())), right, 1e-11)
@@ -328,7 +328,7 @@ def test_statistics_that_were_not_taken_over_are_told():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2))
     reach, box = receptive_field(model), Box.whole((6, 7))
     tiled = parallelize(model, reach, Context())
-    tiled([torch.rand(1, 1, 6, 7)], [Place((6, 7), box, box, (0,), (0,))])
+    tiled([torch.rand(1, 1, 6, 7)], [TilePlacement((6, 7), box, box, (0,), (0,))])
     with pytest.warns(UserWarning, match="commit_statistics"):
         tiled.eval()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 
 @pytest.mark.parametrize(
@@ -14,13 +14,13 @@ from distseg.config.sizes import Extents
         ("8", (8,), "8", 8),
         (8, (8,), "8", 8),
         ([2, 3], (2, 3), "2x3", 6),
-        (Extents("2x3"), (2, 3), "2x3", 6),
+        (Size("2x3"), (2, 3), "2x3", 6),
     ],
 )
 def test_reads_what_it_writes(given, values, text, volume):
-    found = Extents(given)
+    found = Size(given)
     assert (found, str(found), repr(found), found.volume) == (values, text, text, volume)
-    assert Extents(str(found)) == found
+    assert Size(str(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_reads_what_it_writes(given, values, text, volume):
 )
 def test_says_what_is_wrong(given, message):
     with pytest.raises(ValueError, match=message):
-        Extents(given)
+        Size(given)

@@ -62,8 +62,8 @@ CASES = {
     "borders of a level": case([14], norm="batch", loss="focal", mesh=GRID, spatial=dict(exchange_every="level"), precision="fp64", **MIDDLE),
     "the paper's network, borders": case([94], mesh=GRID, spatial=dict(exchange_every="1"), tile=(1, 1), image="768x768", **PAPER),
     # in time
-    "tiles in time, computed again": case([3], norm="none", spatial=dict(in_time="recompute", tiles_per_rank="2x2"), precision="bf16", last=True),
-    "tiles in time, stored": case([31], spatial=dict(in_time="spill", tiles_per_rank="2x2", scratch="memory"), loss="dice"),
+    "streamed tiles, computed again": case([3], norm="none", spatial=dict(streaming="recompute", tiles_per_rank="2x2"), precision="bf16", last=True),
+    "streamed tiles, stored": case([31], spatial=dict(streaming="offload", tiles_per_rank="2x2", scratch="memory"), loss="dice"),
     # prediction: each of four tiles is copied to the host
     "prediction": case([4], norm="batch", image="64x64", predict="32x32", precision="bf16", last=True),
     # stages

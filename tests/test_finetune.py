@@ -14,7 +14,7 @@ from torch import nn
 
 import distseg
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import build_model, plain_model
 from distseg.runtime.optimizer import freeze, make_optimizer, of_part, set_learning_rate
@@ -65,7 +65,7 @@ def test_arguments_that_a_function_does_not_take_are_named():
 @pytest.mark.parallel(4)
 def test_a_step_with_frozen_and_slow_parts_is_exact(comm):
     plan = replace(config(tiles="1x2", stages=2), model=replace(NET, args={"width": 3}), optim=OptimConfig("sgd", lr=0.1, rates={"encoder": 0.1, "encoder.stem": 0}, thaw={"head": 1}))
-    report = verify(plan, comm, Extents("32x48"))
+    report = verify(plan, comm, Size("32x48"))
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
     if report:
         assert report["frozen"] == ["encoder.stem.weight", "encoder.stem.bias"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from distseg.comm.launch import JointFailure
 from distseg.config.settings import Config, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.unet import unet
 from distseg.training.checkpoint.files import find
 from distseg.training.engine import Engine
@@ -19,7 +19,7 @@ from distseg.training.loop import train
 from distseg.training.verify import passed, summary, verify
 
 HERE = __name__
-SIZE = Extents("41x53")
+SIZE = Size("41x53")
 
 
 def net(in_channels=3, out_channels=2, norm="batch"):
@@ -88,11 +88,11 @@ def plan(network: str, optim="adamw", **sections) -> Config:
 
 LAYOUTS = {
     "one rank": (1, {}),
-    "tiles": (2, dict(mesh=MeshConfig(tiles=Extents("1x2")))),
-    "exchanges": (2, dict(mesh=MeshConfig(tiles=Extents("2x1")), spatial=SpatialConfig(exchange_every="1"))),
+    "tiles": (2, dict(mesh=MeshConfig(tiles=Size("1x2")))),
+    "exchanges": (2, dict(mesh=MeshConfig(tiles=Size("2x1")), spatial=SpatialConfig(exchange_every="1"))),
     "stages": (2, dict(mesh=MeshConfig(stages=2))),
-    "stages, tiles in time": (2, dict(mesh=MeshConfig(stages=2), spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")))),
-    "tiles in time": (1, dict(spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")))),
+    "stages, streamed tiles": (2, dict(mesh=MeshConfig(stages=2), spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")))),
+    "streamed tiles": (1, dict(spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")))),
     "samples and stages": (4, dict(mesh=MeshConfig(samples=2, stages=2))),
 }
 
@@ -145,7 +145,7 @@ def test_training_leaves_the_frozen_alone_and_resumes(comm, folder, network, opt
 @pytest.mark.parametrize("optim", ["adam", "adamw", "sgd"])
 def test_a_bias_before_a_norm(comm, network, optim):
     """Its gradient is 0, and what is computed is rounding, of which Adam makes a step that no two programs share."""
-    report = verify(plan(network, optim, mesh=MeshConfig(tiles=Extents(f"1x{comm.size}"))), comm, SIZE)
+    report = verify(plan(network, optim, mesh=MeshConfig(tiles=Size(f"1x{comm.size}"))), comm, SIZE)
     if report:
         assert passed(report, 1e-12), summary(report, 1e-12)
         assert sorted(report["zero_gradients"]) == ["0.bias", "3.bias"]

@@ -15,7 +15,7 @@ from distseg.cli.commands import run_predict
 from distseg.data import class_files
 from distseg.data.class_files import Classes
 from distseg.data.class_map import PartialMap
-from distseg.data.formats.georeference import Place
+from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.palettes import class_colours
 from distseg.data.formats.readers import open_image
 from distseg.data.prepare import prepare_folder
@@ -90,7 +90,7 @@ def test_a_class_map_lies_where_its_image_lies(comm, shared_path, capsys, monkey
         with h5py.File(path.with_suffix(".h5")) as f:
             assert np.array_equal(f["classes"], classes) and np.array_equal(np.isnan(f["probabilities"]).all(0), empty)
             assert f.attrs["nodata"] == 255 and f.attrs["transform"].tolist() == list(UTM["transform"]) and np.isfinite(f["probabilities"][:][:, ~empty]).all()
-            assert Place.from_json(json.loads(f.attrs["geotiff_tags"])) == open_image(image).place
+            assert Georeference.from_json(json.loads(f.attrs["geotiff_tags"])) == open_image(image).place
         with Image.open(path.with_suffix(".png")) as picture:
             assert np.array_equal(np.asarray(picture), classes) and picture.info["transparency"] == 255 and picture.info["nodata"] == "255"
     assert not (tifffile.imread(out / "plain.tif") == 255).any(), "plain.npy says of no number that it stands for no data"
@@ -111,7 +111,7 @@ def test_tags_of_a_place_are_kept(tmp_path, about):
     geotiff(tmp_path / "a.tif", np.zeros((1, *SIZE), np.uint8), **about)
     place = open_image(tmp_path / "a.tif").place
     assert np.allclose(place.transform, about["transform"], rtol=1e-12)
-    assert Place.from_json(json.loads(json.dumps(place.to_json()))) == place
+    assert Georeference.from_json(json.loads(json.dumps(place.to_json()))) == place
     class_files.write(tmp_path / "map.tif", {"classes": np.zeros(SIZE, np.uint8)}, Classes(["x", "y"], COLOURS, 7, place), "id", lambda pixels: None)
     with rasterio.open(tmp_path / "a.tif") as a, rasterio.open(tmp_path / "map.tif") as b:
         assert (a.crs, a.transform, a.bounds, a.tags().get("AREA_OR_POINT")) == (b.crs, b.transform, b.bounds, b.tags().get("AREA_OR_POINT")) and b.nodata == 7
@@ -141,7 +141,7 @@ def test_world_files_that_say_nothing(tmp_path):
 @pytest.mark.parametrize("tags", [[[1, [2.0]]], [[33550, "text"]], [[34735, [1e9]]], [[33550, ["a"]]], [[34737, [1]]], [33550], 7])
 def test_places_that_can_not_be(tags):
     with pytest.raises((TypeError, ValueError)):
-        Place.from_json(tags)
+        Georeference.from_json(tags)
 
 
 def test_colours_are_those_of_the_palettes():

@@ -33,7 +33,7 @@ from test_exact import TOLERANCE, config
 from torch import nn
 
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.kernels import norm as compiled
 from distseg.models.capture.capture import as_network
@@ -41,7 +41,7 @@ from distseg.models.capture.hidden import check_apart, check_exact
 from distseg.models.network import is_followed, refusals
 from distseg.models.zoo import plain_model
 from distseg.runtime.parallelize import parallelize
-from distseg.tiling.tile import Box, Place, Reach
+from distseg.tiling.tile import Box, TilePlacement, ReceptiveField
 from distseg.training.verify import verify
 
 P = 0.001  # so rare that a pass hardly ever shows it
@@ -618,9 +618,9 @@ def test_dropouts_of_other_dims_in_a_list_of_layers_are_refused(drop):
 def test_a_dropout_at_several_places_of_whole_images_has_a_mask_at_each():
     torch.manual_seed(0)
     context = Context(seed=1)
-    model = parallelize(made_random.Around(made_random.twice, True, nn.Dropout2d(0.5)), Reach((0, 0), (1, 1)), context, whole=True).double().train()
+    model = parallelize(made_random.Around(made_random.twice, True, nn.Dropout2d(0.5)), ReceptiveField((0, 0), (1, 1)), context, whole=True).double().train()
     image = torch.randn(1, 2, 32, 32, dtype=torch.float64)
-    (place,) = [Place((32, 32), Box.whole((32, 32)), Box.whole((32, 32)), (0,), (0,))]
+    (place,) = [TilePlacement((32, 32), Box.whole((32, 32)), Box.whole((32, 32)), (0,), (0,))]
     made = [model([image], [place])[0] for _ in range(2)]
     bias = model.model.last.bias.view(1, -1, 1, 1)
     assert not torch.allclose(made[0], bias.expand_as(made[0])) and torch.equal(*made)
@@ -629,7 +629,7 @@ def test_a_dropout_at_several_places_of_whole_images_has_a_mask_at_each():
 @pytest.mark.parallel(2)
 def test_a_dropout_at_several_places_is_exact_on_groups_of_whole_images(comm):
     plan = replace(config(samples=2), model=ModelConfig(f"{made_random.__name__}:twice_network", in_channels=3, out_channels=3))
-    report = verify(plan, comm, Extents("32x48"), steps=2)
+    report = verify(plan, comm, Size("32x48"), steps=2)
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
 
@@ -657,7 +657,7 @@ def test_images_that_other_means_than_norms_join_are_of_one_group(name):
 def test_images_that_other_means_join_are_refused_in_a_batch_of_groups(comm):
     plan = replace(config(samples=2, norm_scope="step"), model=ModelConfig(f"{made_random.__name__}:joined_network", in_channels=3, out_channels=3))
     with pytest.raises(ValueError, match="spatial.norm_scope is step"):
-        verify(plan, comm, Extents("32x48"))
+        verify(plan, comm, Size("32x48"))
 
 
 @pytest.mark.parallel([1, 2])
@@ -668,5 +668,5 @@ def test_norms_of_frames_of_whole_images_are_exact(comm, kind, frozen, scope, mo
         if available:
             monkeypatch.setattr(compiled, "available", available)
         plan = replace(config(samples=comm.size, norm_scope=scope, images=2), model=ModelConfig(f"{made_random.__name__}:frames_network", {"kind": kind, "frozen": frozen}, in_channels=3, out_channels=3))
-        report = verify(plan, comm, Extents("32x48"), steps=2)
+        report = verify(plan, comm, Size("32x48"), steps=2)
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE

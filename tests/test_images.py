@@ -21,11 +21,11 @@ from distseg.cli.main import main
 from distseg.cli.profile import profile
 from distseg.comm.collective import Alone
 from distseg.config.settings import LossConfig, ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.examples.ultramnist import mnist, prepare_ultramnist
 from distseg.data.focus import Focus
 from distseg.data.store.store import Store, StoreWriter
-from distseg.inference.image_source import Scene, file_scene
+from distseg.inference.image_source import ImageSource, file_scene
 from distseg.inference.images import area_under_curve, scores_of_images
 from distseg.inference.metrics import confusion, quadratic_kappa
 from distseg.inference.predictor import Predictor
@@ -47,7 +47,7 @@ NAMES = ["residual", "flat", "gridded", "largest", "mixed", "normed", "levels", 
 
 def error_of(name, comm, settings, outputs=3, loss="cross_entropy", size=None):
     plan = replace(config(**settings), model=ModelConfig(f"{made_classifiers.__name__}:{name}", in_channels=3, out_channels=outputs), loss=LossConfig(name=loss))
-    report = verify(plan, comm, Extents(size or ("40x56" if name in ("mixed", "levels") else "41x53")))
+    report = verify(plan, comm, Size(size or ("40x56" if name in ("mixed", "levels") else "41x53")))
     return comm.bcast(report and report["max_error"])
 
 
@@ -63,7 +63,7 @@ def test_the_gradient_is_the_eager_modules(comm, name):
 
 @pytest.mark.parallel([1, 2])
 def test_numbers_and_other_losses(comm):
-    tiled = dict(tiles_per_rank=(2, 2), in_time="spill") if comm.size == 1 else dict(tiles="1x2", stages=1)
+    tiled = dict(tiles_per_rank=(2, 2), streaming="offload") if comm.size == 1 else dict(tiles="1x2", stages=1)
     for outputs, loss in ((1, "mse"), (1, "mse + 0.5*l1"), (1, "binary_cross_entropy"), (3, "cross_entropy + 0.5*dice"), (4, "focal")):
         assert error_of("residual", comm, {**tiled, "images": 2}, outputs, loss) <= TOLERANCE, loss
 
@@ -82,7 +82,7 @@ def test_whole_images_refuse_nothing(comm):
 def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, name, shared_path):
     plan = replace(config(tiles=f"1x{comm.size}", images=2), model=ModelConfig(f"{made_classifiers.__name__}:{name}"))
     path = write_store(shared_path / f"{comm.rank}.h5")
-    for images, size in ((plan, Extents("40x52")), (replace(plan, data=replace(plan.data, store=str(path))), None)):
+    for images, size in ((plan, Size("40x52")), (replace(plan, data=replace(plan.data, store=str(path))), None)):
         found = profile(images, comm, size, steps=1, output=str(shared_path / "profile"))
         assert comm.rank or found.seconds > 0
         report = verify(images, comm, size)
@@ -104,7 +104,7 @@ def test_networks_for_one_size_are_trained_on_whole_images(comm, shared_path):
 @pytest.mark.parallel(1)
 def test_a_number_without_a_dim_is_refused(comm):
     with pytest.raises(ValueError, match=r"makes \(N,\) of N images, one number of each: let it keep the dim of outputs, \(N, 1\)"):
-        verify(replace(config(images=2), model=ModelConfig("made_classifiers:squeezed"), loss=LossConfig("binary_cross_entropy")), comm, Extents("40x52"))
+        verify(replace(config(images=2), model=ModelConfig("made_classifiers:squeezed"), loss=LossConfig("binary_cross_entropy")), comm, Size("40x52"))
 
 
 def done(arguments: list[str]) -> None:
@@ -150,13 +150,13 @@ def test_labels_that_can_not_be(tmp_path):
 
 @pytest.mark.parallel([1, 2])
 def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monkeypatch, capsys):
-    """Tiles in time on one rank, tiles in space on two; the answers are the plain module's."""
+    """Streamed tiles on one rank, tiles in space on two; the answers are the plain module's."""
     place = Path(shared_path)
     if comm.rank == 0:
         write_store(place / "s.h5")
     comm.Barrier()
     name = "made_classifiers:residual"
-    way = ["--spatial.tiles_per_rank", "2x2", "--spatial.in_time", "spill"] if comm.size == 1 else ["--mesh.tiles", "1x2"]
+    way = ["--spatial.tiles_per_rank", "2x2", "--spatial.streaming", "offload"] if comm.size == 1 else ["--mesh.tiles", "1x2"]
     common = ["--model.name", name, "--predict.tile", "16x16"]
     padded = ["--model.pad", "4"]
     done(["train", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.epochs", "6", "--data.images", "2", "--optim.lr", "0.02", "--train.precision", "fp32", *common, *padded, *way])
@@ -263,14 +263,14 @@ def test_ultramnist_is_digits_that_add_up(tmp_path, capsys):
     """The label is the sum of the digits that were drawn; images do not depend on others, nor on how they are written."""
     pool = mnist()
     assert {split: len(values) for split, (_, values) in pool.items()} == {"train": 50000, "val": 10000, "test": 10000}
-    few = prepare_ultramnist(tmp_path / "few.h5", Extents("96x128"), (3, 1, 0), seed=4)
-    more = prepare_ultramnist(tmp_path / "more.h5", Extents("96x128"), (6, 1, 2), seed=4)
+    few = prepare_ultramnist(tmp_path / "few.h5", Size("96x128"), (3, 1, 0), seed=4)
+    more = prepare_ultramnist(tmp_path / "more.h5", Size("96x128"), (6, 1, 2), seed=4)
     whole = Box.whole((96, 128))
     assert few.of_images and len(few.classes) == 28
     for name in few.split("train"):
         assert (few.read(name, whole) == more.read(name, whole)).all() and few.label(name) == more.label(name)
         assert few.read(name, whole).max() > 200
-    one = prepare_ultramnist(tmp_path / "one.h5", Extents("64x64"), (20, 0, 0), digits=(1, 1))
+    one = prepare_ultramnist(tmp_path / "one.h5", Size("64x64"), (20, 0, 0), digits=(1, 1))
     assert len(one.classes) == 10 and len({one.label(name) for name in one.split("train")}) > 4
 
 
@@ -345,11 +345,11 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
 def predictor_of(model: torch.nn.Module, **settings) -> Predictor:
     network = as_network(copy.deepcopy(model).double())
     tiled = parallelize(network, reach_for(network, True), Context(), whole=True).eval()
-    return Predictor(tiled, Alone(), [torch.device("cpu")], nullcontext, **{"tile": Extents("16x24"), "scratch": "memory", **settings})
+    return Predictor(tiled, Alone(), [torch.device("cpu")], nullcontext, **{"tile": Size("16x24"), "scratch": "memory", **settings})
 
 
-def scene_of(x: torch.Tensor) -> Scene:
-    return Scene("x", tuple(x.shape[2:]), lambda box: x[0][(slice(None), *box.slices)].numpy())
+def scene_of(x: torch.Tensor) -> ImageSource:
+    return ImageSource("x", tuple(x.shape[2:]), lambda box: x[0][(slice(None), *box.slices)].numpy())
 
 
 def whole_heat(heat, scene) -> np.ndarray:
@@ -360,7 +360,7 @@ def whole_heat(heat, scene) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name, pooled", [("residual", lambda m: m.blocks), ("largest", lambda m: m[5]), ("gridded", lambda m: m[5]), ("normed", None), ("mixed", lambda m: m.coarse)])
-@pytest.mark.parametrize("settings", [{}, {"tile": Extents("64x64")}, {"room": 3e5}])
+@pytest.mark.parametrize("settings", [{}, {"tile": Size("64x64")}, {"room": 3e5}])
 def test_heat_in_tiles_is_grad_cam_of_the_eager_module(name, pooled, settings):
     """By hooks on the module, of the whole image; of sizes that are no multiples of cells the last ones go on to the border."""
     torch.manual_seed(0)
@@ -418,7 +418,7 @@ def test_large_pictures_of_heat_are_shrunken(monkeypatch, size, shrunken):
     """By a whole number, each tile into its place."""
     monkeypatch.setattr(heat_module, "_MOST", 4096)
     rows = np.arange(size[0])[:, None] + np.zeros(size)
-    scene = Scene("x", size, lambda box: rows[box.slices][None])
+    scene = ImageSource("x", size, lambda box: rows[box.slices][None])
     boxes = [Box((a, b), (min(a + 9, size[0]), min(b + 14, size[1]))) for a in range(0, size[0], 9) for b in range(0, size[1], 14)]
     drawn = picture(iter([(box, rows[box.slices]) for box in boxes]), scene, {"mean": [0.0], "std": [1.0]})
     assert drawn.shape == (*shrunken, 3) and (np.diff(drawn[..., 0].astype(int), axis=0) >= 0).all() and (drawn == drawn[:, :1]).all()

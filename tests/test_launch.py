@@ -11,7 +11,7 @@ import pytest
 
 import distseg
 from distseg.comm import launch
-from distseg.comm.launch import JointFailure, end_as_one, set_up, together
+from distseg.comm.launch import JointFailure, end_as_one, raise_jointly, set_up
 from distseg.comm.launchers import LAUNCHERS, Process, contradiction, identify
 
 SLURM = dict(SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_NTASKS="8")
@@ -135,19 +135,19 @@ def test_set_up_gives_a_cpu_and_refuses_a_gpu_that_is_not_there(comm):
     [([1], "rank 1: no such file"), ([1, 2], "rank 1: no such file"), ([0, 1, 2], "no such file")],
 )
 def test_an_error_on_one_rank_is_one_message_on_all(comm, failing, message):
-    with pytest.raises(JointFailure) as found, together(comm):
+    with pytest.raises(JointFailure) as found, raise_jointly(comm):
         if comm.rank in failing:
             raise OSError("no such file")
     assert str(found.value) == message
     assert (found.value.__cause__ is not None) == (comm.rank in failing)
-    with together(comm):
+    with raise_jointly(comm):
         pass
 
 
 def test_a_mistake_of_ours_comes_with_its_traceback():
     from distseg.comm.collective import Alone
 
-    with pytest.raises(JointFailure, match="(?s)Traceback.*test_launch.py.*ZeroDivisionError"), together(Alone()):
+    with pytest.raises(JointFailure, match="(?s)Traceback.*test_launch.py.*ZeroDivisionError"), raise_jointly(Alone()):
         1 / 0
 
 

@@ -123,10 +123,10 @@ def test_a_step_keeps_compilers_out_of_the_process():
 import sys
 from mpi4py import MPI
 from distseg.config.settings import Config, ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.training.verify import verify
 config = Config(model=ModelConfig(depth=1, num_convs=1, base_channels=2, norm="batch", out_channels=2))
-print(verify(config, MPI.COMM_WORLD, Extents("16x16"))["max_error"] < 1e-12, "torch._dynamo" in sys.modules)
+print(verify(config, MPI.COMM_WORLD, Size("16x16"))["max_error"] < 1e-12, "torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "False"], done

@@ -11,14 +11,14 @@ from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.training.checkpoint.files import find
 from distseg.training.loop import train
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1"), dict(tiles_per_rank=(2, 2))],
-    2: [dict(tiles="1x2", exchange_every="2", images=2), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")],
+    1: [dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1"), dict(tiles_per_rank=(2, 2))],
+    2: [dict(tiles="1x2", exchange_every="2", images=2), dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")],
     4: [dict(tiles="2x2"), dict(tiles="2x1", stages=2)],
 }
 SIZES = {1: "33x41", 2: "41x41", 4: "40x33"}
@@ -53,14 +53,14 @@ def test_volumes_are_what_they_were():
 def test_exact(comm, name):
     for way in WAYS[comm.size]:
         plan = replace(config(**way), model=ModelConfig(f"{made_lines.__name__}:with_{name}", in_channels=3, out_channels=3))
-        report = verify(plan, comm, Extents(SIZES[comm.size]))
+        report = verify(plan, comm, Size(SIZES[comm.size]))
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE, way
 
 
 @pytest.mark.parallel([2])
 def test_volumes_are_exact(comm):
     plan = replace(config(tiles="1x2x1", tiles_per_rank=(2, 1, 1)), model=ModelConfig(f"{made_lines.__name__}:with_volumes", in_channels=2, out_channels=3))
-    report = verify(plan, comm, Extents("9x11x13"))
+    report = verify(plan, comm, Size("9x11x13"))
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
 
@@ -83,7 +83,7 @@ def test_streamed_images_of_different_sizes_count_by_their_lines(comm, shared_pa
         random_store(shared_path / "store.h5", train=[(27, 36), (42, 32)])
     comm.Barrier()
     tiles, found = "2x1" if comm.size == 2 else "1x1", {}
-    for way, spatial in dict(memory={}, streamed=dict(tiles_per_rank=Extents("2x2"), in_time="spill", scratch="memory")).items():
+    for way, spatial in dict(memory={}, streamed=dict(tiles_per_rank=Size("2x2"), streaming="offload", scratch="memory")).items():
         plan = config(tiles=tiles, images=2, store=str(shared_path / "store.h5"), epochs=1, validate_every=0, precision="fp64", tensorboard=False, output=str(shared_path / way), **spatial)
         train(replace(plan, model=ModelConfig(f"{made_lines.__name__}:with_{name}")), comm)
         found[way] = {tensor: w for part in find(shared_path / way, "last").glob("weights-*") for tensor, w in load_file(part).items()}

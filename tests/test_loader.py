@@ -10,15 +10,15 @@ import torch
 from made_store import made_store, random_image, random_store
 
 from distseg.config.settings import DataConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader, pieces
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import epoch_samples
-from distseg.tiling.tile import Box, Reach
+from distseg.tiling.tile import Box, ReceptiveField
 
-REACH = Reach((5, 5), (4, 4))
-ONE = Extents("1x1")
-CROPS = DataConfig(crop=Extents("40x52"), augment=["flip", "turn"], focus_class="lake", images=2, prefetch=0)
+REACH = ReceptiveField((5, 5), (4, 4))
+ONE = Size("1x1")
+CROPS = DataConfig(crop=Size("40x52"), augment=["flip", "turn"], focus_class="lake", images=2, prefetch=0)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,10 @@ def store(tmp_path_factory):
     return random_store(tmp_path_factory.mktemp("s") / "s.h5", train=[(97, 131), (80, 80), (64, 70), (97, 131)], val=[(50, 50)])
 
 
-def loader(store, data=CROPS, grid=ONE, per_rank=ONE, coordinates=(0, 0), split="train", groups=1, group=0, accumulate=1, reach=REACH, in_time=False):
+def loader(store, data=CROPS, grid=ONE, per_rank=ONE, coordinates=(0, 0), split="train", groups=1, group=0, accumulate=1, reach=REACH, streaming=False):
     return StepLoader(
         store, split, data, seed=3, groups=groups, group=group, accumulate=accumulate,
-        grid=grid, per_rank=per_rank, coordinates=coordinates, reach=reach, in_time=in_time,
+        grid=grid, per_rank=per_rank, coordinates=coordinates, reach=reach, streaming=streaming,
     )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def whole_samples(store, samples):
 @pytest.mark.parametrize("grid, per_rank", [("1x1", "1x1"), ("2x3", "1x1"), ("1x2", "3x2"), ("4x1", "1x2"), ("1x1", "4x3")])
 @pytest.mark.parametrize("data", [CROPS, DataConfig(augment=["flip", "turn", "colour"])], ids=["crops", "whole images"])
 def test_the_pieces_of_all_ranks_are_the_whole_images(store, grid, per_rank, data):
-    grid, per_rank = Extents(grid), Extents(per_rank)
+    grid, per_rank = Size(grid), Size(per_rank)
     samples = epoch_samples(store, "train", data, 3, 0, 6)[0]
     expected = whole_samples(store, samples)
     seen = [np.zeros(labels.shape, int) for _, labels in expected]
@@ -74,7 +74,7 @@ def test_the_pieces_of_all_ranks_are_the_whole_images(store, grid, per_rank, dat
 
 def test_samples_of_one_size_are_stacked_a_piece_a_tile(store):
     samples = epoch_samples(store, "train", DataConfig(), 3, 0, 4)[0]
-    found = pieces(store, samples, Extents("1x2"), Extents("2x1"), (0, 1), REACH)
+    found = pieces(store, samples, Size("1x2"), Size("2x1"), (0, 1), REACH)
     sizes = [s.size for s in samples]
     assert [p.place.image for p in found] == [size for size in dict.fromkeys(sizes) for _ in range(2)]
     for piece in found:
@@ -96,20 +96,20 @@ def test_groups_and_micro_batches_deal_out_one_sequence(store, groups, accumulat
 def test_volumes(tmp_path):
     pixels, labels = random_image((20, 33, 18), bands=1)
     store = made_store(tmp_path / "s.h5", {"v": ("train", pixels, labels)}, bands=1)
-    data, grid, got = DataConfig(augment=["flip", "turn"], prefetch=0), Extents("2x2x1"), np.zeros((20, 33, 18), int)
+    data, grid, got = DataConfig(augment=["flip", "turn"], prefetch=0), Size("2x2x1"), np.zeros((20, 33, 18), int)
     sample = epoch_samples(store, "train", data, 3, 0, 1)[0][0]
     for coordinates in ranks(grid):
-        reader = loader(store, data, grid, Extents("1x1x2"), coordinates, reach=Reach((3, 3, 3), (2, 2, 2)))
+        reader = loader(store, data, grid, Size("1x1x2"), coordinates, reach=ReceptiveField((3, 3, 3), (2, 2, 2)))
         for piece in next(reader.epoch(0))[0]:
             got[piece.place.tile.slices] = piece.labels[0]
     assert np.array_equal(got, sample.turn.apply(labels))
 
 
 def test_blocks_read_part_by_part_what_pieces_are(store):
-    data = DataConfig(augment=["flip", "turn", "colour"], images=2, crop=Extents("40x36"), prefetch=0)
-    for coordinates in ranks(Extents("2x1")):
-        arguments = store, data, Extents("2x1"), Extents("1x1"), coordinates
-        whole, parts = loader(*arguments, reach=Reach((0, 0), (4, 4))), loader(*arguments, reach=Reach((0, 0), (4, 4)), in_time=True)
+    data = DataConfig(augment=["flip", "turn", "colour"], images=2, crop=Size("40x36"), prefetch=0)
+    for coordinates in ranks(Size("2x1")):
+        arguments = store, data, Size("2x1"), Size("1x1"), coordinates
+        whole, parts = loader(*arguments, reach=ReceptiveField((0, 0), (4, 4))), loader(*arguments, reach=ReceptiveField((0, 0), (4, 4)), streaming=True)
         for (pieces,), (blocks,) in zip(whole.epoch(0), parts.epoch(0)):
             for piece, block in zip(pieces, blocks, strict=True):
                 tile, read = piece.place.tile, parts.bytes_read
@@ -146,7 +146,7 @@ def test_only_windows_and_tiles_are_read(store, monkeypatch):
     for name in ("read", "labels"):
         method = getattr(store, name)
         monkeypatch.setattr(store, name, lambda image, box, name=name, method=method: asked.append((name, box.pixels)) or method(image, box))
-    reader = loader(store, DataConfig(prefetch=0), grid=Extents("2x2"), coordinates=(1, 0))
+    reader = loader(store, DataConfig(prefetch=0), grid=Size("2x2"), coordinates=(1, 0))
     found = flat(reader.epoch(0))
     assert asked == [(n, b.pixels) for p in found for n, b in (("read", p.place.window), ("labels", p.place.tile)) for _ in p.place.images]
     assert reader.bytes_read == sum(2 * p.place.window.pixels + p.place.tile.pixels for p in found)
@@ -203,9 +203,9 @@ def test_an_error_in_the_consumer_ends_the_thread(store):
 
 def test_a_grid_too_fine_for_an_image(store):
     with pytest.raises(ValueError, match="image 'train2' of .*: a grid of 17x1 tiles is too fine for an image of 64x70"):
-        loader(store, DataConfig(), grid=Extents("17x1"))
+        loader(store, DataConfig(), grid=Size("17x1"))
     with pytest.raises(ValueError, match="image 'train0' of .*: a grid of 12x1 tiles is too fine for an image of 40x52"):
-        loader(store, grid=Extents("4x1"), per_rank=Extents("3x1"))
+        loader(store, grid=Size("4x1"), per_rank=Size("3x1"))
 
 
 def test_images_without_labels(tmp_path):

@@ -11,8 +11,8 @@ from test_exact import TOLERANCE, error_of_made
 import distseg
 from distseg.models.capture.trace import CanNotCapture
 
-WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), in_time="spill"), dict(tiles_per_rank=(2, 2), exchange_every="all")]
-ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")], 3: [dict(tiles="1x3")]}
+WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), streaming="offload"), dict(tiles_per_rank=(2, 2), exchange_every="all")]
+ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")], 3: [dict(tiles="1x3")]}
 error_of = partial(error_of_made, made_moved)
 
 

@@ -8,7 +8,7 @@ import pytest
 from test_exact import TOLERANCE, config
 
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.training.verify import verify
 
 WAYS = {  # name: (ranks, settings)
@@ -19,12 +19,12 @@ WAYS = {  # name: (ranks, settings)
     "exchange every 2": (2, dict(tiles="2x1", exchange_every="2")),
     "exchange every 3": (1, dict(tiles_per_rank=(3, 2), exchange_every="3")),
     "exchange a level": (2, dict(tiles="1x2", exchange_every="level")),
-    "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
+    "in time": (1, dict(tiles_per_rank=(2, 3), streaming="offload")),
     "stages": (2, dict(stages=2, accumulate=2)),
     "stages, a V": (2, dict(stages=2, placement="v", accumulate=2)),
     "stages on devices": (1, dict(placement="devices", devices=["cpu", "cpu"], accumulate=2)),
     "stages, zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
-    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
+    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
 }
@@ -106,7 +106,7 @@ def test_a_halo_of_the_users_knows_nothing_of_zeros_behind(comm):
 @pytest.mark.parallel([1, 2])
 def test_images_of_any_size(comm):
     """Where a network wants multiples of some pixels: refused, or filled up as model.pad says."""
-    settings = dict(tiles_per_rank=(2, 2), in_time="spill") if comm.size == 1 else dict(tiles="1x2", exchange_every="1")
+    settings = dict(tiles_per_rank=(2, 2), streaming="offload") if comm.size == 1 else dict(tiles="1x2", exchange_every="1")
     for pad in (4, 8):
         assert error_of("levels", comm, settings, pad) <= TOLERANCE
     for pad, why in ((None, "sizes are multiples of 4 pixels, and an image has 25x37: set model.pad to 4"), (6, "its forward pass fails on an image of")):
@@ -129,12 +129,12 @@ def test_whole_images_refuse_nothing(comm):
 def test_a_mean_is_live_where_norms_are_frozen(comm):
     """In all segments, and refused where nothing may be."""
     assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True)) <= TOLERANCE
-    assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, in_time="spill")) <= TOLERANCE
-    with pytest.raises(ValueError, match=r"in_time is recompute, but 2.pool \(mean over the image\) takes statistics of the whole image"):
-        error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, in_time="recompute"))
+    assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="offload")) <= TOLERANCE
+    with pytest.raises(ValueError, match=r"streaming is recompute, but 2.pool \(mean over the image\) takes statistics of the whole image"):
+        error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="recompute"))
 
 
 def error_of(name: str, comm, settings: dict, pad: int | None = None, size: str | None = None) -> float:
     plan = replace(config(**settings), model=ModelConfig(f"{made_networks.__name__}:{name}", in_channels=3, out_channels=3, pad=pad))
-    report = verify(plan, comm, Extents(size or {"replicating": "24x32", "merged": "24x32", "filled": "25x37", "filled_means": "25x37", "levels": "25x37"}.get(name, "24x34")))
+    report = verify(plan, comm, Size(size or {"replicating": "24x32", "merged": "24x32", "filled": "25x37", "filled_means": "25x37", "levels": "25x37"}.get(name, "24x34")))
     return comm.bcast(report and report["max_error"])

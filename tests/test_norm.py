@@ -17,9 +17,9 @@ from distseg.layers.context import Context
 from distseg.layers.kernels import norm as compiled
 from distseg.layers.norm import DistributedNorm, commit
 from distseg.runtime.parallelize import parallelize
-from distseg.tiling.tile import Box, Place, Reach, tiles, window
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, tiles, window
 
-IMAGE, CELLS, REACH = (13, 22), (7, 11), Reach((3, 3), (2, 2))
+IMAGE, CELLS, REACH = (13, 22), (7, 11), ReceptiveField((3, 3), (2, 2))
 IMAGES, CHANNELS = 2, 6
 
 LAYERS = {
@@ -39,12 +39,12 @@ def layer_of(name: str) -> nn.Module:
     return layer
 
 
-def places(rank: int = 0, size: int = 1, grid=(2, 3)) -> list[Place]:
+def places(rank: int = 0, size: int = 1, grid=(2, 3)) -> list[TilePlacement]:
     every = tiles(IMAGE, grid, REACH.stride)
-    return [Place(IMAGE, t, window(t, IMAGE, REACH), tuple(range(IMAGES)), (0,) * IMAGES) for t in every[rank::size]]
+    return [TilePlacement(IMAGE, t, window(t, IMAGE, REACH), tuple(range(IMAGES)), (0,) * IMAGES) for t in every[rank::size]]
 
 
-def cells(place: Place) -> tuple:
+def cells(place: TilePlacement) -> tuple:
     return (slice(None), slice(None), *place.window.coarsened(REACH.stride).slices)
 
 
@@ -178,10 +178,10 @@ class TestFolded:
         torch.manual_seed(1)
         inner, whole, g = layer_of(name), feature_map(1).requires_grad_(), feature_map(2)
         model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Dropout2d(0.4), inner, nn.LeakyReLU(0.1)).double()
-        tiled = parallelize(copy.deepcopy(model), Reach((0, 0), (1, 1)), Context(seed=3))
+        tiled = parallelize(copy.deepcopy(model), ReceptiveField((0, 0), (1, 1)), Context(seed=3))
         assert [type(layer).__name__ for layer in tiled.layers] == ["Conv2d", "Folded", "DistributedNorm", "Folded"]
         box = Box.whole(CELLS)
-        place = Place(CELLS, box, box, tuple(range(IMAGES)), (0,) * IMAGES)
+        place = TilePlacement(CELLS, box, box, tuple(range(IMAGES)), (0,) * IMAGES)
         norm = tiled.layers[2]
         mask = norm.dropout[0].channels_of(place, CHANNELS)
         assert 0 < (mask == 0).sum() < mask.numel()
@@ -199,7 +199,7 @@ class TestFolded:
     def test_what_is_folded(self):
         layers = nn.Dropout(0.1), nn.BatchNorm2d(4), nn.GELU(), nn.InstanceNorm2d(4), nn.ReLU(), nn.Dropout2d(0.1), nn.ReLU()
         model = nn.Sequential(nn.Conv2d(4, 4, 1), *layers)
-        kinds = [type(layer).__name__ for layer in parallelize(model, Reach((0, 0), (1, 1))).layers[1:]]
+        kinds = [type(layer).__name__ for layer in parallelize(model, ReceptiveField((0, 0), (1, 1))).layers[1:]]
         assert kinds == ["KeyedDropout", "DistributedNorm", "GELU", "DistributedNorm", "Folded", "KeyedDropout", "ReLU"]
         assert (model[2].slope, model[4].slope) == (1.0, 0.0)
 
@@ -253,7 +253,7 @@ def test_a_lone_image_keeps_its_channels_last(name, way, monkeypatch):
     """And its gradient, where it is a part of a larger map: kernels behind tell the format by the strides."""
     monkeypatch.setattr(norms, "_SMALL", 0)
     norm = twin_of(layer_of(name).float())
-    norm.context.places = [Place((12, 20), Box.whole((12, 20)), Box.whole((12, 20)), (0,), (0,))]
+    norm.context.places = [TilePlacement((12, 20), Box.whole((12, 20)), Box.whole((12, 20)), (0,), (0,))]
     whole = torch.randn(1, CHANNELS, 7, 11).contiguous(memory_format=torch.channels_last)
     x = whole[..., 1:, :10].requires_grad_(way != "evaluated")
     if way == "pending":
@@ -294,7 +294,7 @@ def test_per_window(comm, name):
 def test_one_pixel_a_channel_is_no_sample(kind, dtype):
     """... whichever kernel would have done it."""
     norm = twin_of(layer_of(kind).to(dtype))
-    norm.context.places = [Place((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), (0,), (0,))]
+    norm.context.places = [TilePlacement((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), (0,), (0,))]
     with pytest.raises(ValueError, match="n: a norm needs at least 2 values a channel, but .* has 1: .*larger image or crop, or a smaller model.depth"):
         norm(torch.zeros(1, CHANNELS, 1, 1, dtype=dtype))
 

@@ -17,7 +17,7 @@ from distseg.cli.export import export
 from distseg.cli.main import main
 from distseg.cli.predict import load_predictor
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PredictConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_scene
 from distseg.layers.loss import Loss
@@ -33,12 +33,12 @@ WAYS = {  # name: (ranks, settings)
     "whole": (1, dict(images=2)),
     "tiles": (1, dict(tiles_per_rank=(2, 2))),
     "exchange": (1, dict(tiles_per_rank=(2, 2), exchange_every="1")),
-    "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
+    "in time": (1, dict(tiles_per_rank=(2, 3), streaming="offload")),
     "samples": (2, dict(samples=2)),
     "tiles on ranks": (2, dict(tiles="1x2", exchange_every="2")),
     "stages": (2, dict(stages=2, accumulate=2)),
     "zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
-    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
+    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
 }
 NETWORKS = {  # name: (its ends, the ways it is tried in)
     "Deep": (dict(outputs={"0": 1.0, "1": 0.5, "2": 0.25}), ("tiles", "in time", "stages", "tiles on ranks")),
@@ -68,7 +68,7 @@ def test_exact(comm, name, loss):
         if name == "Quarter":
             settings = {**settings, "tiles": "1x1x1", "tiles_per_rank": (2, 2, 1)}
         plan = replace(config(**settings, loss=loss), model=model_of(name))
-        report = verify(plan, comm, Extents("8x16x8" if name == "Quarter" else "24x36"))
+        report = verify(plan, comm, Size("8x16x8" if name == "Quarter" else "24x36"))
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE, way
 
 
@@ -95,7 +95,7 @@ def test_the_loss_is_a_weighted_sum():
 )
 def test_ends_that_are_not_there_are_named(name, ends, words):
     with pytest.raises(ValueError, match=words):
-        verify(replace(config(tiles_per_rank=(1, 2)), model=model_of(name, **ends)), MPI.COMM_SELF, Extents("24x36"))
+        verify(replace(config(tiles_per_rank=(1, 2)), model=model_of(name, **ends)), MPI.COMM_SELF, Size("24x36"))
 
 
 def test_outputs_are_named_by_numbers_on_a_command_line(capsys):
@@ -137,8 +137,8 @@ def test_heat_is_that_of_the_first_output():
 def test_a_run_predicts_by_the_first_output(tmp_path, pad):
     random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
     model = model_of("Training", in_channels=None, out_channels=None, pad=pad)
-    run, taken = str(tmp_path / "run"), PredictConfig(tile=Extents((16, 16)))
-    spatial = SpatialConfig(tiles_per_rank=Extents("1x2"))
+    run, taken = str(tmp_path / "run"), PredictConfig(tile=Size((16, 16)))
+    spatial = SpatialConfig(tiles_per_rank=Size("1x2"))
     train(Config(model=model, data=DataConfig(store=str(tmp_path / "store.h5")), train=TrainConfig(epochs=1, output=run), mesh=MeshConfig(reducer="mpi"), spatial=spatial, predict=taken), MPI.COMM_SELF)
     loaded = distseg.load(run, made_outputs.Training(2, 3))
     predictor, _ = load_predictor(run, Config(model=model, predict=taken, train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))

@@ -14,7 +14,7 @@ from test_exact import TOLERANCE, config
 import distseg
 from distseg.cli.predict import load_predictor
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, PredictConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_scene
 from distseg.tiling.tile import Box
@@ -39,7 +39,7 @@ def test_snippets_run(snippet, capsys):
 @pytest.mark.parallel(4)
 def test_its_network_is_exact_on_tiles_and_stages(comm):
     plan = replace(config(tiles="1x2", stages=2), model=ModelConfig(f"{__name__}:mine", in_channels=3, out_channels=2))
-    report = verify(plan, comm, Extents("32x48"))
+    report = verify(plan, comm, Size("32x48"))
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
 
@@ -48,7 +48,7 @@ def folder(tmp_path) -> Path:
     random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
     plan = Config(
         model=ModelConfig(f"{__name__}:mine"), data=DataConfig(store=str(tmp_path / "store.h5")), train=TrainConfig(epochs=1, output=str(tmp_path / "run")),
-        mesh=MeshConfig(reducer="mpi"), predict=PredictConfig(tile=Extents((16, 16))),
+        mesh=MeshConfig(reducer="mpi"), predict=PredictConfig(tile=Size((16, 16))),
     )  # fmt: skip
     train(plan, MPI.COMM_SELF)
     return tmp_path / "run"
@@ -63,7 +63,7 @@ def test_a_trained_module_comes_back(tmp_path):
     model = distseg.load(copied, mine(2, 3), normalise=False)
     own = distseg.load(run).network.state_dict()  # trained here by this user: imported again
     assert all(torch.equal(x, own[name]) for name, x in model.state_dict().items())
-    predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Extents((16, 16))), train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))
+    predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Size((16, 16))), train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))
     store = Store(tmp_path / "store.h5")
     scene = store_scene(store, "val0")
     whole = model(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0].detach()

@@ -8,7 +8,7 @@ import pytest
 from test_check import config
 
 from distseg.config.settings import Config, LossConfig, MeshConfig, ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.training.conflicts import RULES
 from distseg.training.verify import verify
 
@@ -18,8 +18,8 @@ BASE = Config(
     mesh=MeshConfig(reducer="mpi"),
     loss=LossConfig(name="cross_entropy"),
 )
-TILES = {"spatial.tiles_per_rank": Extents("2x3")}
-MESH = [{"mesh.samples": 2}, {"mesh.tiles": Extents("2x1")}, {"mesh.stages": 2}]
+TILES = {"spatial.tiles_per_rank": Size("2x3")}
+MESH = [{"mesh.samples": 2}, {"mesh.tiles": Size("2x1")}, {"mesh.stages": 2}]
 OTHERS = [  # each with what it can not do without
     {"pipeline.placement": "v"},
     {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]},
@@ -27,9 +27,9 @@ OTHERS = [  # each with what it can not do without
     {"pipeline.schedule": "zb-h1"},
     {"pipeline.recompute": "always"},
     TILES,
-    {"spatial.in_time": "recompute", **TILES, "model.norm": "none"},
-    {"spatial.in_time": "spill", **TILES},
-    {"spatial.in_time": "spill", **TILES, "spatial.scratch": "memory"},
+    {"spatial.streaming": "recompute", **TILES, "model.norm": "none"},
+    {"spatial.streaming": "offload", **TILES},
+    {"spatial.streaming": "offload", **TILES, "spatial.scratch": "memory"},
     {"spatial.exchange_every": "1"},
     {"spatial.exchange_every": "level"},
     {"spatial.exchange_every": "1", "spatial.fuse_below": 8},
@@ -55,7 +55,7 @@ NAMED = [rf"{rule.setting} is .*, but {re.sub(r'{[^}]*}', '.*', rule.why)}".repl
 NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
 
 
-def together(*chosen: dict) -> dict | None:
+def raise_jointly(*chosen: dict) -> dict | None:
     """All settings of several choices; None where two want another value of one."""
     found: dict = {}
     for settings in chosen:
@@ -66,14 +66,14 @@ def together(*chosen: dict) -> dict | None:
 
 
 def ranks_of(settings: dict) -> int:
-    return settings.get("mesh.samples", 1) * settings.get("mesh.tiles", Extents("1x1")).volume * settings.get("mesh.stages", 1)
+    return settings.get("mesh.samples", 1) * settings.get("mesh.tiles", Size("1x1")).volume * settings.get("mesh.stages", 1)
 
 
 def cases(ranks: int, triples: int) -> dict[str, dict]:
     """Return cases of so many ranks by name: all pairs of settings, beside the axes of the mesh that make the ranks, and some triples."""
-    axes = [together(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
-    pairs = [together(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
-    more = [together(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
+    axes = [raise_jointly(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
+    pairs = [raise_jointly(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
+    more = [raise_jointly(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
     more = [settings for settings in more if settings is not None]
     found = [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(more, triples)
     return {", ".join(f"{name.partition('.')[2]} {value}" for name, value in settings.items()): settings for settings in found}
@@ -82,7 +82,7 @@ def cases(ranks: int, triples: int) -> dict[str, dict]:
 def outcome(comm, settings: dict) -> str:
     """Return ``exact``, ``told``, ``refused: why`` or ``wrong: error``."""
     try:
-        report = verify(config(settings, BASE), comm, Extents("20x24"))
+        report = verify(config(settings, BASE), comm, Size("20x24"))
     except ValueError as e:
         return f"refused: {e}" if any(re.match(named, str(e)) for named in NAMED) else f"wrong: {e}"
     error, told = comm.bcast(report and (report["max_error"], report["approximations"]))

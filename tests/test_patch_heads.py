@@ -15,7 +15,7 @@ from torch import nn
 from distseg.cli.main import _config, _parse, _parser
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter
 from distseg.models.network import user_names
 from distseg.patchgd.heads import AttentionHead, GridHead, make_head
@@ -49,11 +49,11 @@ def published(place, ranks, **patchgd) -> Config:
     return replace(
         found,
         model=replace(found.model, name="test_patch_heads:backbone", base_channels=None, depth=None, norm=None),
-        mesh=replace(found.mesh, tiles=Extents((1, ranks))),
+        mesh=replace(found.mesh, tiles=Size((1, ranks))),
         data=replace(found.data, store=str(place / "s.h5"), images=4),
         train=replace(found.train, precision="fp64", tensorboard=False, epochs=EPOCHS, output=str(place / "run")),
         optim=replace(found.optim, warmup=0.5),
-        patchgd=replace(found.patchgd, **{"patch": Extents("16x16"), "head_channels": 16, **patchgd}),
+        patchgd=replace(found.patchgd, **{"patch": Size("16x16"), "head_channels": 16, **patchgd}),
     )
 
 

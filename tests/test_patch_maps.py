@@ -15,7 +15,7 @@ from test_images import done
 
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter
 from distseg.inference.image_source import store_scene
 from distseg.models.layers import skip_store
@@ -48,10 +48,10 @@ def write_store(path, count=10, size=SIZE) -> Path:
 
 
 def config(place, samples=1, tiles="1x1", dropout=0.0, loss="cross_entropy", model=None, **patchgd) -> Config:
-    settings = dict(patch=Extents("16x24"), head_channels=6, inner=3, sampled=0.3)
+    settings = dict(patch=Size("16x24"), head_channels=6, inner=3, sampled=0.3)
     return Config(
         model=ModelConfig("unet", base_channels=4, depth=2, norm="group", dropout=dropout, **model or {}),
-        mesh=MeshConfig(samples=samples, tiles=Extents(tiles)),
+        mesh=MeshConfig(samples=samples, tiles=Size(tiles)),
         data=DataConfig(store=str(place / "s.h5"), images=2),
         optim=OptimConfig(name="sgd", lr=RATE, schedule="constant", warmup=0.0),
         train=TrainConfig(method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")),
@@ -141,7 +141,7 @@ def serial(plan: Config, store: Store):
 
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Extents("11x16"), sampled=4), dict(y_filling=True, step=Extents("11x16"), accumulate=1), dict(y_filling=True, inner=None, loss="dice")])
+@pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Size("11x16"), sampled=4), dict(y_filling=True, step=Size("11x16"), accumulate=1), dict(y_filling=True, inner=None, loss="dice")])
 def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks, and sample groups beside them."""
     samples = 2 if comm.size == 4 else 1
@@ -159,7 +159,7 @@ def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
 @pytest.mark.parallel([1, 3])
 def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     """One inner iteration that draws all of them has the exact gradient of the network of patches; sizes of whole patches, so that each pixel is in one."""
-    plan = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, patch=Extents("37x53") if comm.size == 1 else Extents("16x16"))
+    plan = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, patch=Size("37x53") if comm.size == 1 else Size("16x16"))
     if comm.size == 3:
         if comm.rank == 0:
             write_store(place / "even.h5", size=(32, 48))
@@ -227,7 +227,7 @@ def test_an_image_is_predicted_patch_by_patch(tmp_path):
     from mpi4py import MPI
 
     store = Store(write_store(tmp_path / "s.h5"))
-    plan = config(tmp_path, step=Extents("11x16"))
+    plan = config(tmp_path, step=Size("11x16"))
     network = network_of(plan, store.bands, len(store.classes)).double().eval()
     engine = MapEngine(plan, Mesh(MPI.COMM_SELF), copy.deepcopy(network), precision="fp64")
     predictor, scene = engine.predictor(), store_scene(store, "image00")

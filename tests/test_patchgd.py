@@ -15,7 +15,7 @@ from test_images import done, write_store
 from distseg.cli.main import main
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.loader import read_pixels
 from distseg.data.store.store import Store, StoreWriter
 from distseg.models.classifier import residual
@@ -33,10 +33,10 @@ RATE = 0.05
 
 
 def config(place, samples=1, tiles="1x1", norm="batch", images=2, scope="group", name="sgd", **patchgd) -> Config:
-    settings = dict(patch=Extents("16x16"), features=6, head_channels=8, inner=3, sampled=0.3)
+    settings = dict(patch=Size("16x16"), features=6, head_channels=8, inner=3, sampled=0.3)
     return Config(
         model=ModelConfig("distseg.models.classifier:residual", base_channels=4, depth=2, norm=norm),
-        mesh=MeshConfig(samples=samples, tiles=Extents(tiles)),
+        mesh=MeshConfig(samples=samples, tiles=Size(tiles)),
         spatial=SpatialConfig(norm_scope=scope),
         data=DataConfig(store=str(place / "s.h5"), images=images),
         optim=OptimConfig(name=name, lr=RATE, schedule="constant", warmup=0.0),
@@ -123,7 +123,7 @@ def place(comm, shared_path) -> Path:
 
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("more", [dict(inner=None), dict(inner=1), dict(step=Extents("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(accumulate=1, norm="instance", sampled=5)])
+@pytest.mark.parametrize("more", [dict(inner=None), dict(inner=1), dict(step=Size("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(accumulate=1, norm="instance", sampled=5)])
 def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
     plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")
@@ -134,7 +134,7 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
 @pytest.mark.parametrize("backbone", ["made_classifiers:patched", "made_classifiers:fixed", "made_classifiers:attending", "made_weights:Described"])
 def test_backbones_of_other_kinds(comm, place, backbone):
     """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's; weights that are computed or buffers."""
-    plan, store = config(place, tiles=f"1x{comm.size}", patch=Extents("24x32")), Store(place / "s.h5")
+    plan, store = config(place, tiles=f"1x{comm.size}", patch=Size("24x32")), Store(place / "s.h5")
     plan = replace(plan, model=ModelConfig(backbone))
     compare(ours(plan, comm, store), papers(plan, store))
 
@@ -282,7 +282,7 @@ def test_patches_of_held_images_are_those_that_are_read(tmp_path):
     """Overlapping ones of odd sizes, turned and coloured; images are held only where a round computes a good part of them."""
     from mpi4py import MPI
 
-    store, plan = Store(write_store(tmp_path / "s.h5", size=(45, 61))), config(tmp_path, step=Extents("11x13"), sampled=1)
+    store, plan = Store(write_store(tmp_path / "s.h5", size=(45, 61))), config(tmp_path, step=Size("11x13"), sampled=1)
     plan = replace(plan, data=replace(plan.data, augment=["flip", "colour"]))
     mesh = Mesh(MPI.COMM_SELF)
     few, many = (PatchEngine(p, mesh, network_of(p, store.bands, len(store.classes))) for p in (plan, replace(plan, patchgd=replace(plan.patchgd, sampled=0.3))))

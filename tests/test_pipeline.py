@@ -8,7 +8,7 @@ import torch
 from test_exact import NORMS, check, config
 from torch import nn
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import calls_of
 from distseg.models.zoo import build_model
@@ -112,9 +112,9 @@ def that_lies_otherwise(in_channels, out_channels, **unused):
 @pytest.mark.parametrize("schedule, every", [("gpipe", "1"), ("zb-h1", "all")])
 def test_updates_where_maps_and_weights_lie_otherwise_in_memory(comm, schedule, every):
     """Loss and gradients alone do not tell: a fused optimizer walks through gradients as they lie."""
-    found = config(stages=comm.size, tiles_per_rank=Extents("2x1"), exchange_every=every, schedule=schedule)
+    found = config(stages=comm.size, tiles_per_rank=Size("2x1"), exchange_every=every, schedule=schedule)
     model = replace(found.model, name=f"{__name__}:that_lies_otherwise")
-    report = verify(replace(found, model=model), comm, Extents("17x11"))
+    report = verify(replace(found, model=model), comm, Size("17x11"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12, report
 
 
@@ -124,7 +124,7 @@ def test_updates_where_maps_and_weights_lie_otherwise_in_memory(comm, schedule, 
 @pytest.mark.parametrize("norm, frozen", [("none", False), ("batch", True), ("instance", False)])
 def test_many_tiles_a_rank(comm, schedule, norm, frozen):
     """Without live norms each tile is a micro-batch of its own."""
-    check(comm, "61x75", stages=2, tiles_per_rank=Extents("2x2"), schedule=schedule, norm=norm, frozen_norm=frozen, loss="dice", accumulate=2)
+    check(comm, "61x75", stages=2, tiles_per_rank=Size("2x2"), schedule=schedule, norm=norm, frozen_norm=frozen, loss="dice", accumulate=2)
 
 
 @pytest.mark.parallel([2, 3])

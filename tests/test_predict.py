@@ -12,7 +12,7 @@ from test_train import config, write_store
 from distseg.cli.commands import run_evaluate, run_predict
 from distseg.cli.main import main
 from distseg.comm.launch import JointFailure
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.inference.image_source import network_identity
@@ -238,7 +238,7 @@ def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder, capfd):
     comm.Barrier()
     if comm.rank == 0:
         capfd.readouterr()
-        run_predict(str(folder / "run"), replace(plan, mesh=replace(plan.mesh, tiles=Extents((2, 1)))), MPI.COMM_SELF, None, "test", str(folder / "one"))
+        run_predict(str(folder / "run"), replace(plan, mesh=replace(plan.mesh, tiles=Size((2, 1)))), MPI.COMM_SELF, None, "test", str(folder / "one"))
         told = capfd.readouterr().out
         assert "the 2 stages of the training do not divide 1 process, so each has all of the network" in told and "mesh.tiles 2x1: without effect here" in told
         with h5py.File(folder / "one/image3.h5") as one, h5py.File(folder / "two/image3.h5") as two:

@@ -13,15 +13,15 @@ from torch import nn
 
 from distseg.comm.collective import Alone
 from distseg.comm.memory_format import channels_last as last_format
-from distseg.config.sizes import Extents
-from distseg.inference.image_source import Scene
+from distseg.config.sizes import Size
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.graph import receptive_field
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
 from distseg.runtime.parallelize import parallelize
-from distseg.runtime.streaming import Walk
+from distseg.runtime.streaming import MicroBatchRun
 from distseg.tiling.tile import Box
 
 SIZE = (61, 45)
@@ -44,12 +44,12 @@ def image(size=SIZE) -> torch.Tensor:
 
 def predictor_of(model: nn.Module, tile, comm=Alone(), reach=None, **settings) -> Predictor:
     last = settings.get("channels_last", False)
-    tiled = parallelize(model.to(memory_format=last_format(len(Extents(tile)) + 2)) if last else model, reach or receptive_field(model))
-    return Predictor(tiled.train(), comm, [CPU], nullcontext, Extents(tile), **settings)
+    tiled = parallelize(model.to(memory_format=last_format(len(Size(tile)) + 2)) if last else model, reach or receptive_field(model))
+    return Predictor(tiled.train(), comm, [CPU], nullcontext, Size(tile), **settings)
 
 
-def scene_of(x: torch.Tensor) -> Scene:
-    return Scene("a", tuple(x.shape[2:]), lambda box: x[0][(slice(None), *box.slices)].numpy())
+def scene_of(x: torch.Tensor) -> ImageSource:
+    return ImageSource("a", tuple(x.shape[2:]), lambda box: x[0][(slice(None), *box.slices)].numpy())
 
 
 def streamed(model: nn.Module, tile, x: torch.Tensor, **settings) -> torch.Tensor:
@@ -178,7 +178,7 @@ def predicted(comm, norm: str, tile: str, size=SIZE, channels_last=False) -> tup
     found, covered = np.full(wanted.shape, np.nan, np.float32), np.zeros(size, int)
     for part in comm.allgather(mine):
         for box, logits in part:
-            assert all(n < max(4, t // 4 * 4) + 4 for n, t in zip(box.size, Extents(tile))), "as large as asked, to a cell of 4 pixels"
+            assert all(n < max(4, t // 4 * 4) + 4 for n, t in zip(box.size, Size(tile))), "as large as asked, to a cell of 4 pixels"
             found[(slice(None), *box.slices)] = logits
             covered[box.slices] += 1
     assert (covered == 1).all()
@@ -198,7 +198,7 @@ def test_the_predictor_over_ranks(comm, norm):
 def test_maps_keep_their_channels_last(norm, monkeypatch):
     """Through every layer and on every tile, as PyTorch's kernels see it, which go by the strides of a lone image too: else each of them copies."""
     monkeypatch.setattr("distseg.layers.norm._SMALL", 0)
-    apart, layer = [], Walk._layer
+    apart, layer = [], MicroBatchRun._layer
 
     def watched(walk, number, *more):
         y = layer(walk, number, *more)
@@ -206,7 +206,7 @@ def test_maps_keep_their_channels_last(norm, monkeypatch):
             apart.append((number, y.stride()))
         return y
 
-    monkeypatch.setattr(Walk, "_layer", watched)
+    monkeypatch.setattr(MicroBatchRun, "_layer", watched)
     x = image((96, 96)).float()
     list(predictor_of(network(norm).float(), "48x48", channels_last=True)(scene_of(x)))
     assert not apart
@@ -242,13 +242,13 @@ def test_a_skip_that_is_the_map_before_a_norm():
 def dealt(norm: str, ranks: int, sizes, tile="16x16"):
     predictor = predictor_of(network(norm), tile)
     predictor.replicas = SimpleNamespace(size=ranks, rank=0)
-    together, shares = predictor.deal_images(sizes)
-    return together, [[(share.image, share.tiles) for share in mine] for mine in shares]
+    raise_jointly, shares = predictor.deal_images(sizes)
+    return raise_jointly, [[(share.image, share.tiles) for share in mine] for mine in shares]
 
 
 def test_tiles_that_do_not_depend_on_each_other_are_dealt_to_all_ranks_alike():
-    together, shares = dealt("batch", 3, [(32, 32), (16, 16), (48, 16)])  # 4, 1 and 3 tiles
-    assert together == 1
+    raise_jointly, shares = dealt("batch", 3, [(32, 32), (16, 16), (48, 16)])  # 4, 1 and 3 tiles
+    assert raise_jointly == 1
     assert shares == [[(0, [0, 1])], [(0, [2, 3]), (1, [0])], [(2, [0, 1, 2])]]
     assert dealt("batch", 4, [(16, 16)]) == (1, [[], [], [], [(0, [0])]])
     assert dealt("batch", 2, []) == (1, [[], []])
@@ -271,7 +271,7 @@ def test_tiles_that_lie_in_the_zeros_behind_an_image(tile):
     wanted = model(x)[0].detach().numpy()
     tiled = parallelize(as_network(copy.deepcopy(model)), receptive_field(as_network(copy.deepcopy(model)))).eval()
     found = np.full_like(wanted, np.nan)
-    for box, logits in Predictor(tiled, Alone(), [CPU], nullcontext, Extents(tile))(Scene("x", (35, 41), lambda box: x[0].numpy()[(slice(None), *box.slices)])):
+    for box, logits in Predictor(tiled, Alone(), [CPU], nullcontext, Size(tile))(ImageSource("x", (35, 41), lambda box: x[0].numpy()[(slice(None), *box.slices)])):
         found[(slice(None), *box.slices)] = logits
     assert abs(found - wanted).max() < 1e-12
 

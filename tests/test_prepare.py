@@ -10,7 +10,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data import prepare
 from distseg.data.examples.gigapixel import prepare_gigapixel
 from distseg.data.formats.readers import open_image, open_mask
@@ -687,7 +687,7 @@ def test_an_output_that_is_no_file(tmp_path):
 def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
     """At a small size; in strips as at any other."""
     monkeypatch.setattr(prepare, "_STRIP_BYTES", 1)
-    store = prepare_gigapixel(tmp_path / "g.h5", Extents((300, 1200)))
+    store = prepare_gigapixel(tmp_path / "g.h5", Size((300, 1200)))
     whole = Box.whole((300, 1200))
     pixels, labels = store.read("earth", whole)[0], store.labels("earth", whole)
     assert np.array_equal(pixels[:, :600], pixels[:, :599:-1]) and np.array_equal(labels[:, :600], labels[:, :599:-1])
@@ -698,7 +698,7 @@ def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size, message", [((100, 33), "even W, got 100x33")])
 def test_gigapixel_of_a_wrong_size(tmp_path, size, message):
     with pytest.raises(ValueError, match=message):
-        prepare_gigapixel(tmp_path / "g.h5", Extents(size))
+        prepare_gigapixel(tmp_path / "g.h5", Size(size))
 
 
 def test_a_palette_tiff_is_numbers_in_a_mask_and_refused_as_an_image(tmp_path):

@@ -12,14 +12,14 @@ from torch import nn
 from distseg.cli.profile import KINDS, own_seconds, profile, row_names
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.settings import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.network import calls_of
 from distseg.models.zoo import outline_model, plain_model
 from distseg.planning.forecast import StagePasses, costs_of, of_tiles
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders
 from distseg.runtime.trace import Span, Trace, TracedComm
-from distseg.tiling.tile import Box, Place
+from distseg.tiling.tile import Box, TilePlacement
 from distseg.training.engine import Engine
 
 CONFIG = Config(
@@ -36,7 +36,7 @@ MESHES = {  # by ranks, with the kinds of work that each rank must show
 @pytest.mark.parallel([2, 4])
 def test_files_and_table(comm, shared_path):
     mesh, kinds = MESHES[comm.size]
-    found = profile(replace(CONFIG, mesh=mesh), comm, Extents("64x96"), steps=2, output=str(shared_path / "profile"))
+    found = profile(replace(CONFIG, mesh=mesh), comm, Size("64x96"), steps=2, output=str(shared_path / "profile"))
     assert (found is None) == (comm.rank > 0)
     if not found:
         return
@@ -64,7 +64,7 @@ def test_files_and_table(comm, shared_path):
 @pytest.mark.parallel(2)
 def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work(comm, tmp_path):
     settings = replace(CONFIG, mesh=MeshConfig(tiles="1x2", reducer="mpi"), spatial=SpatialConfig(exchange_every=1))
-    found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
+    found = profile(settings, comm, Size("64x96"), steps=2, output=str(tmp_path))
     if found:
         names = {(s.kind, s.name) for s in found.spans}
         assert ("weight", "put off") in names
@@ -76,7 +76,7 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
 def test_gradients_of_weights_are_seen_by_micro_batch(comm, tmp_path):
     """At their action, or before it in waits: either way under its name."""
     settings = replace(CONFIG, mesh=MeshConfig(stages=2), pipeline=PipelineConfig(schedule="zb-h1"))
-    found = profile(settings, comm, Extents("64x96"), steps=2, output=str(tmp_path))
+    found = profile(settings, comm, Size("64x96"), steps=2, output=str(tmp_path))
     if found:
         assert found.title.endswith(", zb-h1, line")
         for stage in range(2):
@@ -117,7 +117,7 @@ def test_inner_spans_count_for_themselves():
 def test_ranks_are_named_by_the_axes_that_are_split():
     assert row_names(MeshShape()) == ["rank 0"]
     assert row_names(MeshShape(stages=3)) == ["stage 0", "stage 1", "stage 2"]
-    assert row_names(MeshShape(2, Extents("2x2"), 2))[-3:] == ["sample 1 tile 2 stage 1", "sample 1 tile 3 stage 0", "sample 1 tile 3 stage 1"]
+    assert row_names(MeshShape(2, Size("2x2"), 2))[-3:] == ["sample 1 tile 2 stage 1", "sample 1 tile 3 stage 0", "sample 1 tile 3 stage 1"]
 
 
 def test_a_traced_communicator_is_one():
@@ -143,12 +143,12 @@ def test_a_traced_communicator_is_one():
 
 
 @pytest.mark.parallel(2)
-def test_tiles_in_time_show_what_they_read_compute_and_store(comm, tmp_path):
+def test_tiles_streaming_show_what_they_read_compute_and_store(comm, tmp_path):
     found = Config(
-        model=ModelConfig(depth=2, num_convs=1, base_channels=4), mesh=MeshConfig(tiles=Extents("1x2")),
-        spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")), train=TrainConfig(precision="fp32"),
+        model=ModelConfig(depth=2, num_convs=1, base_channels=4), mesh=MeshConfig(tiles=Size("1x2")),
+        spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")), train=TrainConfig(precision="fp32"),
     )  # fmt: skip
-    result = profile(found, comm, Extents("64x96"), 2, str(tmp_path / "p"))
+    result = profile(found, comm, Size("64x96"), 2, str(tmp_path / "p"))
     if comm.rank == 0:
         for row in result.rows():
             assert all(row[kind] > 0 for kind in ("forward", "recompute", "backward", "read", "scratch", "norm-exchange"))
@@ -176,13 +176,13 @@ def test_passes_of_stages_are_modelled():
 
 
 def test_tiles_are_modelled_by_their_cells():
-    """Without overlap, as where all convolutions see one pixel, tiles cost together what the image does; a tile in time goes forward twice."""
-    given = Config(model=ModelConfig(f"{__name__}:points"), spatial=SpatialConfig(in_time="spill", tiles_per_rank=Extents("2x2")))
+    """Without overlap, as where all convolutions see one pixel, tiles cost together what the image does; a streamed tile goes forward twice."""
+    given = Config(model=ModelConfig(f"{__name__}:points"), spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")))
     engine = Engine(given, Mesh(MPI.COMM_SELF), plain_model(given.model), (30, 42))
     costs = costs_of(given, plain_model(given.model), (30, 42), "cpu")
-    executor, place = engine.in_time.executor, Place((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,))
+    executor, place = engine.streaming.executor, TilePlacement((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,))
     works = [executor.work([place])]
-    found = of_tiles(costs, executor, (30, 42), engine.in_time.program(works, [[place]]), works)
+    found = of_tiles(costs, executor, (30, 42), engine.streaming.program(works, [[place]]), works)
     of = lambda kind: sum(seconds for (k, _), seconds in found.items() if k == kind)
     last = found["forward", executor.name_of(works[0].segments[-1])]
     assert of("forward") == pytest.approx(sum(costs.costs.forward)) and of("backward") == pytest.approx(sum(costs.costs.backward))

@@ -11,7 +11,7 @@ from test_exact import config as exact_config
 from torch import nn
 
 from distseg.cli.plan_text import programs
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.zoo import outline_model
 from distseg.runtime.actions import Backward, Forward, Weight
 from distseg.runtime.interleaved import can_interleave, interleaved
@@ -20,7 +20,7 @@ from distseg.runtime.operations import BackwardTile, Drop, DropGradient, Forward
 from distseg.runtime.partition import Edge
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage_program import operations, recomputed
-from distseg.runtime.tile_program import Work, backward, beforehand, forward, peak, step, whole
+from distseg.runtime.tile_program import StagePlan, backward, beforehand, forward, peak, step, whole
 from distseg.tiling.graph import Graph, Node
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import rows_read, segments_of
@@ -30,7 +30,7 @@ ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))
 
 
-def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blocks=1, back=True, graph=None, number=0) -> Work:
+def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blocks=1, back=True, graph=None, number=0) -> StagePlan:
     """Convolutions, by default a segment each, on an image of three rows of tiles."""
     graph = graph or line(*((f"conv{i}", CONV) for i in range(layers)), dims=2)
     starts = [sum(balance[:i]) for i in range(len(balance))]
@@ -40,7 +40,7 @@ def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blo
     makers = {s.result: s.stage for s in segments}
     readers = {p: sorted({s.stage for s in segments if p in s.sources} - {rank}) for p in makers}
     first = {segments[n].sources[-1] for n in mine}
-    return Work(segments, mine, set(live) & first, set(points) & first, makers, readers, Rows(graph, segments, blocks), back, number)
+    return StagePlan(segments, mine, set(live) & first, set(points) & first, makers, readers, Rows(graph, segments, blocks), back, number)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def test_what_can_not_go_back_in_turn():
     assert not can_interleave([work(4, points=(1,), balance=(2, 2), rank=rank) for rank in range(2)])
 
 
-def stages_of(ranks, layers, cuts, micro_batches, blocks=1) -> list[list[Work]]:
+def stages_of(ranks, layers, cuts, micro_batches, blocks=1) -> list[list[StagePlan]]:
     """By rank and micro-batch, without live norms."""
     balance = [layers // ranks + (s < layers % ranks) for s in range(ranks)]
     return [[work(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks) for m in range(micro_batches)] for rank in range(ranks)]
@@ -259,7 +259,7 @@ def test_tiles_are_kept_as_far_as_there_is_room():
         assert len(kept) == 2 * wanted if wanted is not None else 0 < len(kept) < 2 * len(tiles)
 
 
-def placed(live, balance, placement, rank, number) -> Work:
+def placed(live, balance, placement, rank, number) -> StagePlan:
     """As :func:`work`, with stages on the ranks of a placement."""
     found = work(10, live, balance=balance, number=number)
     mine = [n for n, s in enumerate(found.segments) if placement[s.stage] == rank]
@@ -341,8 +341,8 @@ def test_the_program_of_a_config():
     ]  # fmt: skip
 
 
-def test_the_program_of_tiles_in_time_that_exchange():
-    ((legend, done),) = planned(tiles="1x2", exchange_every="1", in_time="spill", tiles_per_rank=Extents("3x1"))
+def test_the_program_of_tiles_streaming_that_exchange():
+    ((legend, done),) = planned(tiles="1x2", exchange_every="1", streaming="offload", tiles_per_rank=Size("3x1"))
     assert legend.splitlines()[:2] == ["segment 0: enc0_conv0 to enc0_drop0", "segment 1: enc0_norm0 to enc0_pool"]
     there = [line for line in done.splitlines() if "fetch" in line or "statistic" in line]
     assert there == ["m0  statistic map 2", "m0  fetch     map 6", "m0  statistic map 8", "m0  fetch     map 12", "m0  statistic map 14"]

@@ -10,13 +10,13 @@ from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.trace import CanNotCapture
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1")],
-    2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")],
+    1: [dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1")],
+    2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")],
 }
 
 
@@ -41,7 +41,7 @@ def test_is_what_it_was(name):
 def test_exact(comm, name):
     for way in WAYS[comm.size]:
         plan = replace(config(**way), model=ModelConfig(f"{made_reductions.__name__}:with_{name}", in_channels=3, out_channels=3))
-        report = verify(plan, comm, Extents("33x41"))
+        report = verify(plan, comm, Size("33x41"))
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE, way
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.config.units import duration, si
 from distseg.report.log import RunLog, SilentLog, open_log, read_log
 from distseg.report.overlay import iou_per_class, plot_overlay
@@ -90,7 +90,7 @@ def test_duration():
 
 def test_lines_are_whole_before_the_log_is_closed(tmp_path):
     log = RunLog(tmp_path, tensorboard=False)
-    log.write("step", 1, 0, loss=torch.tensor(0.5), tile=Extents("2x3"), sizes=np.array([1, 2]))
+    log.write("step", 1, 0, loss=torch.tensor(0.5), tile=Size("2x3"), sizes=np.array([1, 2]))
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line.pop("time") > 1e9
     assert line == {"kind": "step", "step": 1, "epoch": 0, "loss": 0.5, "tile": "2x3", "sizes": [1, 2]}

@@ -18,7 +18,7 @@ from distseg.comm.signals import Signals, listening
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
 from distseg.training import loop
 from distseg.training.checkpoint.files import find, read_manifest
-from distseg.training.control import Orders, Wish
+from distseg.training.control import Decision, RunControl
 from distseg.training.loop import train
 from distseg.training.resume import changes, chosen, first_step, mesh_change, schedule_change
 
@@ -230,17 +230,17 @@ def test_which_checkpoint_is_chosen(tmp_path):
 
 
 def test_orders_by_the_clock(monkeypatch):
-    with Orders(Alone(), TrainConfig(checkpoint_minutes=1e-4, job_minutes=None)) as orders:
+    with RunControl(Alone(), TrainConfig(checkpoint_minutes=1e-4, job_minutes=None)) as orders:
         time.sleep(0.02)
-        assert orders.ask() == Wish(True, "")
+        assert orders.ask() == Decision(True, "")
         orders.saved(0.0)
-        assert orders.ask() == Wish(False, "")
+        assert orders.ask() == Decision(False, "")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    with Orders(Alone(), TrainConfig(checkpoint_minutes=None)) as orders:
-        assert orders.ask() == Wish(False, "")
+    with RunControl(Alone(), TrainConfig(checkpoint_minutes=None)) as orders:
+        assert orders.ask() == Decision(False, "")
         orders.saved(3600.0)  # a checkpoint that takes as long as is left
-        assert orders.ask() == Wish(True, "the job's time limit is near")
-    with Orders(Alone(), TrainConfig(job_minutes=0.0)) as orders:
+        assert orders.ask() == Decision(True, "the job's time limit is near")
+    with RunControl(Alone(), TrainConfig(job_minutes=0.0)) as orders:
         assert orders.ask().stop
 
 

@@ -8,7 +8,7 @@ import pytest
 from made_store import made_store, random_image, random_store
 
 from distseg.config.settings import DataConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.augment import Turn
 from distseg.data.sampler import epoch_samples
 from distseg.tiling.tile import Box
@@ -90,13 +90,13 @@ def test_an_order_of_its_own_for_every_epoch_and_seed(store):
 
 
 def test_a_step_does_not_depend_on_those_before_it(store):
-    data = DataConfig(crop=Extents("32x48"), augment=["flip", "turn"], focus_class="lake")
+    data = DataConfig(crop=Size("32x48"), augment=["flip", "turn"], focus_class="lake")
     steps = epoch_samples(store, "train", data, 7, 2, 4)
     assert steps[5] == list(epoch_samples(store, "train", data, 7, 2, 4))[5]
 
 
 def test_the_batch_only_cuts_the_sequence_of_samples(store):
-    data = DataConfig(crop=Extents("32x48"), augment=["flip", "turn"], focus_class="lake", epoch_samples=24)
+    data = DataConfig(crop=Size("32x48"), augment=["flip", "turn"], focus_class="lake", epoch_samples=24)
     assert every(epoch_samples(store, "train", data, 7, 2, 4)) == every(epoch_samples(store, "train", data, 7, 2, 6))
 
 
@@ -104,17 +104,17 @@ def test_the_batch_only_cuts_the_sequence_of_samples(store):
 
 
 def test_as_many_crops_as_cover_the_pixels_once(store):
-    steps = epoch_samples(store, "train", DataConfig(crop=Extents("32x48")), 0, 0, 4)
+    steps = epoch_samples(store, "train", DataConfig(crop=Size("32x48")), 0, 0, 4)
     pixels = sum(np.prod(store.size(name)) for name in store.split("train"))
     assert len(steps) == -(-(-(-int(pixels) // (32 * 48))) // 4)
-    assert len(epoch_samples(store, "train", DataConfig(crop=Extents("32x48"), epoch_samples=10), 0, 0, 4)) == 3
+    assert len(epoch_samples(store, "train", DataConfig(crop=Size("32x48"), epoch_samples=10), 0, 0, 4)) == 3
 
 
 def test_images_smaller_than_the_crop_are_not_skipped(tmp_path):
     """Nine images of 20x20 and one of 100x100, crop 50x50: 9 crops and 4 cover them; by the nominal crop it was 6, of which the small ones got 2."""
     images = {f"s{k}": ("train", *random_image((20, 20), seed=k)) for k in range(9)}
     store = made_store(tmp_path / "s.h5", images | {"big": ("train", *random_image((100, 100)))})
-    data = DataConfig(crop=Extents("50x50"))
+    data = DataConfig(crop=Size("50x50"))
     assert len(epoch_samples(store, "train", data, 0, 0, 1)) == 9 + 4
     drawn = Counter(s.image for epoch in range(300) for s in every(epoch_samples(store, "train", data, 0, epoch, 1)))
     assert abs(drawn.pop("big") / 300 - 4) < 0.3 and len(drawn) == 9 and all(abs(count / 300 - 1) < 0.25 for count in drawn.values())
@@ -123,11 +123,11 @@ def test_images_smaller_than_the_crop_are_not_skipped(tmp_path):
 @pytest.mark.parametrize("size, crop, count", [((40, 40), "50x50", 1), ((40, 100), "50x50", 2), ((40, 101), "50x50", 3), ((100, 40), "50x200", 2), ((7, 9), "7x9", 1)])
 def test_a_crop_counts_as_far_as_the_image_goes(tmp_path, size, crop, count):
     store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image(size))})
-    assert len(epoch_samples(store, "train", DataConfig(crop=Extents(crop)), 0, 0, 1)) == count
+    assert len(epoch_samples(store, "train", DataConfig(crop=Size(crop)), 0, 0, 1)) == count
 
 
 def test_images_are_drawn_by_their_pixels_and_crops_evenly(store):
-    samples = every(epoch_samples(store, "train", DataConfig(crop=Extents("32x40"), epoch_samples=4000), 0, 0, 1))
+    samples = every(epoch_samples(store, "train", DataConfig(crop=Size("32x40"), epoch_samples=4000), 0, 0, 1))
     drawn = Counter(s.image for s in samples)
     pixels = {name: np.prod(store.size(name)) for name in store.split("train")}
     for name, count in drawn.items():
@@ -138,13 +138,13 @@ def test_images_are_drawn_by_their_pixels_and_crops_evenly(store):
 
 
 def test_a_crop_is_clipped_to_a_small_image(store):
-    for s in every(epoch_samples(store, "train", DataConfig(crop=Extents("75x90"), augment=["turn"]), 0, 0, 1)):
+    for s in every(epoch_samples(store, "train", DataConfig(crop=Size("75x90"), augment=["turn"]), 0, 0, 1)):
         assert s.size == tuple(min(a, b) for a, b in zip(store.size(s.image), (75, 90)))
         assert Box.whole(store.size(s.image)).contains(s.box)
 
 
 def test_quarter_turns_only_where_the_turned_crop_fits(store):
-    samples = every(epoch_samples(store, "train", DataConfig(crop=Extents("32x75"), augment=["turn"], epoch_samples=600), 0, 0, 1))
+    samples = every(epoch_samples(store, "train", DataConfig(crop=Size("32x75"), augment=["turn"], epoch_samples=600), 0, 0, 1))
     quarters = {name: sorted({s.turn.quarters for s in samples if s.image == name}) for name in store.split("train")}
     #                     97x131                  80x80                   64x70             100x40: crop 32x40       70x70
     assert quarters == {"train0": [0, 1, 2, 3], "train1": [0, 1, 2, 3], "train2": [0, 2], "train3": [0, 1, 2, 3], "train4": [0, 1, 2, 3]}
@@ -152,10 +152,10 @@ def test_quarter_turns_only_where_the_turned_crop_fits(store):
 
 
 def test_augmentation_is_even(store):
-    samples = every(epoch_samples(store, "train", DataConfig(crop=Extents("32x32"), augment=["flip", "turn"], epoch_samples=3200), 0, 0, 1))
+    samples = every(epoch_samples(store, "train", DataConfig(crop=Size("32x32"), augment=["flip", "turn"], epoch_samples=3200), 0, 0, 1))
     counts = Counter(s.turn for s in samples)
     assert len(counts) == 16 and min(counts.values()) > 140 and max(counts.values()) < 270
-    plain = every(epoch_samples(store, "train", DataConfig(crop=Extents("32x32")), 0, 0, 1))
+    plain = every(epoch_samples(store, "train", DataConfig(crop=Size("32x32")), 0, 0, 1))
     assert {s.turn for s in plain} == {Turn.none(2)}
 
 
@@ -168,14 +168,14 @@ def lake_inside(store, sample):
 
 @pytest.mark.parametrize("crop", ["40x40", "9x24", "90x90"])
 def test_focused_crops_hold_the_class(store, crop):
-    data = DataConfig(crop=Extents(crop), focus_class="lake", focus_share=1.0, augment=["turn"], epoch_samples=200)
+    data = DataConfig(crop=Size(crop), focus_class="lake", focus_share=1.0, augment=["turn"], epoch_samples=200)
     assert all(lake_inside(store, s) for s in every(epoch_samples(store, "train", data, 0, 0, 1)))
 
 
 def test_only_the_share_is_focused(store):
-    data = DataConfig(crop=Extents("16x16"), focus_class="lake", focus_share=0.25, epoch_samples=1000)
+    data = DataConfig(crop=Size("16x16"), focus_class="lake", focus_share=0.25, epoch_samples=1000)
     inside = [lake_inside(store, s) for s in every(epoch_samples(store, "train", data, 0, 0, 1))]
-    plain = DataConfig(crop=Extents("16x16"), epoch_samples=1000)
+    plain = DataConfig(crop=Size("16x16"), epoch_samples=1000)
     chance = np.mean([lake_inside(store, s) for s in every(epoch_samples(store, "train", plain, 0, 0, 1))])
     assert abs(np.mean(inside) - (0.25 + 0.75 * chance)) < 0.05
 
@@ -189,7 +189,7 @@ def test_blocks_are_found_with_the_square_root_of_their_pixels(tmp_path):
             labels[spot] = 2
         images[name] = ("train", pixels, labels)
     store = made_store(tmp_path / "s.h5", images)
-    data = DataConfig(crop=Extents("1x1"), focus_class="lake", focus_share=1.0, epoch_samples=2000)
+    data = DataConfig(crop=Size("1x1"), focus_class="lake", focus_share=1.0, epoch_samples=2000)
     found = Counter((s.image, s.box.start) for s in every(epoch_samples(store, "train", data, 0, 0, 1)))
     row = [count for (name, (y, _)), count in found.items() if (name, y) == ("a", 129)]
     single = [count for (name, (y, _)), count in found.items() if (name, y) != ("a", 129)]
@@ -202,7 +202,7 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
     pixels, labels = random_image((300, 300), lakes=False)
     labels[150, 140] = 2
     store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, labels)})
-    data = DataConfig(crop=Extents("40x60"), focus_class="lake", focus_share=1.0, epoch_samples=500)
+    data = DataConfig(crop=Size("40x60"), focus_class="lake", focus_share=1.0, epoch_samples=500)
     inside = np.array([(150 - s.box.start[0], 140 - s.box.start[1]) for s in every(epoch_samples(store, "train", data, 0, 0, 1))])
     assert inside.min(0).tolist() == [10, 15] and inside.max(0).tolist() == [29, 44]
 
@@ -214,9 +214,9 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
     "split, data, message",
     [
         ("test", DataConfig(), "no split 'test': choose train, val"),
-        ("train", DataConfig(crop=Extents("8x8"), focus_class="sea"), "'sea', which is no class of .*: choose ocean, land, lake"),
+        ("train", DataConfig(crop=Size("8x8"), focus_class="sea"), "'sea', which is no class of .*: choose ocean, land, lake"),
         ("train", DataConfig(focus_class="lake"), "whole images are trained on: set data.crop"),
-        ("train", DataConfig(crop=Extents("8x8x8")), "data.crop is 8x8x8, but image 'train0' has 2 dims"),
+        ("train", DataConfig(crop=Size("8x8x8")), "data.crop is 8x8x8, but image 'train0' has 2 dims"),
     ],
 )
 def test_refused(store, split, data, message):
@@ -227,11 +227,11 @@ def test_refused(store, split, data, message):
 def test_a_focus_class_without_pixels(tmp_path):
     store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image((50, 50), lakes=False)), "b": ("val", *random_image((50, 50)))})
     with pytest.raises(ValueError, match="'lake', of which the split 'train' .* has no pixel"):
-        epoch_samples(store, "train", DataConfig(crop=Extents("8x8"), focus_class="lake"), 0, 0, 1)
+        epoch_samples(store, "train", DataConfig(crop=Size("8x8"), focus_class="lake"), 0, 0, 1)
 
 
 def test_colours_differ_by_sample_and_lie_in_their_range(store):
-    data = DataConfig(crop=Extents("32x32"), augment=["colour"], epoch_samples=200)
+    data = DataConfig(crop=Size("32x32"), augment=["colour"], epoch_samples=200)
     colours = [s.colour for s in every(epoch_samples(store, "train", data, 0, 0, 1))]
     assert len(set(colours)) == 200
     gains, offsets = (np.array([getattr(c, field) for c in colours]) for field in ("gains", "offsets"))

@@ -21,8 +21,8 @@ from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import splits
 from distseg.runtime.stage import Stage
-from distseg.tiling.tile import Place, tiles, window
-from distseg.tiling.tile_batch import Piece
+from distseg.tiling.tile import TilePlacement, tiles, window
+from distseg.tiling.tile_batch import TileBatch
 from distseg.training.step import GradientStep, LossHead, OnStages
 
 SIZE = (21, 27)
@@ -42,14 +42,14 @@ def images(count: int):
     return pixels, labels
 
 
-def pieces(numbers, grid, reach) -> list[Piece]:
+def pieces(numbers, grid, reach) -> list[TileBatch]:
     """The windows of a grid of tiles, each of the images with these numbers."""
     pixels, labels = images(4)
     found = []
     for t in tiles(SIZE, grid, reach.stride):
         w = window(t, SIZE, reach)
         cut = lambda x, box: x[numbers][(..., *box.slices)]
-        found.append(Piece(cut(pixels, w), cut(labels, t), Place(SIZE, t, w, tuple(range(len(numbers))), tuple(numbers))))
+        found.append(TileBatch(cut(pixels, w), cut(labels, t), TilePlacement(SIZE, t, w, tuple(range(len(numbers))), tuple(numbers))))
     return found
 
 

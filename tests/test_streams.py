@@ -13,21 +13,21 @@ from torch import nn
 
 import distseg
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.models.capture.capture import as_network
 from distseg.training.loop import train
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2), dict(tiles_per_rank=(3, 2), in_time="spill", exchange_every="1", images=2)],
+    1: [dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2), dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1", images=2)],
     2: [dict(tiles="2x1", exchange_every="2"), dict(samples=2, images=2)],
 }
 
 
 def error_of(name: str, comm, settings: dict, size: str = "26x33", bands: int = 4, steps: int = 2) -> float:
     plan = replace(config(**settings), model=ModelConfig(f"{made_streams.__name__}:{name}", in_channels=bands, out_channels=3))
-    report = verify(plan, comm, Extents(size), steps=steps)
+    report = verify(plan, comm, Size(size), steps=steps)
     return comm.bcast(report and report["max_error"])
 
 
@@ -53,7 +53,7 @@ def test_frames_and_dates_in_the_batch(comm, name, size):
 
 @pytest.mark.parallel([1, 2])
 def test_slices_in_the_batch(comm):
-    ways = {1: [dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2), dict(tiles_per_rank=(1, 2, 2), in_time="spill")], 2: [dict(tiles="2x1x1", exchange_every="1")]}
+    ways = {1: [dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2), dict(tiles_per_rank=(1, 2, 2), streaming="offload")], 2: [dict(tiles="2x1x1", exchange_every="1")]}
     for way in ways[comm.size]:
         assert error_of("Slices", comm, way, "8x12x10", bands=2) <= TOLERANCE, way
 
@@ -68,7 +68,7 @@ def test_stages_do_not_share_statistics(comm):
     settings = config(stages=2)
     plan = replace(settings, model=ModelConfig(f"{made_streams.__name__}:twice", in_channels=4, out_channels=3), pipeline=replace(settings.pipeline, balance=(2, 3)))
     with pytest.raises(ValueError, match="layers 1 and 3 share running statistics, but lie in the stages"):
-        verify(plan, comm, Extents("26x33"))
+        verify(plan, comm, Size("26x33"))
 
 
 @pytest.mark.parametrize("name, places", [("Siamese", 2), ("Recurrent", 3), ("flat", 2)])

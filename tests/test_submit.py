@@ -15,7 +15,7 @@ from distseg.cli.submit.sites import SITES, Site, site_of
 from distseg.cli.submit.studies import grown, sweep
 from distseg.cli.submit.systems import SYSTEMS, seconds_of
 from distseg.comm.mesh import MeshShape
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "mesh: {samples: 2, tiles: 2x2}\ndata: {store: c.yaml}\noptim: {lr: 0.01}\ntrain: {output: runs/c}\n"
@@ -199,10 +199,10 @@ def test_a_scaling_study_is_a_job_for_each_number_of_nodes(capsys, folder):
 
 
 def test_a_mesh_grows_along_an_axis():
-    shape = MeshShape(2, Extents("2x2"), 3)
-    assert grown(shape, 48, "samples") == MeshShape(4, Extents("2x2"), 3)
-    assert grown(shape, 72, "tiles") == MeshShape(2, Extents("3x4"), 3)
-    assert grown(MeshShape(1, Extents("1x1x1"), 1), 24, "tiles") == MeshShape(1, Extents("2x3x4"), 1)
+    shape = MeshShape(2, Size("2x2"), 3)
+    assert grown(shape, 48, "samples") == MeshShape(4, Size("2x2"), 3)
+    assert grown(shape, 72, "tiles") == MeshShape(2, Size("3x4"), 3)
+    assert grown(MeshShape(1, Size("1x1x1"), 1), 24, "tiles") == MeshShape(1, Size("2x3x4"), 1)
     with pytest.raises(ValueError, match="can not grow to 8 processes by its tiles: the rest of it takes multiples of 6"):
         grown(shape, 8, "tiles")
 

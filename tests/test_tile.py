@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from distseg.tiling.tile import Box, Place, Reach, boxes_of, check_grid, owned_tiles, split, tiles, window
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, boxes_of, check_grid, owned_tiles, split, tiles, window
 
 
 def picture(image, boxes) -> str:
@@ -32,7 +32,7 @@ def test_tiles_of_an_odd_image():
 
 
 def test_windows_of_the_modules_picture():
-    image, reach = (131,), Reach(halo=(20,), stride=(32,))
+    image, reach = (131,), ReceptiveField(halo=(20,), stride=(32,))
     found = [(str(tile), str(window(tile, image, reach))) for tile in tiles(image, (2,), reach.stride)]
     assert found == [("[0:64]", "[0:96]"), ("[64:131]", "[32:131]")]
 
@@ -60,7 +60,7 @@ def random_cases(count: int):
         stride = tuple(draw.choice([1, 2, 3, 4, 8, 32]) for _ in range(dims))
         image = tuple(draw.randint(1, 7) * s + draw.randint(0, s - 1) for s in stride)
         grid = tuple(draw.randint(1, -(-n // s)) for n, s in zip(image, stride))
-        yield image, grid, Reach(tuple(draw.randint(0, 3 * s) for s in stride), stride)
+        yield image, grid, ReceptiveField(tuple(draw.randint(0, 3 * s) for s in stride), stride)
 
 
 def test_tiles_cover_the_image_once_on_the_stride_grid_and_evenly():
@@ -90,7 +90,7 @@ def test_windows_hold_the_halo_lie_on_the_grid_and_inside_the_image():
 
 def test_tiles_per_rank_are_the_ranks_share_of_a_finer_grid():
     """4x4 tiles over 2x2 ranks: a rank owns a block of 2x2 neighbours, so its windows overlap least."""
-    image, reach = (16, 18), Reach((2, 2), (2, 2))
+    image, reach = (16, 18), ReceptiveField((2, 2), (2, 2))
     owner = {}
     for rank, at in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
         for tile, win in owned_tiles(image, (2, 2), (2, 2), at, reach):
@@ -115,7 +115,7 @@ def test_boxes():
     assert box.relative_to(Box((1, 1), (9, 9))) == Box((1, 3), (6, 8))
     assert box.coarsened((2, 4)) == Box((1, 1), (4, 3))
     assert Box.whole((9, 9)).contains(box) and not box.contains(Box((2, 4), (7, 10)))
-    assert Place((9, 9), box, Box((1, 1), (9, 9)), (0,), (0,)).owned == Box((1, 3), (6, 8))
+    assert TilePlacement((9, 9), box, Box((1, 1), (9, 9)), (0,), (0,)).owned == Box((1, 3), (6, 8))
 
 
 def test_what_boxes_share_that_do_not_touch_lies_in_the_first():

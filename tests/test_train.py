@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from distseg.comm.launch import JointFailure
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.writer import StoreWriter
 from distseg.runtime import transfer
 from distseg.tiling.tile import Box
@@ -41,12 +41,12 @@ def config(folder: Path, samples=1, tiles="1x1", images=1, stages=1, **more) -> 
     pipeline = {k: v for k, v in more.items() if k in PipelineConfig.__dataclass_fields__}
     return Config(
         model=ModelConfig(depth=2, num_convs=1, base_channels=8, norm=more.get("norm", "instance"), dropout=0.1),
-        mesh=MeshConfig(samples=samples, tiles=Extents(tiles), stages=stages),
+        mesh=MeshConfig(samples=samples, tiles=Size(tiles), stages=stages),
         pipeline=PipelineConfig(**pipeline),
         spatial=SpatialConfig(exchange_every=more.get("exchange_every", "all")),
-        data=DataConfig(store=str(folder / "store.h5"), images=images, crop=Extents("32x32"), augment=["flip", "turn"], epoch_samples=8),
+        data=DataConfig(store=str(folder / "store.h5"), images=images, crop=Size("32x32"), augment=["flip", "turn"], epoch_samples=8),
         optim=OptimConfig(lr=3e-3, clip=1.0),
-        predict=PredictConfig(tile=Extents("16x24")),
+        predict=PredictConfig(tile=Size("16x24")),
         train=TrainConfig(**{"epochs": 2, "precision": "fp64", "tensorboard": False, "output": str(folder / "run"), **fields}),
     )
 
@@ -108,12 +108,12 @@ def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, 
 
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("norm, crop", [("instance", "32x32"), ("none", "32x32"), ("batch", None)])
-def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm, crop):
+def test_tiles_streaming_train_as_tiles_in_memory(comm, folder, norm, crop):
     """With augmentation, crops and validation; read part by part. Whole images of 53 and 37 columns have no halves on the stride of 4."""
     plan = config(folder, tiles=f"1x{comm.size}", norm=norm, output=str(folder / "memory"))
-    plan = replace(plan, data=replace(plan.data, crop=crop and Extents(crop), epoch_samples=crop and 8))
+    plan = replace(plan, data=replace(plan.data, crop=crop and Size(crop), epoch_samples=crop and 8))
     train(plan, comm)
-    spatial = replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("2x2"), scratch=str(folder))
+    spatial = replace(plan.spatial, streaming="offload", tiles_per_rank=Size("2x2"), scratch=str(folder))
     train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
     if comm.rank == 0:
         memory, time = weights(folder / "memory"), weights(folder / "time")
@@ -123,7 +123,7 @@ def test_tiles_in_time_train_as_tiles_in_memory(comm, folder, norm, crop):
 
 
 @pytest.mark.parallel(2)
-def test_stages_in_time_train_images_of_very_different_sizes(comm, shared_path, monkeypatch):
+def test_stages_streaming_train_images_of_very_different_sizes(comm, shared_path, monkeypatch):
     """The gradient of a small one is final all at once, that of the next one before rows by rows."""
     folder = Path(shared_path)
     if comm.rank == 0:
@@ -133,7 +133,7 @@ def test_stages_in_time_train_images_of_very_different_sizes(comm, shared_path, 
     plan = config(folder, stages=2, norm="none", images=2, schedule="gpipe", output=str(folder / "memory"))
     plan = replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
     train(plan, comm)
-    spatial = replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("3x1"), scratch=str(folder))
+    spatial = replace(plan.spatial, streaming="offload", tiles_per_rank=Size("3x1"), scratch=str(folder))
     train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
     if comm.rank == 0:
         memory, time = weights(folder / "memory"), weights(folder / "time")
@@ -143,10 +143,10 @@ def test_stages_in_time_train_images_of_very_different_sizes(comm, shared_path, 
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("norm", ["batch", "none"])
-def test_stages_of_tiles_in_time_train_images_of_different_sizes(comm, folder, norm):
+def test_stages_of_tiles_streaming_train_images_of_different_sizes(comm, folder, norm):
     whole = lambda plan: replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
     plan = whole(config(folder, images=2, stages=2, norm=norm, output=str(folder / "two")))
-    train(replace(plan, spatial=replace(plan.spatial, in_time="spill", tiles_per_rank=Extents("3x2"), scratch="memory")), comm)
+    train(replace(plan, spatial=replace(plan.spatial, streaming="offload", tiles_per_rank=Size("3x2"), scratch="memory")), comm)
     if comm.rank == 0:
         train(whole(config(folder, images=2, norm=norm, output=str(folder / "one"))), comm.Split(0))
         two, one = weights(folder / "two"), weights(folder / "one")

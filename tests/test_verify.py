@@ -10,18 +10,18 @@ from test_exact import config
 
 from distseg.cli.main import main
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.training import verify as module
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, passed, relative_errors, summary, verify
 
 CONFIG = Config(model=ModelConfig(depth=1, num_convs=1, base_channels=2, norm="batch", dropout=0.1, out_channels=2), optim=OptimConfig("sgd", momentum=0.0))
-SIZE = Extents("13x18")
+SIZE = Size("13x18")
 
 
 @pytest.mark.parallel(2)
 def test_a_report(comm):
-    report = verify(replace(CONFIG, mesh=MeshConfig(tiles=Extents("1x2"))), comm, SIZE)
+    report = verify(replace(CONFIG, mesh=MeshConfig(tiles=Size("1x2"))), comm, SIZE)
     assert (report is None) == (comm.rank > 0)
     if report:
         assert report["max_error"] < 1e-12 and passed(report, 1e-12) and not passed(report, 0.0)
@@ -106,7 +106,7 @@ def test_a_nan_in_one_gradient_fails_the_whole(comm, monkeypatch):
 
 
 def test_random_images_are_noise_with_some_pixels_ignored():
-    images = RandomImages(Extents("50x60"), 3, 4, Config(train=TrainConfig(seed=1)))
+    images = RandomImages(Size("50x60"), 3, 4, Config(train=TrainConfig(seed=1)))
     pixels, labels = images.whole(0)
     assert pixels.shape == (3, 50, 60) and pixels.dtype == torch.float64 and labels.dtype == torch.int64
     assert abs(pixels.mean()) < 0.05 and abs(pixels.var() - 1) < 0.05
@@ -134,7 +134,7 @@ def test_images_of_a_store(comm, shared_path, loss, out_channels):
         random_store(shared_path / "store.h5", train=[(29, 43), (29, 43)])
     comm.Barrier()
     data = replace(CONFIG.data, store=str(shared_path / "store.h5"))
-    found = replace(CONFIG, mesh=MeshConfig(tiles=Extents("1x2")), loss=LossConfig(loss), data=data, model=replace(CONFIG.model, in_channels=2, out_channels=out_channels))
+    found = replace(CONFIG, mesh=MeshConfig(tiles=Size("1x2")), loss=LossConfig(loss), data=data, model=replace(CONFIG.model, in_channels=2, out_channels=out_channels))
     report = verify(found, comm, dump=str(shared_path / "dump.safetensors"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
@@ -162,7 +162,7 @@ def test_the_step_runs_on_the_device_that_is_named(comm, monkeypatch, capsys):
 def test_errors_as_large_as_the_serial_programs_own_rounding_pass(comm):
     """A network whose norms cancel all but a few digits; and not one that is wrong by as much."""
     plan = replace(config(tiles_per_rank=(1, 2), exchange_every="1"), model=ModelConfig("made_networks:cancelling"))
-    report = verify(plan, comm, Extents("41x53"))
+    report = verify(plan, comm, Size("41x53"))
     assert report["max_error"] > 1e-12 and passed(report, 1e-12) and not passed(report, 1e-14)
     assert "the serial program itself moves by as much as" in summary(report, 1e-12) and "\nexact: " in summary(report, 1e-12)
     assert not passed({**report, "max_error": 10 * report["rounding"]}, 1e-12) and not passed({**report, "max_error": math.nan}, 1e-12)

@@ -149,7 +149,7 @@ def test_no_guardian_is_left_behind():
         assert watch.watched()
         guardian = watch._guardian
         watch.phase("a" * 5000)
-        watch.beat("naïve")
+        watch.heartbeat("naïve")
         watch.waits("")
     assert guardian is not None and guardian.poll() == 0 and not watch.watched()
     with watch.guarded(0, 0):  # 0: for ever

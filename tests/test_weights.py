@@ -13,7 +13,7 @@ from test_exact import TOLERANCE, config
 import distseg
 from distseg.cli.export import export
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import user_names
 from distseg.training.engine import Engine
@@ -24,11 +24,11 @@ WAYS = {  # name: (ranks, settings)
     "whole": (1, dict()),
     "tiles": (1, dict(tiles_per_rank=(2, 2))),
     "exchange": (1, dict(tiles_per_rank=(3, 2), exchange_every="1")),
-    "in time": (1, dict(tiles_per_rank=(2, 3), in_time="spill")),
+    "in time": (1, dict(tiles_per_rank=(2, 3), streaming="offload")),
     "exchange on ranks": (2, dict(tiles="1x2", exchange_every="2")),
     "stages": (2, dict(stages=2, accumulate=2)),
     "zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1", recompute="always")),
-    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), in_time="spill")),
+    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
 }
 NETWORKS = {  # name: the ways it is tried in
     "Blurred": ("tiles", "in time", "exchange on ranks", "zero bubble"),
@@ -72,7 +72,7 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
         settings["tiles_per_rank"] = {1: (3,), 3: (2, 2, 1)}[dims]
         settings["tiles"] = "x".join("1" * dims)
     plan = replace(config(**settings), model=ModelConfig(f"{made_weights.__name__}:{name}", in_channels=BANDS.get(name, 3), out_channels=3))
-    report = verify(plan, comm, Extents(size))
+    report = verify(plan, comm, Size(size))
     return comm.bcast(report and report["max_error"])
 
 

@@ -181,7 +181,7 @@ class RecurrentResidualUNet(nn.Module):
 class ResUNet(nn.Module):
     """Pre-activated residual units with strided shortcuts (Zhang et al. 2018)."""
 
-    class Unit(nn.Module):
+    class MicroBatch(nn.Module):
         """Residual unit with a projected shortcut."""
 
         def __init__(self, cin, cout, stride=1):
@@ -198,12 +198,12 @@ class ResUNet(nn.Module):
         super().__init__()
         self.e1, self.e2, self.e3 = (
             nn.Conv2d(in_channels, 8, 3, padding=1),
-            self.Unit(8, 12, 2),
-            self.Unit(12, 16, 2),
+            self.MicroBatch(8, 12, 2),
+            self.MicroBatch(12, 16, 2),
         )
         self.d2, self.d1, self.head = (
-            self.Unit(28, 12),
-            self.Unit(20, 8),
+            self.MicroBatch(28, 12),
+            self.MicroBatch(20, 8),
             nn.Conv2d(8, out_channels, 1),
         )
 

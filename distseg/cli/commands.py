@@ -14,10 +14,10 @@ import numpy as np
 from torch import nn
 
 from distseg.cli.predict import load_predictor, predict
-from distseg.comm.launch import resident_memory, set_up, together
-from distseg.comm.watch import beat
+from distseg.comm.launch import raise_jointly, resident_memory, set_up
+from distseg.comm.watch import heartbeat
 from distseg.config.settings import Config, ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there, paths_of
 from distseg.data.nodata import parse
 from distseg.data.notes import notes_on
@@ -26,7 +26,7 @@ from distseg.data.store import hdf5
 from distseg.data.store.check import check_store
 from distseg.data.store.store import Store
 from distseg.inference.evaluate import evaluate, score_rows
-from distseg.inference.image_source import Scene, check_type, file_scene, network_identity, store_scene
+from distseg.inference.image_source import ImageSource, check_type, file_scene, network_identity, store_scene
 from distseg.inference.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.inference.metrics import scores
 from distseg.inference.pixel_baseline import baseline
@@ -38,7 +38,7 @@ from distseg.patchgd.filling import PatchPredictor
 from distseg.patchgd.heat import heat_of, picture
 from distseg.planning.streaming import short_of_decoding
 from distseg.report.closing import closing_of_evaluation, closing_of_prediction, notes_on_places
-from distseg.report.disk import whole
+from distseg.report.disk import atomic_write
 from distseg.report.overlay import plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
@@ -52,7 +52,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
     """Print the table of scores on a split, ours beside the colour baseline's."""
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
-    with together(world):
+    with raise_jointly(world):
         store = Store(config.data.store, _constants(manifest), config.data.shrink)
         _check_classes(store, manifest, run)
         _check_types(store, split, manifest)
@@ -77,7 +77,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
             found = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
-            with whole(Path(output)) as growing:
+            with atomic_write(Path(output)) as growing:
                 growing.write_text(json.dumps({"split": split, **found}, indent=1))
         each = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
         print(*closing_of_evaluation(_folder_of(run), each["network"], each.get("colour"), output), sep="\n")
@@ -105,37 +105,37 @@ def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run:
             print(table([{"number": store.classes[0], **found}]))
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
-            with whole(Path(output)) as growing:
+            with atomic_write(Path(output)) as growing:
                 growing.write_text(json.dumps({"split": split, "network": found}, indent=1))
         print(*closing_of_evaluation(_folder_of(run), found, None, output), sep="\n")
     return 0
 
 
-def _draw_heat(heat: Callable, data: Mapping, scenes: Mapping[str, Callable[[], Scene]], world, folder: Path) -> None:
+def _draw_heat(heat: Callable, data: Mapping, scenes: Mapping[str, Callable[[], ImageSource]], world, folder: Path) -> None:
     """Draw where the answers come from, each rank its share of the images. Collective."""
     from PIL import Image
 
     path = lambda name: folder / f"{name}.heat.png"
-    with together(world):
+    with raise_jointly(world):
         folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
         for name in list(scenes)[world.rank :: world.size]:
             scene = scenes[name]()
-            beat(f"heat of {name}")
+            heartbeat(f"heat of {name}")
             drawn = picture(heat(scene), scene, data)
-            with whole(path(name)) as growing:
+            with atomic_write(path(name)) as growing:
                 Image.fromarray(drawn).save(growing, "png")
     if world.rank == 0:
         print(*map(path, scenes), sep="\n")
 
 
-def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Scene]], classes: Sequence[str], world, output: str) -> None:
+def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], ImageSource]], classes: Sequence[str], world, output: str) -> None:
     """Write a table with a line an image: its class, and the probability of each; or its number."""
     opened = list(scenes.values())
     vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
     if world.rank == 0:
         path = Path(output) / "images.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as growing, growing.open("w", newline="") as f:
+        with atomic_write(path) as growing, growing.open("w", newline="") as f:
             lines = csv.writer(f)
             if len(classes) == 1:
                 lines.writerow(["image", classes[0]])
@@ -155,7 +155,7 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
     names = data["classes"]
     classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
     files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
-    with together(world):
+    with raise_jointly(world):
         checkpoint = find(run)
         network = network_identity(checkpoint, config, manifest)
         if nodata is not None and not images:
@@ -183,14 +183,14 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
             elif settings.heat and len(scene.size) != 2:
                 raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")
     sizes = world.bcast(sizes, root=0)
-    with together(world):
+    with raise_jointly(world):
         check_images(predictor, sizes)
     if world.rank == 0:
         most = max(decoding, default=0)
         memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's
         print(f"network: {checkpoint}", threads, *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), *notes_on(notes), sep="\n")
     if predictor.model.of_image:
-        with together(world):
+        with raise_jointly(world):
             heat = heat_of(_network_of_heat(predictor, checkpoint, config), predictor) if settings.heat else None
         _predict_images(predictor, scenes, names, world, output)
         if heat:
@@ -288,13 +288,13 @@ def run_prepare(arguments) -> int:
         least, most = _numbers("--digits", arguments.digits, "-", 2)
         counts = _numbers("--images", arguments.images, ",", 3)
         prepare_ultramnist(
-            arguments.output, arguments.size or Extents((512, 512)), counts, (least, most), arguments.seed, arguments.overwrite, arguments.sum_below, arguments.noise
+            arguments.output, arguments.size or Size((512, 512)), counts, (least, most), arguments.seed, arguments.overwrite, arguments.sum_below, arguments.noise
         )
         return 0
     if arguments.source == "gigapixel":
         from distseg.data.examples.gigapixel import prepare_gigapixel
 
-        prepare_gigapixel(arguments.output, arguments.size or Extents((16000, 64000)), overwrite=arguments.overwrite)
+        prepare_gigapixel(arguments.output, arguments.size or Size((16000, 64000)), overwrite=arguments.overwrite)
         return 0
     if arguments.source == "blue-marble":
         from distseg.data.examples.blue_marble import prepare_blue_marble

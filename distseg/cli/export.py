@@ -21,7 +21,7 @@ from distseg.config.settings import ModelConfig
 from distseg.layers.graph import reach_for
 from distseg.models.bands import dims_of
 from distseg.models.capture.capture import as_network
-from distseg.report.disk import whole
+from distseg.report.disk import atomic_write
 from distseg.training.checkpoint.files import find, read_run_manifest, write_json
 from distseg.training.checkpoint.tensors import write_tensors
 from distseg.training.run_config import load_named, normalised, of_patches
@@ -59,13 +59,13 @@ def export(run: str, own: ModelConfig, output: str, formats: Sequence[str] | Non
     facts = {key: data[key] for key in ("classes", "mean", "std")} | {"bands": manifest["channels"][0], "outputs": manifest["channels"][1]}
     write_json(files[0], facts | {"multiple": list(unit), "smallest": least, "network": own.name, "arguments": own.args, "checkpoint": str(checkpoint), "step": manifest["step"]})
     if "safetensors" in formats:
-        with whole(path := folder / "model.safetensors") as growing:
+        with atomic_write(path := folder / "model.safetensors") as growing:
             write_tensors(growing, model.state_dict(), {"format": "pt"})
         files.append(path)
     for kind, name in (("torch", "model.pt2"), ("onnx", "model.onnx")):
         if kind in formats:
             program = program or _program(normalised(model, manifest), manifest["channels"][0], unit, least)
-            with whole(path := folder / name) as growing, _quiet():
+            with atomic_write(path := folder / name) as growing, _quiet():
                 torch.export.save(program, growing) if kind == "torch" else _write_onnx(program, growing)
             files.append(path)
     return files

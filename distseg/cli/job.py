@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Callable, Iterator
 
-from distseg.comm.agree import agree, settings, versions
-from distseg.comm.launch import JointFailure, identify, together, world
+from distseg.comm.consistency import assert_consistent, settings, versions
+from distseg.comm.launch import JointFailure, identify, raise_jointly, world
 from distseg.comm.watch import guarded, join, limit, phase
 from distseg.config.settings import Config, RunConfig
 
@@ -39,9 +39,9 @@ def job(settle: Callable[[], tuple[Config, dict]], stacks: Callable[[Config], st
             limit(config.run.timeout)
         phase("starting MPI")
         comm = world()
-        with together(comm):
+        with raise_jointly(comm):
             if failure is not None:
                 raise failure
-        agree(comm, {**settings(asdict(config)), **flags, **versions()}, _REPAIR)
+        assert_consistent(comm, {**settings(asdict(config)), **flags, **versions()}, _REPAIR)
         join(comm, stacks(config))
         yield config, flags, comm

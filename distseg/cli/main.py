@@ -25,10 +25,10 @@ from distseg.comm.launch import JointFailure, as_program, end_as_one
 from distseg.comm.signals import listening
 from distseg.config.file import Setting, check_value, read_settings, sections, settings_of, suggestion
 from distseg.config.settings import Config, ModelConfig
-from distseg.config.sizes import Extents, parse_bytes
+from distseg.config.sizes import Size, parse_bytes
 from distseg.report.disk import check_replaceable
 
-register_type(Extents, serializer=str, deserializer=Extents)
+register_type(Size, serializer=str, deserializer=Size)
 
 _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
 
@@ -174,7 +174,7 @@ def _own(parsed: Namespace) -> dict:
 
 def _verify(arguments: list[str]) -> int:
     parser = _parser("verify")
-    parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131.")
+    parser.add_argument("--image", type=Size | None, default=None, help="Size of random images, such as 97x131.")
     parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
     parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
     parser.add_argument("--steps", type=int, default=2, help="Optimizer steps; what one leaves behind shows in the next.")
@@ -204,7 +204,7 @@ def _verify(arguments: list[str]) -> int:
 
 def _profile(arguments: list[str]) -> int:
     parser = _parser("profile")
-    parser.add_argument("--image", type=Extents | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
+    parser.add_argument("--image", type=Size | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
     parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
     parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
 
@@ -249,7 +249,7 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of a job: distseg plan CONFIG --program --image 512x512.")
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
     parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
-    parser.add_argument("--tile", type=Extents, default=Extents("1434"), help="Size of the window in the pipeline, such as 1434 or 512x768.")
+    parser.add_argument("--tile", type=Size, default=Size("1434"), help="Size of the window in the pipeline, such as 1434 or 512x768.")
     parser.add_argument("--micro-batches", type=int, default=2, help="Micro-batches of an optimizer step.")
     parser.add_argument("--batch", type=int, default=1, help="Windows of a micro-batch.")
     parser.add_argument("--memory", type=str | None, default=None, help="What a stage may take, such as 16GB or 15.5GiB; no limit by default.")
@@ -276,7 +276,7 @@ def _program(arguments: list[str]) -> int:
     """The operations of each rank of a config's pipeline, as text."""
     parser = _parser("plan")
     parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of this job.")
-    parser.add_argument("--image", type=Extents | None, default=None, help="Size of the images, such as 512x512; by default the store's first step.")
+    parser.add_argument("--image", type=Size | None, default=None, help="Size of the images, such as 512x512; by default the store's first step.")
     parsed = _parse(parser, arguments)
     from distseg.cli.plan_text import programs
     from distseg.models.capture.capture import as_network
@@ -426,7 +426,7 @@ def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
     parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), or the folder of images.")
     parser.add_argument("output", help="The HDF5 store to write.")
-    parser.add_argument("--size", type=Extents | None, default=None, help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.")
+    parser.add_argument("--size", type=Size | None, default=None, help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.")
     parser.add_argument("--images", type=str, default="2000,250,500", help="Of ultramnist: how many of train, val and test.")
     parser.add_argument("--digits", type=str, default="3-5", help="Of ultramnist: how many an image has.")
     parser.add_argument("--sum-below", dest="sum_below", type=int | None, default=None, help="Of ultramnist: only sums below this, equally many images of each; the PatchGD paper has 10.")

@@ -9,15 +9,15 @@ from typing import Sequence
 import numpy as np
 import torch
 
-from distseg.comm.launch import keep_freed_memory, memory_in_use, ranks_on_node, together
+from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
 from distseg.comm.mesh import Mesh
 from distseg.comm.replicas import broadcast
-from distseg.comm.watch import beat, phase
+from distseg.comm.watch import heartbeat, phase
 from distseg.config.settings import Config, MeshConfig, with_dims
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
-from distseg.inference.image_source import Scene
+from distseg.inference.image_source import ImageSource
 from distseg.inference.metrics import most_likely
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
@@ -51,22 +51,22 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     precision, channels_last = choose(config.train, device, world)
     if config.train.method == "patchgd":
         return _load_patches(run, config, world, device, precision, channels_last)
-    with together(world):
+    with raise_jointly(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
         if size := manifest["data"].get("size"):
-            config = with_dims(config, len(size), str(Extents(size)))
+            config = with_dims(config, len(size), str(Size(size)))
         told = _of_mesh(config.mesh, manifest["config"], world.size)
     if world.rank == 0:
         print(*told, sep="\n", end="\n" if told else "")
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
-    one = Extents((1,) * len(config.predict.tile))
-    spatial = replace(config.spatial, tiles_per_rank=one, in_time="together", exchange_every="all", fuse_below=0)
+    one = Size((1,) * len(config.predict.tile))
+    spatial = replace(config.spatial, tiles_per_rank=one, streaming="in_memory", exchange_every="all", fuse_below=0)
     memory = config.run.memory
     config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
-    with together(world):
+    with raise_jointly(world):
         check_there(config.pipeline)
         check_settings(config)
         devices = devices_of(config, device)
@@ -81,12 +81,12 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     mesh.waits.timeout = config.run.timeout
     # Weights come last, into the numbers that the network computes with.
-    with together(world):
+    with raise_jointly(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
         tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, whole=config.spatial.halo is None)
     place_stages(tiled, partition, devices, precision, channels_last)
     phase(f"loading {checkpoint}")
-    with together(world):
+    with raise_jointly(world):
         if mesh.replicas.rank == 0:
             load_weights(checkpoint, model, part=partition is not None)
     broadcast(model, mesh.replicas)
@@ -125,7 +125,7 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
 
 def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor | MapPredictor, dict]:
     """The same of a network of patches."""
-    with together(world):
+    with raise_jointly(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
@@ -139,7 +139,7 @@ def _load_patches(run: str, config: Config, world, device: torch.device, precisi
     return (MapPredictor if by_pixels else PatchPredictor)(filler, world), manifest
 
 
-def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:
+def predict(predictor: Predictor, scene: ImageSource, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:
     """Write the class map of an image, and on request the probability of each class, to files (:mod:`distseg.data.class_files`).
 
     The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the files appear when they are whole.
@@ -174,7 +174,7 @@ def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: 
     try:
         with progress(rounds, "round", scene.name, enabled=first) as bar:
             for number in range(rounds):
-                beat(f"round {number + 1} of {rounds}")
+                heartbeat(f"round {number + 1} of {rounds}")
                 done = next(mine, None)
                 parts = ranks.gather(None if done is None else _part(scene, *done, classes.nodata, probabilities))
                 for tile, found, likelihood in filter(None, parts or []):
@@ -189,7 +189,7 @@ def predict(predictor: Predictor, scene: Scene, paths: Sequence[Path], classes: 
     return first
 
 
-def _part(scene: Scene, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool) -> tuple[Box, np.ndarray, np.ndarray | None]:
+def _part(scene: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool) -> tuple[Box, np.ndarray, np.ndarray | None]:
     """Return a tile, its classes and, on request, their probabilities; ``nodata`` and nan where the image has no data."""
     found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
     hidden = scene.without_data(tile)

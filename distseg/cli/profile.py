@@ -15,10 +15,10 @@ from typing import Callable, Hashable, Iterator, Sequence
 import numpy as np
 import torch
 
-from distseg.comm.launch import set_up, together
+from distseg.comm.launch import raise_jointly, set_up
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.planning.forecast import Modelled, Passes, StagePasses, costs_of, of_tiles
 from distseg.planning.timeline import ACTION, plot_timeline, write_trace
@@ -26,7 +26,7 @@ from distseg.report.tables import table
 from distseg.runtime.precision import choose
 from distseg.runtime.simulator import Simulation
 from distseg.runtime.trace import Span, Trace, TracedComm
-from distseg.tiling.tile_batch import Piece
+from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine
 from distseg.training.verify import own_pieces, prepare
 
@@ -145,7 +145,7 @@ def row_names(shape: MeshShape) -> list[str]:
     return [" ".join(f"{axis} {at}" for axis, at in zip(sizes, place) if axis in split) or "rank 0" for place in places]
 
 
-def profile(config: Config, world, image: Extents | None = None, steps: int = 3, output: str = "profile") -> Profile | None:
+def profile(config: Config, world, image: Size | None = None, steps: int = 3, output: str = "profile") -> Profile | None:
     """Run ``steps`` optimizer steps and watch the last; writes ``timeline.png`` and ``trace.json``. Collective.
 
     Args:
@@ -156,7 +156,7 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
         the profile on rank 0, None elsewhere.
     """
     device = set_up(world, config.run.device, config.run.threads).device
-    with together(world):
+    with raise_jointly(world):
         if steps < 1:
             raise ValueError(f"--steps is at least 1, got {steps}")
         if config.pipeline.placement == "devices":
@@ -166,10 +166,10 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
-    with together(world):
+    with raise_jointly(world):
         costs = costs_of(config, model, images.size, device.type)
     engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
-    with together(world):
+    with raise_jointly(world):
         own = own_pieces(config, mesh, images, engine.reading)
         expected, simulated = (None, None) if costs is None else _expected(engine, costs, images.size, own)
     for _ in range(steps - 1):
@@ -181,7 +181,7 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
         engine.update(config.optim.lr)
     parts = world.gather((watched.spans, watched.now(), expected))
     found = None
-    with together(world):
+    with raise_jointly(world):
         if parts is not None:
             spans, seconds, modelled = zip(*parts)
             every = None if None in modelled else sum(map(Counter, modelled), Counter())
@@ -192,10 +192,10 @@ def profile(config: Config, world, image: Extents | None = None, steps: int = 3,
     return found
 
 
-def _expected(engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[Piece]]) -> tuple[Passes, Callable[[float], Simulation] | None]:
+def _expected(engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[TileBatch]]) -> tuple[Passes, Callable[[float], Simulation] | None]:
     """What this rank's passes are expected to take, and how the pipeline's step is simulated, where there is one."""
-    if engine.in_time:
-        way, given = engine.in_time, engine.in_time.given(own)
+    if engine.streaming:
+        way, given = engine.streaming, engine.streaming.given(own)
         return of_tiles(costs, way.executor, image, [*way.before(given.works), *way.program(given.works, given.places)], given.works), None
     way = engine.gradient_step.way
     units = way.given(own)
@@ -224,8 +224,8 @@ def watch(engine: Engine, world) -> Trace:
     engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
     for name in ("norm_comm", "batch_comm", "groups_comm"):
         setattr(engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange"))
-    if engine.in_time:
-        engine.in_time.executor.span = trace.span
+    if engine.streaming:
+        engine.streaming.executor.span = trace.span
     if engine.gradient_step.head:
         engine.gradient_step.head.replicas = TracedComm(engine.gradient_step.head.replicas, trace, "reduce")  # the loss's table
     return trace
@@ -258,5 +258,5 @@ def _title(engine: Engine) -> tuple[str, str]:
     """Mesh and schedule; what else a reader wants to know."""
     config = engine.config
     schedule = f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}" if engine.partition else ""
-    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not engine.in_time else ""
+    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not engine.streaming else ""
     return f"{engine.mesh.shape}{schedule}", f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}"

@@ -246,7 +246,7 @@ class JointFailure(ValueError):
 
 
 @contextmanager
-def together(comm):
+def raise_jointly(comm):
     """An error inside, on any rank, becomes a :class:`JointFailure` on all. The body must not communicate."""
     error = None
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from distseg.comm.launch import check_launcher
 from distseg.comm.waits import Ranks, Waits
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class MeshShape:
     """The axes' sizes: pure arithmetic, no MPI."""
 
     samples: int = 1
-    tiles: Extents = Extents((1, 1))
+    tiles: Size = Size((1, 1))
     stages: int = 1
 
     def __post_init__(self):
-        object.__setattr__(self, "tiles", Extents(self.tiles))
+        object.__setattr__(self, "tiles", Size(self.tiles))
         for axis in ("samples", "stages"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"mesh.{axis} is at least 1, got {getattr(self, axis)}")
@@ -70,7 +70,7 @@ class Mesh:
     """
 
     def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
-        self.shape = MeshShape(samples, Extents(tiles), stages)
+        self.shape = MeshShape(samples, Size(tiles), stages)
         check_launcher()
         self.shape.check(world.size)
         grid = world.Create_cart(self.shape.axes, reorder=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.memory_format import as_bytes
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -20,7 +20,7 @@ def broadcast(model: nn.Module, comm) -> None:
     """Give every rank the weights and buffers of the communicator's first."""
     if comm.size == 1:
         return
-    beat("weights to all replicas")
+    heartbeat("weights to all replicas")
     for _, tensor in _tensors(model):
         broadcast_tensor(tensor, comm)
 
@@ -43,7 +43,7 @@ def check_same(model: nn.Module, comm) -> None:
     if comm.size == 1:
         return
     tensors = _tensors(model)
-    beat("comparison of the replicas' weights")
+    heartbeat("comparison of the replicas' weights")
     sums = comm.allgather([zlib.crc32(_bytes(t).numpy()) for _, t in tensors])
     for position, (name, _) in enumerate(tensors):
         others = [rank for rank in range(comm.size) if sums[rank][position] != sums[0][position]]

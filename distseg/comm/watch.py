@@ -1,6 +1,6 @@
 """Where this process stands, for whoever must tell a job that works from one that hangs.
 
-The work says what it is at by :func:`phase` and :func:`beat`; both cost a microsecond. A small process of its own, the
+The work says what it is at by :func:`phase` and :func:`heartbeat`; both cost a microsecond. A small process of its own, the
 *guardian* (:mod:`distseg.comm.guardian`), reads that, compares it with the other ranks', and ends a job in which nothing has
 moved for ``run.timeout``. It is a process and no thread because a rank that is stopped, that waits for a disk, or that
 MPI or HDF5 hold inside a call which keeps Python's lock has no thread that could still notice anything.
@@ -43,7 +43,7 @@ def phase(text: str) -> None:
         _move()
 
 
-def beat(text: str) -> None:
+def heartbeat(text: str) -> None:
     """Begin the next operation of a phase, such as ``forward of stage 1, micro-batch 0``."""
     if _page is not None:
         _write(DOING, text)
@@ -63,7 +63,7 @@ class Imports:
 
     @staticmethod
     def find_spec(name: str, path=None, target=None) -> None:
-        beat(f"import of {name}")
+        heartbeat(f"import of {name}")
 
 
 def limit(seconds: float) -> None:

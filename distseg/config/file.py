@@ -121,8 +121,14 @@ def check_value(name: str, text: str) -> None:
 _SHORT = 200  # characters, in which nothing can be nested deeper than any reader can follow
 
 
+_RENAMED = {"spatial.streaming": "spatial.streaming"}
+
+
 def suggestion(name: str, known) -> str:
-    """``: did you mean model.depth?`` where something is alike."""
+    """Return ``: did you mean model.depth?`` where a known setting is alike, or what a setting is called today; else nothing."""
+    new = _RENAMED.get(name.removeprefix("--"))
+    if new:
+        return f": it is called {new} now"
     close = difflib.get_close_matches(name, known, 1, 0.75)
     return f": did you mean {close[0]}?" if close else ""
 

@@ -12,14 +12,14 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Dict, List, Literal, Optional, Union
 
-from distseg.config.sizes import Extents, parse_bytes
+from distseg.config.sizes import Size, parse_bytes
 
 
 def _extents(section, *names: str) -> None:
-    """Sizes given as text or plain tuples become Extents."""
+    """Sizes given as text or plain tuples become Size."""
     for name in names:
         value = getattr(section, name)
-        object.__setattr__(section, name, None if value is None else Extents(value))
+        object.__setattr__(section, name, None if value is None else Size(value))
 
 
 _LARGEST = 2**63 - 1  # what files and other programs hold
@@ -125,7 +125,7 @@ def output_weights(model: ModelConfig) -> tuple[float, ...]:
 class MeshConfig:
     samples: int = 1
     """D: sample groups (data parallel); each trains on its own images."""
-    tiles: Extents = Extents((1, 1))
+    tiles: Size = Size((1, 1))
     """Q = q_y x q_x: ranks that share one image (sample parallel)."""
     stages: int = 1
     """S: pipeline stages of the model (model parallel)."""
@@ -142,7 +142,7 @@ class MeshConfig:
 @dataclass(frozen=True)
 class PipelineConfig:
     schedule: Literal["auto", "gpipe", "1f1b", "zb-h1"] = "auto"
-    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations; zb-h1: the same with gradients of weights computed while a stage would wait. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand, and for tiles in time with live norms, whose maps wait on a disk."""
+    """gpipe: all forward passes, then all backward passes; 1f1b: in turn, which holds fewer activations; zb-h1: the same with gradients of weights computed while a stage would wait. auto: 1f1b, but gpipe with stages and a loss such as Dice, which 1f1b has to compute beforehand, and for streamed tiles with live norms, whose maps wait on a disk."""
     balance: Optional[List[int]] = None
     """Layers of each stage; by default the split whose slowest stage is fastest (``distseg plan`` shows it)."""
     recompute: Literal["never", "except_last", "always"] = "never"
@@ -175,12 +175,12 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class SpatialConfig:
-    tiles_per_rank: Extents = Extents((1, 1))
+    tiles_per_rank: Size = Size((1, 1))
     """The grid of tiles that each rank owns of an image."""
-    in_time: Literal["auto", "together", "recompute", "spill"] = "auto"
-    """How a rank computes several tiles. together: all in memory. recompute: one after another, activations dropped (no live norms; of stages a few tiles' wait for their gradient). spill: run of layers by run, from norm to norm, over all tiles; the maps in between wait in ``scratch``. auto: with run.memory recompute or spill, whichever the norms allow; else one after another where no norm is live, together where one is."""
+    streaming: Literal["auto", "in_memory", "recompute", "offload"] = "auto"
+    """How a rank computes several tiles. in_memory: all at once. recompute: one after another; activations are dropped and computed again in the backward pass (no active norms). offload: the network goes in segments, from norm to norm, each over all tiles; the feature maps between segments wait in ``scratch``. auto: with run.memory recompute, or offload where a norm is active; without it one tile after another where no norm is active, else in_memory."""
     scratch: Optional[str] = None
-    """Folder for the feature maps that wait (tiles in time), best on a fast local disk; by default the system's temporary folder. ``memory``: the host's memory."""
+    """Folder for the feature maps that wait (streamed tiles), best on a fast local disk; by default the system's temporary folder. ``memory``: the host's memory."""
     halo: Optional[int] = None
     """Halo in pixels; by default the exact one, probed from the model. A smaller one is an approximation."""
     exchange_every: Union[int, str] = "all"
@@ -246,7 +246,7 @@ class DataConfig:
     """Path of the HDF5 store that ``distseg prepare`` wrote."""
     images: int = 1
     """Images (or crops) of a micro-batch of one sample group."""
-    crop: Optional[Extents] = None
+    crop: Optional[Size] = None
     """Size of random crops; whole images by default."""
     shrink: int = 1
     """With labels of whole images: a pixel is the mean of so many of the store's along each dim. Evaluation and prediction do likewise."""
@@ -359,9 +359,9 @@ _HEADS = ("cnn", "cnn-max", "transformer", "conv3", "conv4", "attention")
 class PatchgdConfig:
     """Of ``train.method: patchgd``, in the symbols of Gupta et al., 2023; ``model`` is the backbone theta_1."""
 
-    patch: Extents = Extents((128, 128))
+    patch: Size = Size((128, 128))
     """Pixels of a patch."""
-    step: Optional[Extents] = None
+    step: Optional[Size] = None
     """Pixels from one patch to the next; by default the patch's size, so that none overlap."""
     features: int = 256
     """s: numbers that the backbone makes of a patch."""
@@ -375,7 +375,7 @@ class PatchgdConfig:
     """theta_2. cnn, cnn-max: two convolutions with batch norm over the grid of patches and a mean, or a maximum. transformer: an encoder of two layers and a mean. conv3, conv4, attention: those of Gupta et al., 2023. Or your own as ``package.module:function``."""
     head_channels: Optional[int] = None
     """Width of the head; by default 64, of conv3 and conv4 256, of attention 192."""
-    grid: Optional[Extents] = None
+    grid: Optional[Size] = None
     """Patches along each dim, of heads that are made for one grid (conv3, conv4, your own); by default those of the training images."""
     statistics: Literal["update", "pass"] = "update"
     """Running statistics of batch norms move once an update, by the biased variance of its inner iterations together; or, as in the authors' program, with each forward pass, also those that fill Z, by the unbiased one."""
@@ -403,7 +403,7 @@ _FORMATS = {"h5": "hdf5", "tif": "tiff"}  # names of predict.formats after files
 
 @dataclass(frozen=True)
 class PredictConfig:
-    tile: Extents = Extents((1024, 1024))
+    tile: Size = Size((1024, 1024))
     """Tile of evaluation and prediction; memory follows from it. With run.memory tiles are as large as fit instead."""
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
@@ -431,7 +431,7 @@ class RunConfig:
     timeout: float = 1800.0
     """Seconds in which no rank of a job moves, or one is stopped, after which it is ended, with where each rank stood; 0: never."""
     memory: Optional[Union[int, str]] = None
-    """What a rank may take, such as ``4GB`` or a number of bytes: in training and prediction tiles in time are cut so small that it suffices."""
+    """What a rank may take, such as ``4GB`` or a number of bytes: in training and prediction streamed tiles are cut so small that it suffices."""
 
     def __post_init__(self):
         _at_least(self, 0, "timeout")
@@ -488,9 +488,9 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         if value != default and (value.volume > 1 or default.volume > 1):
             raise ValueError(
                 f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
-                f"give it {dims} numbers, such as {Extents(size)}"
+                f"give it {dims} numbers, such as {Size(size)}"
             )
-        config = replace(config, **{section: replace(values, **{field_: Extents(size)})})
+        config = replace(config, **{section: replace(values, **{field_: Size(size)})})
     return config
 
 

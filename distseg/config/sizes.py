@@ -6,10 +6,10 @@ import math
 import re
 
 
-class Extents(tuple):
+class Size(tuple):
     """One int per spatial dim, slowest first (depth, height, width). ``str`` gives ``97x131``."""
 
-    def __new__(cls, values) -> "Extents":
+    def __new__(cls, values) -> "Size":
         if isinstance(values, int):
             values = (values,)
         if isinstance(values, str):

@@ -15,12 +15,12 @@ from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from distseg.data.formats.georeference import Place
+from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import pillow
 from distseg.data.nodata import NODATA_TAG
 from distseg.data.store import hdf5
 from distseg.data.store.layout import check_name
-from distseg.report.disk import whole
+from distseg.report.disk import atomic_write
 from distseg.tiling.tile import Box, strips
 
 _EDGE = 256  # of chunks and TIFF tiles
@@ -36,7 +36,7 @@ class Classes:
     names: list[str]
     colours: np.ndarray
     nodata: int = 255
-    place: Place | None = None
+    place: Georeference | None = None
 
     @property
     def palette(self) -> np.ndarray:
@@ -67,7 +67,7 @@ def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance: Callable[[int], None]) -> None:
     """``arrays``: classes (*size) uint8 and perhaps probabilities (C, *size) float16; ``advance`` is told the pixels that are written."""
-    with whole(path) as growing:
+    with atomic_write(path) as growing:
         _WRITE[path.suffix](growing, arrays, classes, identity, advance)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from distseg.data import class_files
 from distseg.data.formats.mapped import let_go
-from distseg.report.disk import NoRoom, locked, opened_plain, room, room_told
+from distseg.report.disk import NoRoom, locked, opened_plain, require_disk_space, room_told
 from distseg.tiling.tile import Box
 
 _FLUSH = 2.0  # seconds after which what was written goes to the disk and into the record
@@ -166,7 +166,7 @@ class PartialMap:
         self._clear()
         needed = sum(self._bytes.values())
         try:
-            room(self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way")
+            require_disk_space(self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way")
             with room_told(self.folder, needed=needed):
                 for name, count in self._bytes.items():
                     self._make(name, count)

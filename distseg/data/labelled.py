@@ -14,7 +14,7 @@ from distseg.data.pairs import assign_splits, check_alike, check_train, notes_on
 from distseg.data.prepare import copy_image, summary
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter, bytes_of
-from distseg.report.disk import room
+from distseg.report.disk import require_disk_space
 from distseg.report.progress import progress
 
 _COLUMNS = ("image", "label", "split")
@@ -52,7 +52,7 @@ def prepare_labelled(
     check_alike(pairs)
     needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, pair.masked) for pair in pairs)
     writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed, "alpha": alpha}, overwrite=overwrite, expected=needed, numbers=len(names) == 1)
-    room(Path(output), needed, "the pixels of the store")
+    require_disk_space(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
             copy_image(pair, writer, shown, {}, nodata=nodata, label=label, alpha=alpha)

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from distseg.config.settings import DataConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store.store import Store
-from distseg.tiling.tile import Box, Place, Reach, check_grid, owned_tiles
-from distseg.tiling.tile_batch import Block, Piece, labels_of_images
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, check_grid, owned_tiles
+from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images
 
 
-def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach, pixels: bool = True, labels: bool = True) -> list[Piece]:
+def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField, pixels: bool = True, labels: bool = True) -> list[TileBatch]:
     """What the rank at ``coordinates`` of a ``grid`` of ranks, each with ``per_rank`` tiles, reads of a micro-batch.
 
     Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row. ``pixels``, ``labels``:
@@ -25,10 +25,10 @@ def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates,
     return [_read(store, those, place, pixels, labels) for those, place in _places(samples, grid, per_rank, coordinates, reach)]
 
 
-def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, note_bytes: Callable[[int], None]) -> list[Block]:
+def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, note_bytes: Callable[[int], None]) -> list[LazyTileBatch]:
     """The same of a rank with a single tile, cut on the model's ``stride``, read part by part while the step goes on; ``note_bytes`` is told what was read."""
 
-    def block(those: list[Sample], place: Place) -> Block:
+    def block(those: list[Sample], place: TilePlacement) -> LazyTileBatch:
         def pixels(box: Box) -> torch.Tensor:
             note_bytes(bytes_of(store, those, box.pixels, 0))
             return torch.from_numpy(read_pixels(store, those, box))
@@ -37,23 +37,23 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, n
             note_bytes(bytes_of(store, those, 0, box.pixels))
             return read_labels(store, those, box)
 
-        return Block(place, pixels, labels)
+        return LazyTileBatch(place, pixels, labels)
 
-    ones, no_halo = Extents((1,) * len(grid)), Reach((0,) * len(grid), stride)
+    ones, no_halo = Size((1,) * len(grid)), ReceptiveField((0,) * len(grid), stride)
     return [block(*found) for found in _places(samples, grid, ones, coordinates, no_halo)]
 
 
-def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: Reach) -> Iterator[tuple[list[Sample], Place]]:
+def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField) -> Iterator[tuple[list[Sample], TilePlacement]]:
     positions: dict[tuple[int, ...], list[int]] = {}
     for position, sample in enumerate(samples):
         positions.setdefault(sample.size, []).append(position)
     for size, images in positions.items():
         for tile, window in owned_tiles(size, grid, per_rank, coordinates, reach):
-            yield [samples[i] for i in images], Place(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
+            yield [samples[i] for i in images], TilePlacement(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
 
 
-def _read(store: Store, samples: list[Sample], place: Place, pixels: bool, labels: bool) -> Piece:
-    return Piece(
+def _read(store: Store, samples: list[Sample], place: TilePlacement, pixels: bool, labels: bool) -> TileBatch:
+    return TileBatch(
         torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None, read_labels(store, samples, place.tile) if labels else None, place
     )
 
@@ -99,7 +99,7 @@ class StepLoader:
     Args:
         grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
         pixels, labels: what this rank reads; in a pipeline the first stage wants the pixels, the last one the labels.
-        in_time: hand out :class:`Block`, which are read part by part.
+        streaming: hand out :class:`Block`, which are read part by part.
 
     Raises:
         ValueError: an image of the split without labels, or too small for the grid.
@@ -118,20 +118,20 @@ class StepLoader:
         grid,
         per_rank,
         coordinates,
-        reach: Reach,
+        reach: ReceptiveField,
         pixels: bool = True,
         labels: bool = True,
-        in_time: bool = False,
+        streaming: bool = False,
     ):
         self.store, self.split, self.data, self.seed = store, split, data, seed
         self.groups, self.group, self.accumulate = groups, group, accumulate
         self.grid, self.per_rank, self.coordinates, self.reach = grid, per_rank, coordinates, reach
-        self.pixels, self.labels, self.in_time = pixels, labels, in_time
+        self.pixels, self.labels, self.streaming = pixels, labels, streaming
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
         self._check_images()
 
-    def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[Piece]]]:
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[TileBatch]]]:
         """The steps from ``first_step`` on, each a list of micro-batches, each a list of pieces."""
         samples = self._samples(number)
         steps = ([self._pieces(m) for m in self._micro_batches(samples[k])] for k in range(first_step, len(samples)))
@@ -148,9 +148,9 @@ class StepLoader:
         rows = Rows(self.groups, self.group, self.accumulate, self.data.images)
         return [[step[row] for row in rows.of_micro_batch(m)] for m in range(self.accumulate)]
 
-    def _pieces(self, samples: list[Sample]) -> tuple[list[Piece] | list[Block], int]:
+    def _pieces(self, samples: list[Sample]) -> tuple[list[TileBatch] | list[LazyTileBatch], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""
-        if self.in_time:
+        if self.streaming:
             return blocks(self.store, samples, self.grid, self.coordinates, self.reach.stride, self._note_bytes), 0
         found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach, self.pixels, self.labels)
         return found, sum(
@@ -161,7 +161,7 @@ class StepLoader:
         self.bytes_read += count
 
     def _check_images(self) -> None:
-        fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
+        fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
         for name in self.store.split(self.split):
             if not self.store.has_labels(name) and not self.store.of_images:
                 raise ValueError(f"image {name!r} of the split {self.split!r} of {self.store.path} has no labels: prepare the store with masks")

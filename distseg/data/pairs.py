@@ -8,7 +8,7 @@ from typing import Sequence
 
 import numpy as np
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.folders import SPLITS, check_folders, paired, split_folders
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.readers import open_image, open_mask
@@ -48,9 +48,9 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
     if folders := split_folders(images):
         files = [(split, *pair) for split in folders for pair in paired(images / split, masks and masks / split)]
     else:
-        together = paired(images, masks)
-        split_of = assign_splits([image.stem for image, _ in together], shares, seed)
-        files = [(split_of[image.stem], image, mask) for image, mask in together]
+        raise_jointly = paired(images, masks)
+        split_of = assign_splits([image.stem for image, _ in raise_jointly], shares, seed)
+        files = [(split_of[image.stem], image, mask) for image, mask in raise_jointly]
     check_train([split for split, _, _ in files], images)
     pairs = [opened(split, image, mask, dims, alpha) for split, image, mask in files]
     check_alike(pairs)
@@ -92,7 +92,7 @@ def opened(split: str, image: Path, mask: Path | None, dims: int | None, alpha: 
     if mask is not None:
         labels = open_mask(mask, len(reader.size))
         if labels.size != reader.size:
-            raise ValueError(f"{image} has {Extents(reader.size)} pixels, but its mask {mask} has {Extents(labels.size)}: they must lie on each other")
+            raise ValueError(f"{image} has {Size(reader.size)} pixels, but its mask {mask} has {Size(labels.size)}: they must lie on each other")
     return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.masked, reader.notes, labels.notes if labels else (), labels and labels.palette)
 
 

@@ -8,7 +8,7 @@ from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.folders import SPLITS, some, unread
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader
@@ -20,7 +20,7 @@ from distseg.data.store.layout import chunk_edge
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter, bytes_of
 from distseg.data.survey import Survey
-from distseg.report.disk import room
+from distseg.report.disk import require_disk_space
 from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
 from distseg.tiling.tile import Box, strips
@@ -82,7 +82,7 @@ def prepare_folder(
     expected = _bytes(pairs, labels=masks_dir is not None)
     colours, notes = class_colours([(pair.mask, pair.palette) for pair in pairs], len(classes), values or {})
     writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected, colours=colours)
-    room(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
+    require_disk_space(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
     _check_masks(pairs, classes, ignore, values or {}, absent)
     unused = set(values or {})
     with writer:
@@ -136,7 +136,7 @@ def _check_masks(
 ) -> None:
     if all(pair.mask is None for pair in pairs):
         return
-    pixels = sum(Extents(pair.size).volume for pair in pairs)
+    pixels = sum(Size(pair.size).volume for pair in pairs)
     with progress(len(pairs), "mask", "looking for each class, until it is found", enabled=pixels > _LONG) as shown:
         Survey(pairs, classes, ignore, values, absent, shown).check()
 
@@ -194,8 +194,8 @@ def _split_order(split: str) -> tuple[int, str]:
 def _row(store: Store, split: str) -> dict:
     names = store.split(split)
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
-    pixels = sum(Extents(store.size(name)).volume for name in names)
-    row = {"split": split, "images": len(names), "size": " to ".join(str(Extents(s)) for s in dict.fromkeys((sizes[0], sizes[-1]))), "pixels": pixels}
+    pixels = sum(Size(store.size(name)).volume for name in names)
+    row = {"split": split, "images": len(names), "size": " to ".join(str(Size(s)) for s in dict.fromkeys((sizes[0], sizes[-1]))), "pixels": pixels}
     if store.of_images:
         labels = [store.label(name) for name in names]
         numbers = len(store.classes) == 1

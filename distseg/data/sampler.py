@@ -14,7 +14,7 @@ from fractions import Fraction
 import numpy as np
 
 from distseg.config.settings import DataConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.augment import Colour, Turn
 from distseg.data.focus import Focus
 from distseg.data.store.store import Store
@@ -71,7 +71,7 @@ def epoch_samples(store: Store, split: str, data: DataConfig, seed: int, epoch: 
     return Epoch(store, split, data, seed, epoch, batch)
 
 
-def crop_size(image, crop: Extents | None) -> tuple[int, ...]:
+def crop_size(image, crop: Size | None) -> tuple[int, ...]:
     """The size of the samples of an image: the crop, as far as the image goes."""
     return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
 
@@ -134,13 +134,13 @@ class Epoch(Sequence):
         return turn, turn.size(size)
 
 
-def _crops(store: Store, names: list[str], crop: Extents) -> tuple[np.ndarray, int]:
+def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
     """The images' shares of the crops of an epoch, cumulated, and how many crops cover all pixels once: an image smaller than the crop is one."""
     pixels: dict[int, int] = {}  # by those of a crop as far as the image goes
     weights = []
     for name in names:
         size = store.size(name)
-        taken, volume = Extents(crop_size(size, crop)).volume, Extents(size).volume
+        taken, volume = Size(crop_size(size, crop)).volume, Size(size).volume
         pixels[taken] = pixels.get(taken, 0) + volume
         weights.append(float(volume) * (crop.volume / taken))
     shares = np.cumsum(weights)
@@ -160,4 +160,4 @@ def _check(store: Store, names: list[str], data: DataConfig) -> None:
         raise ValueError(f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set data.crop, or leave it out")
     for name in names:
         if data.crop is not None and len(data.crop) != len(store.size(name)):
-            raise ValueError(f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims ({Extents(store.size(name))})")
+            raise ValueError(f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims ({Size(store.size(name))})")

@@ -12,7 +12,7 @@ import numpy as np
 
 from distseg.config.settings import Config
 from distseg.data.formats.alpha import BAND
-from distseg.data.formats.georeference import Place
+from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import open_image
 from distseg.data.nodata import fitting, missing
 from distseg.data.store.image_writer import first_bad, position
@@ -25,7 +25,7 @@ def everywhere(box: Box) -> None:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ImageSource:
     """An image: its size, normalised pixels (C, *box.size) float32 of any box, the ``source``, which tells it from others of its name, and
     the bytes that the first read takes for a while, where its file can only be decoded whole (``decoding``).
 
@@ -39,15 +39,15 @@ class Scene:
     decoding: int = 0
     notes: tuple[str, ...] = ()  # on its file (:func:`distseg.data.notes.notes_on`)
     without_data: Callable[[Box], np.ndarray | None] = everywhere
-    place: Place | None = None  # where on earth it lies
+    place: Georeference | None = None  # where on earth it lies
 
 
-def store_scene(store: Store, name: str) -> Scene:
+def store_scene(store: Store, name: str) -> ImageSource:
     """An image of a store."""
-    return Scene(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path), without_data=lambda box: store.without_data(name, box), place=store.place(name) if store.shrink == 1 else None)
+    return ImageSource(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path), without_data=lambda box: store.without_data(name, box), place=store.place(name) if store.shrink == 1 else None)
 
 
-def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1, scratch: str | None = None) -> Scene:
+def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1, scratch: str | None = None) -> ImageSource:
     """An image file, normalised with the constants of the store that the network was trained on.
 
     As in a store, it is 0 where there is no data. Transparency is no band, unless the network was trained with one more than the file has without it.
@@ -100,7 +100,7 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
     told = ("" if number is None else f", no data is {number}") + (", transparency is no data" if reader.alpha is not None else "")
     source = "; ".join(map(_file_identity, (path, *reader.sources))) + told
     known = number is not None or reader.masked
-    return Scene(Path(path).stem, tuple(n // shrink for n in reader.size), read, source, reader.decoding, reader.notes, without_data if known else everywhere, reader.place if shrink == 1 else None)
+    return ImageSource(Path(path).stem, tuple(n // shrink for n in reader.size), read, source, reader.decoding, reader.notes, without_data if known else everywhere, reader.place if shrink == 1 else None)
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:

@@ -7,14 +7,14 @@ from typing import Callable, Sequence
 import numpy as np
 
 from distseg.data.store.store import Store
-from distseg.inference.image_source import Scene, store_scene
+from distseg.inference.image_source import ImageSource, store_scene
 from distseg.inference.metrics import confusion, mean, quadratic_kappa, ratio
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
 
 
 def vectors_of(
-    predictor: Predictor, scenes: Sequence[Callable[[], Scene]], sizes: Sequence[Sequence[int]], world, what: str, stop: Callable[[], bool] = lambda: False
+    predictor: Predictor, scenes: Sequence[Callable[[], ImageSource]], sizes: Sequence[Sequence[int]], world, what: str, stop: Callable[[], bool] = lambda: False
 ) -> np.ndarray | None:
     """The network's vector of each image, (images, C'), the same on every rank. Collective over ``world``.
 

@@ -12,7 +12,7 @@ from typing import Iterator
 
 import numpy as np
 
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 from distseg.data.store.store import Store
 from distseg.inference.metrics import scores
 from distseg.tiling.tile import Box
@@ -37,7 +37,7 @@ def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
     total = np.zeros(levels ** min(store.bands, _BANDS) * classes)
     for position, (name, box) in enumerate(_blocks(store, split)):
         if position % world.size == world.rank:
-            beat(f"colours of image {name}")
+            heartbeat(f"colours of image {name}")
             labels = store.labels(name, box)
             valid = labels != store.ignore
             colour = _quantised(store.read_normalised(name, box)[:_BANDS], levels)[valid]

@@ -1,6 +1,6 @@
 """A trained network over whole images: tile after tile, in the memory of one, with the whole image's result.
 
-What runs is the executor of tiles in time (:mod:`distseg.runtime.streaming`), forward only. Where every norm has fixed
+What runs is the executor of streamed tiles (:mod:`distseg.runtime.streaming`), forward only. Where every norm has fixed
 statistics a tile depends on its own window alone, so tiles are dealt to the ranks one by one. A live norm (instance,
 group) needs all of a map first: each rank then has a block of the image, and maps wait in memory or in a scratch folder
 between one norm and the next. A network that can not be computed in parts goes window by window
@@ -25,10 +25,10 @@ import torch
 
 from distseg.comm.collective import Alone
 from distseg.comm.staging import upload
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.formats.plausible import free_memory
 from distseg.data.prefetch import prefetch
-from distseg.inference.image_source import Scene
+from distseg.inference.image_source import ImageSource
 from distseg.inference.windows import Windows
 from distseg.layers.norm import DistributedNorm
 from distseg.models.network import check_calls, check_size
@@ -36,12 +36,12 @@ from distseg.planning.streaming import Activations, BudgetTiling, SizeTiling
 from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
-from distseg.runtime.streaming import InTime, computed, windows
+from distseg.runtime.streaming import StreamingExecutor, computed, windows
 from distseg.runtime.tile_program import whole
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
-from distseg.tiling.tile import Box, Place, most_even_grid, split, tiles, window
-from distseg.tiling.tile_batch import Block
+from distseg.tiling.tile import Box, TilePlacement, most_even_grid, split, tiles, window
+from distseg.tiling.tile_batch import LazyTileBatch
 
 _SHARE = 0.5  # of the memory that is free, in which maps may wait
 
@@ -60,7 +60,7 @@ def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
         try:
             predictor.check(size)
         except ValueError as e:
-            raise ValueError(f"image {name!r} of {Extents(size)} pixels: {e}") from None
+            raise ValueError(f"image {name!r} of {Size(size)} pixels: {e}") from None
 
 
 class Predictor:
@@ -82,7 +82,7 @@ class Predictor:
     """
 
     def __init__(
-        self, model: TiledModel, replicas, devices: Sequence[torch.device], autocast: Callable[[], ContextManager], tile: Extents, scratch: str | None = None,
+        self, model: TiledModel, replicas, devices: Sequence[torch.device], autocast: Callable[[], ContextManager], tile: Size, scratch: str | None = None,
         channels_last: bool = False, pipeline: Pipeline | None = None, outputs: int | None = None, exact: bool = True, neighbours: int = 1, room: float | None = None,
     ):  # fmt: skip
         self.model, self.replicas, self.devices, self.autocast = model, replicas, list(devices), autocast
@@ -90,7 +90,7 @@ class Predictor:
         self.outputs, self.exact, self.neighbours = outputs, exact, neighbours
         self.room = None if room is None else 2 ** (int(4 * math.log2(room)) / 4)  # so that another day's tiles are the same
         self._workers = {replicas.size: replicas}
-        self._sizes: dict[tuple[int, ...], Extents] = {}
+        self._sizes: dict[tuple[int, ...], Size] = {}
         self._layouts: dict[tuple, Layout] = {}
         self._tilings: dict[float, BudgetTiling] = {}
 
@@ -115,10 +115,10 @@ class Predictor:
         """Whether a tile's result depends on its own window only."""
         return not self.model.always_live or self.model.context.per_window
 
-    def grid_of(self, size) -> Extents:
+    def grid_of(self, size) -> Size:
         """The tiles of an image, of at most the configured size, or a stride cell more."""
         steps = (n if t >= n else max(1, t // s) * s for t, s, n in zip(self._tile_of(size), self.model.reach.stride, size))
-        return Extents(-(-n // step) for n, step in zip(size, steps))
+        return Size(-(-n // step) for n, step in zip(size, steps))
 
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
         """The maps of an image, in one piece or cut at ``borders`` along each dim."""
@@ -132,16 +132,16 @@ class Predictor:
         """Tiles within a budget, which are searched for once."""
         return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
 
-    def _tile_of(self, size) -> Extents:
+    def _tile_of(self, size) -> Size:
         """The size of the tiles of an image."""
         if self.exact and self.model.graph is None:  # nothing is known of how far it sees
-            return Extents(size)
+            return Size(size)
         if self.room is None or self.windowed:
             return self.tile
         size = tuple(size)
         if size not in self._sizes:
             last = segments_of(self.model.graph, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
-            self._sizes[size] = Extents(self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1))
+            self._sizes[size] = Size(self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1))
         return self._sizes[size]
 
     def check(self, size) -> None:
@@ -160,7 +160,7 @@ class Predictor:
             self._check_norms(self.layout(size).sizes)
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
             raise ValueError(
-                f"an image of {Extents(size)} pixels has several tiles of predict.tile {self.tile}, but a model with live norms that is not a flat nn.Sequential "
+                f"an image of {Size(size)} pixels has several tiles of predict.tile {self.tile}, but a model with live norms that is not a flat nn.Sequential "
                 "is predicted in one: raise predict.tile, flatten the model, or use batch norm"
             )
 
@@ -198,11 +198,11 @@ class Predictor:
             every = [(image, n) for image, size in enumerate(sizes) for n in range(len(self.tiles_of(size)))]
             parts = (every[len(every) * r // self.replicas.size : len(every) * (r + 1) // self.replicas.size] for r in range(self.replicas.size))
             return 1, [[Share(image, [n for _, n in those]) for image, those in groupby(part, key=lambda item: item[0])] for part in parts]
-        together = min((self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1)
-        groups = max(1, min(self.replicas.size // together, len(sizes)))
-        together = self.replicas.size // groups
+        raise_jointly = min((self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1)
+        groups = max(1, min(self.replicas.size // raise_jointly, len(sizes)))
+        raise_jointly = self.replicas.size // groups
         dealt = [[Share(image, None) for image in range(group, len(sizes), groups)] for group in range(groups)]
-        return together, [dealt[r // together] if r // together < groups else [] for r in range(self.replicas.size)]
+        return raise_jointly, [dealt[r // raise_jointly] if r // raise_jointly < groups else [] for r in range(self.replicas.size)]
 
     def among(self, ranks: int) -> "Predictor":
         """The same for every so many consecutive ranks by themselves. Collective."""
@@ -213,7 +213,7 @@ class Predictor:
         part._workers = {part.replicas.size: part.replicas}
         return part
 
-    def __call__(self, scene: Scene, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(self, scene: ImageSource, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits (C', *tile.size) float32, of a network in float64 float64) for the tiles of this rank (:meth:`deal`); nothing on ranks without the last stage.
 
         Of a network for whole images yield its vector (C', 1, ...) with each of some boxes.
@@ -227,7 +227,7 @@ class Predictor:
             yield from self._by_windows(scene, mine)
         elif self._dealt_singly:
             if mine:
-                yield from self._in_time(scene, Alone(), Box.whole(scene.size), None, mine)
+                yield from self._streaming(scene, Alone(), Box.whole(scene.size), None, mine)
         else:
             yield from self._in_blocks(scene, mine)
 
@@ -245,15 +245,15 @@ class Predictor:
         """Whether any rank may compute any tile: none depends on another, nor on another rank's weights."""
         return self.independent and (self.pipeline is None or self.pipeline.comm.size == 1)
 
-    def _ranks_of(self, grid: Extents) -> Extents:
+    def _ranks_of(self, grid: Size) -> Size:
         """How the ranks share a grid of tiles; fewer of them, where there are fewer tiles."""
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
-    def _in_blocks(self, scene: Scene, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _in_blocks(self, scene: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         count = self._ranks_of(self.grid_of(scene.size)).volume
         workers = self._first(count)
         if self.replicas.rank < count:
-            yield from self._in_time(scene, workers, *self._block(scene.size), mine)
+            yield from self._streaming(scene, workers, *self._block(scene.size), mine)
 
     def _block(self, size) -> tuple[Box, list[list[int]]]:
         """This rank's part of an image, and the borders between all ranks' along each dim: those of tiles."""
@@ -264,14 +264,14 @@ class Predictor:
         cell = np.unravel_index(self.replicas.rank, ranks)
         return Box(tuple(b[c] for b, c in zip(borders, cell)), tuple(b[c + 1] for b, c in zip(borders, cell))), borders
 
-    def _in_time(self, scene: Scene, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _streaming(self, scene: ImageSource, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         reader = _Reader(scene.read)
         executor, place = self._executor(scene.size, block, borders)
         work = executor.work([place], boxes=None if self.model.of_image else [mine])
         operations = whole(work)
         ahead = reader.ahead(list(windows(operations, work)))
         with self._evaluating(workers), executor.transfers.moving(), ahead:
-            blocks = [Block(place, lambda box: self._uploaded(reader(box)))]
+            blocks = [LazyTileBatch(place, lambda box: self._uploaded(reader(box)))]
             results = ((op.box, y) for op, y in executor.run(operations, [work], [blocks]))
             while (found := self._next(results)) is not None:
                 yield found
@@ -289,9 +289,9 @@ class Predictor:
         """The stages, where they lie on several ranks or devices."""
         return self.pipeline.partition if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1) else None
 
-    def _executor(self, size, block: Box, borders: Sequence[Sequence[int]] | None) -> tuple[InTime, Place]:
+    def _executor(self, size, block: Box, borders: Sequence[Sequence[int]] | None) -> tuple[StreamingExecutor, TilePlacement]:
         """Of a block of an image, and where that lies; maps wait in memory or in files."""
-        place = Place(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
+        place = TilePlacement(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
         layout = self.layout(size, borders)
         executor = self._in_memory(layout)
         stored = executor.stored([place])
@@ -302,10 +302,10 @@ class Predictor:
             executor.tiling = self._tiling(self.room - stored)
         return executor, place
 
-    def _in_memory(self, layout: Layout) -> InTime:
+    def _in_memory(self, layout: Layout) -> StreamingExecutor:
         model, cut = self.model, self._cut
         stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
-        return InTime(
+        return StreamingExecutor(
             model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations, self.autocast,
             self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
         )  # fmt: skip
@@ -316,8 +316,8 @@ class Predictor:
             return self.scratch == "memory"
         return stored <= _SHARE * (self.room if self.room is not None else free_memory() / self.neighbours)
 
-    def _by_windows(self, scene: Scene, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-        places = [Place(tuple(scene.size), tile, window(tile, scene.size, self.model.reach), (0,), (0,)) for tile in mine]
+    def _by_windows(self, scene: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        places = [TilePlacement(tuple(scene.size), tile, window(tile, scene.size, self.model.reach), (0,), (0,)) for tile in mine]
         reads = self.pipeline is None or self.pipeline.first
         workers = self._first(min(self.replicas.size, len(self.tiles_of(scene.size))))
         with self._evaluating(workers), closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead:
@@ -402,7 +402,7 @@ class _Reader:
         return self.read(box)
 
 
-def _blocks(grid: Extents, ranks: Extents) -> list[int]:
+def _blocks(grid: Size, ranks: Size) -> list[int]:
     """The rank of each tile of a grid that a coarser grid of ranks shares."""
     owner = [[r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)] for g, n in zip(grid, ranks)]
     return [int(np.ravel_multi_index(cell, ranks)) for cell in product(*owner)]

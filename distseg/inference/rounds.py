@@ -8,15 +8,15 @@ from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
-from distseg.comm.watch import beat
-from distseg.inference.image_source import Scene
+from distseg.comm.watch import heartbeat
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.report.progress import progress
 from distseg.tiling.tile import Box
 
 
 def in_rounds(
-    predictor: Predictor, scenes: Sequence[Callable[[], Scene]], sizes: Sequence[Sequence[int]], world, what: str,
+    predictor: Predictor, scenes: Sequence[Callable[[], ImageSource]], sizes: Sequence[Sequence[int]], world, what: str,
     work: Callable[[int, Iterator[tuple[Box, np.ndarray]]], None], stop: Callable[[], bool],
 ) -> bool:  # fmt: skip
     """Have every image computed, of which each rank does its share; whether all were. Collective over ``world``.
@@ -27,14 +27,14 @@ def in_rounds(
         work: is given an image's number and (tile, logits) of this rank's share of it, and goes through these.
         stop: asked after each round, on all ranks, for the same answer: whether to give up.
     """
-    together, shares = predictor.deal_images(sizes)
-    part, mine = predictor.among(together), shares[predictor.replicas.rank]
+    raise_jointly, shares = predictor.deal_images(sizes)
+    part, mine = predictor.among(raise_jointly), shares[predictor.replicas.rank]
     ends = {share.image: number for number, round in enumerate(zip_longest(*shares)) for share in filter(None, round)}  # in which round an image is done
     with progress(len(scenes), "image", what, enabled=world.rank == 0) as bar:
         for number in range(max(map(len, shares))):
             for share in mine[number : number + 1]:
                 scene = scenes[share.image]()
-                beat(f"image {scene.name}")
+                heartbeat(f"image {scene.name}")
                 work(share.image, part(scene, share.tiles))
             done = [image for image, end in ends.items() if end == number]
             bar.advance(len(done), pixels=sum(math.prod(sizes[image]) for image in done))

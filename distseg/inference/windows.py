@@ -12,15 +12,15 @@ from typing import Callable, ContextManager, Iterator
 import torch
 from torch import Tensor
 
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 from distseg.runtime.actions import Forward
 from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage import Stage
-from distseg.tiling.tile import Place
-from distseg.tiling.tile_batch import Piece, Unit, on_tile
+from distseg.tiling.tile import TilePlacement
+from distseg.tiling.tile_batch import MicroBatch, TileBatch, on_tile
 
 _AT_ONCE = 4  # windows in a pipeline
 
@@ -47,7 +47,7 @@ class Windows:
         self.pipeline = Pipeline(self.partition, stages, comm, device)
 
     @torch.no_grad()
-    def __call__(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def __call__(self, places: list[TilePlacement], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, output on the tile (1, C', *tile.size)) on the rank with the last stage; nothing on the others.
 
         Args:
@@ -57,13 +57,13 @@ class Windows:
         for i, output in self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load):
             yield i, on_tile(output, places[i])
 
-    def _alone(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _alone(self, places: list[TilePlacement], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         for i, place in enumerate(places):
-            beat(f"window {i + 1} of {len(places)}")
+            heartbeat(f"window {i + 1} of {len(places)}")
             with self.autocast():
                 yield i, self._output(load(i), place)
 
-    def _output(self, x: Tensor, place: Place) -> Tensor:
+    def _output(self, x: Tensor, place: TilePlacement) -> Tensor:
         if self.partition.stages == 1:
             return self.model([x], [place])[0]
         maps = {0: x}
@@ -74,10 +74,10 @@ class Windows:
             self.model.run([maps], [place], layers, later)
         return maps[layers.stop]
 
-    def _through_stages(self, places: list[Place], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _through_stages(self, places: list[TilePlacement], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, len(places), _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, len(places)))
-            units = [Unit(m, [Piece(load(i) if self.pipeline.first else None, None, places[i])]) for m, i in enumerate(numbers)]
+            units = [MicroBatch(m, [TileBatch(load(i) if self.pipeline.first else None, None, places[i])]) for m, i in enumerate(numbers)]
             actions = orders("gpipe", self.partition.placement, len(units))[self.comm.rank]
             self.pipeline.run([a for a in actions if isinstance(a, Forward)], units)
             for m, output in self.results.taken():
@@ -90,10 +90,10 @@ class _Results:
 
     found: dict[int, Tensor] = field(default_factory=dict)
 
-    def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+    def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
         return outputs
 
-    def note(self, unit: Unit, rows: list[Tensor]) -> None:
+    def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
         (self.found[unit.micro_batch],) = rows
 
     def taken(self) -> list[tuple[int, Tensor]]:

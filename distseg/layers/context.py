@@ -18,14 +18,14 @@ from torch import Tensor
 from distseg.comm.collective import Alone
 from distseg.models.layers import skip_store
 from distseg.tiling.layout import Region
-from distseg.tiling.tile import Box, Place
+from distseg.tiling.tile import Box, TilePlacement
 
 
 class _Pass(threading.local):
     """The forward pass that the calling thread is in."""
 
     def __init__(self):
-        self.places: list[Place] = []
+        self.places: list[TilePlacement] = []
         self.regions: list[Region] | None = None
         self.current = 0
         self.tracking = True
@@ -53,12 +53,12 @@ class Context:
     _pass: _Pass = field(default_factory=_Pass, init=False, repr=False, compare=False)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[TilePlacement]:
         """The windows of this forward pass."""
         return self._pass.places
 
     @places.setter
-    def places(self, places: list[Place]) -> None:
+    def places(self, places: list[TilePlacement]) -> None:
         self._pass.places, self._pass.regions = places, None
 
     @property
@@ -115,5 +115,5 @@ class Context:
             self.tracking = before
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TilePlacement:
         return self.places[self.current]

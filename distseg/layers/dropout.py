@@ -9,7 +9,7 @@ from distseg.comm.staging import upload
 from distseg.layers.context import Context
 from distseg.models.layers import DropImage, VectorDropout
 from distseg.tiling import rng
-from distseg.tiling.tile import Box, Place
+from distseg.tiling.tile import Box, TilePlacement
 
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
@@ -76,10 +76,10 @@ class KeyedDropout(nn.Module):
             size, held = region.size, region.held
         return torch.stack([element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype) for k in self.keys(place)])
 
-    def channels_of(self, place: Place, channels: int) -> Tensor:
+    def channels_of(self, place: TilePlacement, channels: int) -> Tensor:
         """(B, C) float64, where channels are dropped."""
         return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
 
-    def keys(self, place: Place) -> list[int]:
+    def keys(self, place: TilePlacement) -> list[int]:
         """One an image: of its mask."""
         return [dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn) for sample in place.samples]

@@ -10,10 +10,10 @@ from distseg.models.network import Call, calls_of, is_flat, not_flat
 from distseg.models.receptive_field import probed_reach
 from distseg.tiling.graph import Graph, Node
 from distseg.tiling.layout import reach_of
-from distseg.tiling.tile import Reach
+from distseg.tiling.tile import ReceptiveField
 
 
-def receptive_field(model: nn.Module) -> Reach:
+def receptive_field(model: nn.Module) -> ReceptiveField:
     """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
 
     Of a flat ``nn.Sequential`` of layers whose footprints are known they are worked out; of any other network they are measured.
@@ -27,13 +27,13 @@ def receptive_field(model: nn.Module) -> Reach:
     return reach_for(model, True)
 
 
-def reach_for(model: nn.Module, cut: bool) -> Reach:
+def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
     """The receptive field of a model whose images are ``cut``; of one whose layers are not all known and which sees whole images nothing is known, nor has to be."""
     try:
         graph = graph_of(model)
     except ValueError:
         dims = dims_of(model)
-        return probed_reach(model, dims, bands_of(model)) if cut else Reach((0,) * dims, (1,) * dims)
+        return probed_reach(model, dims, bands_of(model)) if cut else ReceptiveField((0,) * dims, (1,) * dims)
     return reach_of(graph, dims_of(model))
 
 

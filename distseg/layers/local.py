@@ -24,13 +24,13 @@ from distseg.layers.resize import Placed, PlacedPositions, resized
 from distseg.models.capture.positions import Positions
 from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum
 from distseg.models.lines import OfLines
-from distseg.models.modified import altered, genuine, known
+from distseg.models.modified import known, modification_of, unmodified
 from distseg.models.moving import Windows
 from distseg.models.network import Call
 from distseg.models.receptive_field import POINTWISE
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
 from distseg.tiling import access_pattern as footprint
-from distseg.tiling.access_pattern import Align, Footprint, Gather, Interpolate, Scatter, Shift
+from distseg.tiling.access_pattern import AccessPattern, Align, Gather, Interpolate, Scatter, Shift
 from distseg.tiling.graph import Node
 from distseg.tiling.layout import Part
 from distseg.tiling.resize import Follow, Resize
@@ -82,7 +82,7 @@ def node_of(call: Call, dims: int) -> Node:
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
     for kinds, footprints in _FOOTPRINTS:
-        if genuine(layer, kinds):
+        if unmodified(layer, kinds):
             try:
                 return Node(name, call.inputs, footprints(layer, dims))
             except _Unsupported as e:
@@ -94,9 +94,9 @@ def node_of(call: Call, dims: int) -> Node:
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
         raise ValueError(f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known")
-    if genuine(layer, _ALIKE):
+    if unmodified(layer, _ALIKE):
         return Node(name, call.inputs)
-    which = f", which {altered(layer)}," if known(type(layer)) is not nn.Module and altered(layer) else ""
+    which = f", which {modification_of(layer)}," if known(type(layer)) is not nn.Module and modification_of(layer) else ""
     raise ValueError(
         f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and has no twin for parts of an image: write it as layers that have one "
         "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
@@ -109,7 +109,7 @@ def check_plain(name: str, layer: nn.Module) -> None:
     Raises:
         ValueError: naming the layer and what it does besides.
     """
-    if why := altered(layer):
+    if why := modification_of(layer):
         base = known(type(layer)).__name__
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or masks are the whole image's, so it is replaced by a twin, which would "
@@ -141,7 +141,7 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
     if others:
         return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
     function = _function_of(type(layer))
-    if function is None or altered(layer):  # one that looks at single pixels
+    if function is None or modification_of(layer):  # one that looks at single pixels
         return layer(cropped(x, have, part.taken))
     return function(layer, x, have, part)
 
@@ -186,7 +186,7 @@ def framed(layer: nn.Module, part: Part) -> Box:
 # convolutions
 
 
-def _conv_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
+def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if conv.padding_mode == "circular":
         raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflect or replicate")
     found = []
@@ -213,7 +213,7 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     return taken_from(y, start, part.made.size)
 
 
-def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[Footprint, ...]:
+def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(
         Scatter(conv.kernel_size[d], conv.stride[d], conv.dilation[d], conv.padding[d], conv.output_padding[d]) for d in range(dims)
     )
@@ -237,7 +237,7 @@ def _tuple(value, dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(value)
 
 
-def _pool_footprints(pool: nn.Module, dims: int) -> tuple[Footprint, ...]:
+def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if getattr(pool, "return_indices", False):
         raise _Unsupported("its indices are those of a tile, not of the image; set return_indices=False")
     k, s, p, d = (_tuple(getattr(pool, field, 1), dims) for field in ("kernel_size", "stride", "padding", "dilation"))
@@ -284,7 +284,7 @@ def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
     return tuple(int(f) for f in factors) if whole else None
 
 
-def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
+def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     factors = _factors(up, dims)
     if factors is None:
         return _resize_footprints(up, dims)
@@ -295,7 +295,7 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
     return tuple(Interpolate(f, _FURTHER[up.mode]) for f in factors)
 
 
-def _resize_footprints(up: nn.Module, dims: int) -> tuple[Footprint, ...]:
+def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     """To a fixed size, or by a factor that is no whole number."""
     wanted = _tuple(up.size, dims) if up.size is not None else None
     factors = None if wanted else up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
@@ -348,7 +348,7 @@ def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> 
     return below + (above - below) * share
 
 
-def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[Footprint, ...]:
+def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[AccessPattern, ...]:
     return (Scatter(shuffle.upscale_factor, shuffle.upscale_factor),) * dims
 
 
@@ -362,7 +362,7 @@ def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part:
     return taken_from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
 
 
-def _fill_footprints(layer: Fill, dims: int) -> tuple[Footprint, ...]:
+def _fill_footprints(layer: Fill, dims: int) -> tuple[AccessPattern, ...]:
     return (footprint.Fill(multiple=layer.multiple),) * dims
 
 
@@ -370,7 +370,7 @@ def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
     return padded(*fitted(x, have, part.raw))
 
 
-def _pad_footprints(pad: nn.Module, dims: int) -> tuple[Footprint, ...]:
+def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflection or replication")
     mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from distseg.layers.fitting import cropped, fitted, padded, taken_from
 from distseg.models.moving import Blocks, Overlaid, Slices, Windows
-from distseg.tiling.access_pattern import Footprint, Gather, Scatter, Shift
+from distseg.tiling.access_pattern import AccessPattern, Gather, Scatter, Shift
 from distseg.tiling.layout import Part
 from distseg.tiling.tile import Box
 
 
-def _slices_footprints(layer: Slices, dims: int) -> tuple[Footprint, ...]:
+def _slices_footprints(layer: Slices, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.start, layer.behind, layer.step)
     return tuple((Shift if a >= s or b else Gather)(stride=s, before=-a, after=-b) for a, b, s in each)
 
@@ -20,7 +20,7 @@ def _slices(layer: Slices, x: Tensor, have: Box, part: Part) -> Tensor:
     return cropped(x, have, part.taken)[(..., *(slice(None, None, s) for s in layer.step))]
 
 
-def _windows_footprints(layer: Windows, dims: int) -> tuple[Footprint, ...]:
+def _windows_footprints(layer: Windows, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.kernel, layer.stride, layer.dilation, layer.padding)
     return tuple(Gather(k, s, d, p, p) for k, s, d, p in each)
 
@@ -29,7 +29,7 @@ def _windows(layer: Windows, x: Tensor, have: Box, part: Part) -> Tensor:
     return layer.unfolded(padded(*fitted(x, have, part.raw)))
 
 
-def _blocks_footprints(layer: Blocks, dims: int) -> tuple[Footprint, ...]:
+def _blocks_footprints(layer: Blocks, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Scatter(f, f) for f in layer.factors(dims))
 
 
@@ -39,7 +39,7 @@ def _blocks(layer: Blocks, x: Tensor, have: Box, part: Part) -> Tensor:
     return taken_from(y, first, part.made.size)
 
 
-def _overlaid_footprints(layer: Overlaid, dims: int) -> tuple[Footprint, ...]:
+def _overlaid_footprints(layer: Overlaid, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.kernel, layer.stride, layer.dilation, layer.padding, layer.extra)
     return tuple(Scatter(*settings) for settings in each)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from distseg.models.axes import Axes, closed, of_images, opened, places_of
-from distseg.models.modified import genuine, hooked
+from distseg.models.modified import hooked, unmodified
 from distseg.models.receptive_field import POINTWISE
 from distseg.models.resize import Follows, LooksAtSize
 
@@ -495,7 +495,7 @@ def _beside(x: Tensor, other: Tensor | None) -> Tensor:
     return x.to(other.device, other.dtype if x.dtype == torch.float64 and other.is_floating_point() else None)
 
 
-def hollow(model: nn.Module) -> nn.Module:
+def on_meta(model: nn.Module) -> nn.Module:
     """A copy on the meta device, without weights."""
     parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
     return copied_with(model, parameters | {id(b): _weightless(b) for b in model.buffers()})
@@ -507,7 +507,7 @@ def outline(model: nn.Module) -> nn.Module:
     Norms and activations keep them, and skips and resized maps are worked out by arithmetic: PyTorch's own kernels of these for that device are
     Python, and import torch._dynamo, 300 modules, a second or two of each process.
     """
-    copied = hollow(model).eval()
+    copied = on_meta(model).eval()
     for layer in copied.modules():
         if isinstance(layer, (Pop, Join)):
             layer.joined = partial(_joined, layer.joined)
@@ -517,7 +517,7 @@ def outline(model: nn.Module) -> nn.Module:
             layer.made = _sized
         elif isinstance(layer, LooksAtSize):
             layer.forward = layer.outlined
-        elif genuine(layer, POINTWISE):
+        elif unmodified(layer, POINTWISE):
             layer.forward = lambda input: input
     return copied
 

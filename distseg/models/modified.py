@@ -13,7 +13,7 @@ _HOW_TO_TRAIN = {"train", "eval"}  # which a captured module may have of its own
 _CALLING = {"__call__", "__iter__", "__len__", "__getitem__", "__getattr__", "__getattribute__"}  # dunders by which it would compute something else
 
 
-def altered(layer: nn.Module) -> str | None:
+def modification_of(layer: nn.Module) -> str | None:
     """What makes a layer compute something else than the class of PyTorch's that it is or comes from; None where nothing does."""
     if parametrize.is_parametrized(layer):
         return f"has a parametrization of its {', '.join(layer.parametrizations)}"
@@ -28,9 +28,9 @@ def hooked(layer: nn.Module) -> bool:
     return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-def genuine(layer: nn.Module, kinds: type | tuple[type, ...]) -> bool:
+def unmodified(layer: nn.Module, kinds: type | tuple[type, ...]) -> bool:
     """Whether a layer is of one of these classes and computes what they say."""
-    return isinstance(layer, kinds) and altered(layer) is None
+    return isinstance(layer, kinds) and modification_of(layer) is None
 
 
 def known(kind: type) -> type:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
 from distseg.models.joined import WrongEnds, joined
-from distseg.models.layers import hollow, outline, skip_store
+from distseg.models.layers import on_meta, outline, skip_store
 from distseg.models.meta import OnMeta
 from distseg.models.passes import scripted
-from distseg.models.user_errors import blame, blaming
+from distseg.models.user_errors import user_error, user_errors
 
 
 def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Module]:
@@ -43,7 +43,7 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
                 f"{what} {name!r} can not be imported: there is no module {e.name}: start in the folder that holds it ({os.getcwd()} was looked in), "
                 "or put that on PYTHONPATH"
             ) from None
-        raise ValueError(f"{what} {name!r} can not be imported: its module fails with {blame(e)}: mend it, or install what it needs") from e
+        raise ValueError(f"{what} {name!r} can not be imported: its module fails with {user_error(e)}: mend it, or install what it needs") from e
     builder = getattr(found, function, None)
     if not callable(builder):
         found_instead = f"there is no {function}" if builder is None else f"{function} is a {type(builder).__name__}, no function,"
@@ -71,7 +71,7 @@ def built(
     """
     wanted, arguments = arguments, _called(builder, arguments, own)
     _check_arguments(name, builder, arguments)
-    with blaming(f"model {name!r} can not be built"):
+    with user_errors(f"model {name!r} can not be built"):
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
@@ -82,7 +82,7 @@ def built(
     _make_lazy(name, model)
     _check_leaves(name, model)
     try:
-        hollow(model)
+        on_meta(model)
     except Exception as e:  # by whatever a module does when it is copied
         raise ValueError(
             f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: {' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: write it in plain PyTorch"
@@ -139,7 +139,7 @@ def _make_lazy(name: str, model: nn.Module) -> None:
         with skip_store({}):
             model.eval()(torch.zeros(1, bands_of(model), *(_LAZY_SIDE,) * dims_of(model)))
     except Exception as e:
-        raise ValueError(f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and that fails on an image of {bands_of(model)} bands: {blame(e)}") from e
+        raise ValueError(f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and that fails on an image of {bands_of(model)} bands: {user_error(e)}") from e
     model.train(training)
 
 
@@ -183,7 +183,7 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
     except Exception as e:
         other = fitting(model)
         if other is not None and other.bands != bands:
-            raise ValueError(f"model {name!r} does not take images of {bands} bands: it takes {other.bands} ({blame(e)}): let it take in_channels") from e
+            raise ValueError(f"model {name!r} does not take images of {bands} bands: it takes {other.bands} ({user_error(e)}): let it take in_channels") from e
         return  # such as a size that it does not like; what is wrong with it shows later
     if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
         raise ValueError(f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: let it take out_channels")

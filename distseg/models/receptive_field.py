@@ -19,9 +19,9 @@ from typing import Callable
 import torch
 from torch import Tensor, nn
 
-from distseg.models.modified import genuine
-from distseg.models.user_errors import blame
-from distseg.tiling.tile import Reach
+from distseg.models.modified import unmodified
+from distseg.models.user_errors import user_error
+from distseg.tiling.tile import ReceptiveField
 
 POINTWISE = (
     nn.modules.batchnorm._NormBase,
@@ -56,7 +56,7 @@ _LENGTHS = [768 * 2**k for k in range(5)]  # multiples of 2^8 and of 3, so that 
 _WIDTHS = (1, 8, 32, 96, 384)
 
 
-def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> Reach:
+def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> ReceptiveField:
     """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
 
     Args:
@@ -78,7 +78,7 @@ def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | N
     except _CanNotProbe:  # a layer that counts on its number of channels, most likely
         probe = _simplified(model, narrow=False)
         pairs = [_along(probe, dim, dims, in_channels) for dim in range(dims)]
-    return Reach(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
+    return ReceptiveField(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
 
 
 def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
         except Exception as e:  # too thin for a pooling that rounds down, most likely; else a mistake in the user's own layer
             failure = e
     else:
-        why = failure if isinstance(failure, _WrongSize) else blame(failure)
+        why = failure if isinstance(failure, _WrongSize) else user_error(failure)
         raise _CanNotProbe(f"the model can not be probed on strips {_WIDTHS} pixels thin: {why}")
 
     @lru_cache(32)  # the search for the stride asks the same again
@@ -223,9 +223,9 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it")
-    if genuine(layer, POINTWISE):
+    if unmodified(layer, POINTWISE):
         return nn.Identity()
-    if genuine(layer, _CONVS):
+    if unmodified(layer, _CONVS):
         if layer.padding_mode == "circular":
             raise ValueError("a convolution with circular padding joins opposite borders of the image: windows can not compute it; use zeros")
         return _OnesConv(layer, 1 if narrow else layer.out_channels)

@@ -11,7 +11,7 @@ from typing import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.tiling.access_pattern import Footprint
+from distseg.tiling.access_pattern import AccessPattern
 from distseg.tiling.resize import Fit, Follow, Resize, Share, in_front
 
 RATIO = "ratio"
@@ -39,7 +39,7 @@ class Follows(LooksAtSize):
         """Return the result, which is to have this size."""
         raise NotImplementedError
 
-    def footprints(self) -> tuple[Footprint, ...]:
+    def footprints(self) -> tuple[AccessPattern, ...]:
         """Return the cells that are looked at, along each dim."""
         raise NotImplementedError
 

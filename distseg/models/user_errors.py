@@ -13,15 +13,15 @@ _LONGEST = 600  # characters of a message; PyTorch's may have a page
 
 
 @contextmanager
-def blaming(what: str):
+def user_errors(what: str):
     """An error inside becomes a ValueError that says ``what`` failed, why, and at which line of the user's."""
     try:
         yield
     except (Exception, SystemExit) as e:
-        raise ValueError(f"{what}: {blame(e)}") from e
+        raise ValueError(f"{what}: {user_error(e)}") from e
 
 
-def blame(error: BaseException) -> str:
+def user_error(error: BaseException) -> str:
     """``TypeError: ... (file.py, line 3)``: of the last line of a traceback that is neither ours nor a library's, else of the last one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"

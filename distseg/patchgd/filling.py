@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distseg.comm.collective import Alone, add
 from distseg.comm.staging import upload
 from distseg.data.prefetch import prefetch
-from distseg.inference.image_source import Scene
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Share
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS
@@ -27,7 +27,7 @@ from distseg.models.network import is_followed
 from distseg.patchgd.network import PatchNetwork, check_patches
 from distseg.runtime.build import autocast, place_model
 from distseg.runtime.parallelize import TiledModel, on_whole_maps, parallelize
-from distseg.tiling.tile import Box, Place, Reach
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 
 
 class Images(Protocol):
@@ -56,7 +56,7 @@ class Filler:
     def __init__(self, network: PatchNetwork, context: Context, head_context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
         check_exact(network.backbone, network.patch)
         check_seen(network.head)
-        nowhere = Reach((0,) * len(network.patch), (1,) * len(network.patch))
+        nowhere = ReceptiveField((0,) * len(network.patch), (1,) * len(network.patch))
         self.backbone: TiledModel = parallelize(network.backbone, reach_for(network.backbone, False), context, whole=True)
         self.head = _tiled_head(network.head, nowhere, head_context)
         self._place(network, device, precision, channels_last, at_once)
@@ -117,16 +117,16 @@ class Filler:
             context.batch_comm = before
 
 
-def _tiled_head(head: nn.Module, nowhere: Reach, context: Context) -> TiledModel | None:
+def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> TiledModel | None:
     """Return the head with norms and dropouts that ranks share; None where it has none."""
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
     return parallelize(head, nowhere, context, whole=True) if is_followed(head) else on_whole_maps(head, context, nowhere)
 
 
-def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> Place:
+def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> TilePlacement:
     """Of whole images of this size."""
-    return Place(tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples))
+    return TilePlacement(tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples))
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
@@ -163,12 +163,12 @@ class PatchPredictor:
         part.replicas = Alone()
         return part
 
-    def features(self, scene: Scene) -> Tensor:
+    def features(self, scene: ImageSource) -> Tensor:
         """(patches, s)"""
         return self.filler(OneScene(scene), Alone())[0]
 
     @torch.no_grad()
-    def __call__(self, scene: Scene, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(self, scene: ImageSource, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (the image, its logits (K, 1, ...))."""
         head = self.filler.network.head
         training = head.training
@@ -182,7 +182,7 @@ class PatchPredictor:
 class OneScene:
     """An image alone, as :class:`Images`."""
 
-    scene: Scene
+    scene: ImageSource
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:

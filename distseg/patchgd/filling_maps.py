@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.comm.staging import upload
-from distseg.inference.image_source import Scene
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS, KeyedDropout
@@ -86,7 +86,7 @@ class MapPredictor(Predictor):
     def tiles_of(self, size) -> list[Box]:
         return self.filler.network.own(size)
 
-    def __call__(self, scene: Scene, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(self, scene: ImageSource, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
         mine = self.deal(scene.size, numbers)[self.replicas.rank]
         with self.filler.evaluating():
             told = self._told(scene) if mine else None
@@ -94,11 +94,11 @@ class MapPredictor(Predictor):
                 yield self._tile(scene, number, told[number])
 
     @torch.no_grad()
-    def _told(self, scene: Scene) -> Tensor:
+    def _told(self, scene: ImageSource) -> Tensor:
         return self.filler.told(self.filler(OneScene(scene), Alone())[0], scene.size)
 
     @torch.no_grad()
-    def _tile(self, scene: Scene, number: int, told: Tensor) -> tuple[Box, np.ndarray]:
+    def _tile(self, scene: ImageSource, number: int, told: Tensor) -> tuple[Box, np.ndarray]:
         network = self.filler.network
         box, own = network.patches(scene.size)[number], network.own(scene.size)[number]
         z, skips = self.filler.encode(torch.from_numpy(scene.read(box))[None], [0])

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.own import own_builder
-from distseg.models.user_errors import blame, blaming
+from distseg.models.user_errors import user_error, user_errors
 
 WIDTHS = {"cnn": 64, "cnn-max": 64, "transformer": 64, "conv3": 256, "conv4": 256, "attention": 192}
 """Heads by name, and their ``patchgd.head_channels`` where that is not set."""
@@ -82,13 +82,13 @@ def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -
 
 
 def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
-    what = f"patchgd.head {name} does not take a grid of {Extents(z.shape[2:])} patches"
+    what = f"patchgd.head {name} does not take a grid of {Size(z.shape[2:])} patches"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
         try:
             y = head(z)
         except Exception as e:  # by whatever a user's function does
-            raise ValueError(f"{what} of {z.shape[1]} features: {blame(e)}: take a head for any grid, such as cnn, or other patches (patchgd.patch)") from e
+            raise ValueError(f"{what} of {z.shape[1]} features: {user_error(e)}: take a head for any grid, such as cnn, or other patches (patchgd.patch)") from e
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(f"patchgd.head {name} draws random numbers of its own, other ones on each rank: use nn.Dropout or nn.Dropout2d layers")
     wanted = (len(z), outputs)
@@ -102,7 +102,7 @@ _CALLED = {"features": ("features", "in_channels", "in_features", "dim"), "outpu
 
 def _parameters(name: str) -> list[str]:
     """Return the names of the parameters of a user's function."""
-    with blaming(f"patchgd.head {name!r} can not be built"):
+    with user_errors(f"patchgd.head {name!r} can not be built"):
         return list(inspect.signature(own_builder(name, "patchgd.head")).parameters)
 
 
@@ -114,7 +114,7 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
     for field in ("features", "outputs"):
         if not any(called in takes for called in _CALLED[field]):
             raise ValueError(f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called with the number of {field}: let it take {field}")
-    with blaming(f"patchgd.head {name!r} can not be built"):
+    with user_errors(f"patchgd.head {name!r} can not be built"):
         head = builder(**arguments)
     if not isinstance(head, nn.Module):
         raise ValueError(f"patchgd.head {name!r} returns a value of type {type(head).__name__}, but it is to return a torch.nn.Module")

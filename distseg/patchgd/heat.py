@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distseg.comm.collective import Alone
 from distseg.data.picture import rgb
 from distseg.data.store.store import shrunken
-from distseg.inference.image_source import Scene
+from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import graph_of, reach_for
@@ -44,7 +44,7 @@ _STRIP = 1 << 20  # and of a part of it
 _NO_POOLING = "predict.heat draws the map before the last pooling over the image, and this network has none that is known: leave it out"
 
 
-def heat_of(model: nn.Module, predictor: Predictor | PatchPredictor) -> Callable[[Scene], Iterator[tuple[Box, np.ndarray]]]:
+def heat_of(model: nn.Module, predictor: Predictor | PatchPredictor) -> Callable[[ImageSource], Iterator[tuple[Box, np.ndarray]]]:
     """What yields (tile, its heat (h, w) float32, not negative) for all tiles of an image of any size, on one rank.
 
     Args:
@@ -63,7 +63,7 @@ class _OfPatches:
     def __init__(self, predictor: PatchPredictor):
         self.network, self.predictor = predictor.filler.network, predictor
 
-    def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(self, scene: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
         size = tuple(scene.size)
         features = self.predictor.features(scene)
         self.network.head.eval()
@@ -100,7 +100,7 @@ class _OfPooled:
         self.channels, self.graph, self.number = channels[self.source], graph_of(self.network), (IMAGE, *reads).index(self.source)
         self._vectors = {name: self._predictor(self._up_to(name)) for name in sorted(vectors)}
 
-    def __call__(self, scene: Scene) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(self, scene: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
         found = {name: self._vector(predictor, scene) for name, predictor in self._vectors.items()}
 
         def answer(*pooled: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _OfPooled:
         for box, heat in self._predictor(self._drawing(slopes, size, cells))(scene):
             yield box, heat[0]
 
-    def _vector(self, predictor: Predictor, scene: Scene) -> Tensor:
+    def _vector(self, predictor: Predictor, scene: ImageSource) -> Tensor:
         for _, vector in predictor(scene):  # the same with each tile
             found = vector
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
@@ -162,7 +162,7 @@ def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Ten
     return torch.autograd.grad(logits.max() if len(logits) > 1 else logits[0] * logits[0].detach().sign(), given)
 
 
-def picture(heat: Iterator[tuple[Box, np.ndarray]], scene: Scene, data: Mapping) -> np.ndarray:
+def picture(heat: Iterator[tuple[Box, np.ndarray]], scene: ImageSource, data: Mapping) -> np.ndarray:
     """(H, W, 3) uint8: the image, fainter where nothing comes from, and red to yellow where the answer does; smaller by a whole number where the image has more than 16 million pixels.
 
     Args:

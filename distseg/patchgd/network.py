@@ -17,7 +17,7 @@ from typing import Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.bands import tell_like
 from distseg.models.capture.capture import as_network
 from distseg.tiling.tile import Box
@@ -77,7 +77,7 @@ class PatchNetwork(nn.Module):
         """
         if self.made_for not in (None, self.grid(size)):
             raise ValueError(
-                f"an image of {Extents(size)} pixels has a grid of {Extents(self.grid(size))} patches, but this patchgd.head is made for {Extents(self.made_for)} (patchgd.grid): "
+                f"an image of {Size(size)} pixels has a grid of {Size(self.grid(size))} patches, but this patchgd.head is made for {Size(self.made_for)} (patchgd.grid): "
                 "take a head for any grid, such as cnn, or images of one size"
             )
 
@@ -99,6 +99,6 @@ def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an ima
         ValueError: naming both.
     """
     if len(size) != len(patch):
-        raise ValueError(f"{what} has {Extents(size)} pixels, of {len(size)} dims, but patchgd.patch is {Extents(patch)}: give it as many numbers")
+        raise ValueError(f"{what} has {Size(size)} pixels, of {len(size)} dims, but patchgd.patch is {Size(patch)}: give it as many numbers")
     if any(n < p for n, p in zip(size, patch)):
-        raise ValueError(f"{what} has {Extents(size)} pixels, but patchgd.patch is {Extents(patch)}: take a smaller patch")
+        raise ValueError(f"{what} has {Size(size)} pixels, but patchgd.patch is {Size(patch)}: take a smaller patch")

@@ -11,7 +11,7 @@ In a step on B images, in the paper's symbols::
 As in the authors' program, patches are drawn without replacement until all of an image were drawn, and batch norms take the statistics of the patches that are
 computed together, also where Z is filled. The patches of a sample group's images are dealt to the ranks of its tile group. Each rank has all of Z and computes the head,
 whose gradient counts once; dL/dZ, which all have then, goes back through the backbone on the rank that has the patch. What is drawn is keyed by seed, epoch, image and
-j, so it does not depend on the ranks. It approximates the gradient: the exact one is what tiles in time give (docs/whole_images.md compares both).
+j, so it does not depend on the ranks. It approximates the gradient: the exact one is what streamed tiles give (docs/whole_images.md compares both).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from distseg.comm.collective import Alone, add
-from distseg.comm.launch import together
+from distseg.comm.launch import raise_jointly
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config
 from distseg.data.loader import bytes_of, read_labels, read_patches
@@ -39,8 +39,8 @@ from distseg.layers.loss import Loss
 from distseg.models.memory import own_memory
 from distseg.patchgd.filling import Filler, PatchPredictor, read_pairs, shared
 from distseg.patchgd.network import PatchNetwork, check_patches, patches_of
-from distseg.runtime.descent import Descent
 from distseg.runtime.optimizer import freeze
+from distseg.runtime.parameter_update import ParameterUpdate
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
 
@@ -132,7 +132,7 @@ class PatchLoader:
         return epoch_samples(self.store, "train", config.data, config.train.seed, epoch, self.mesh.shape.samples * config.data.images)
 
 
-class PatchEngine(Descent):
+class PatchEngine(ParameterUpdate):
     """A network of patches ready to train by PatchGD.
 
     Args:
@@ -145,7 +145,7 @@ class PatchEngine(Descent):
     def __init__(self, config: Config, mesh: Mesh, network: PatchNetwork, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False):
         self.config, self.mesh, self.network, self.device, self.precision, self.channels_last = config, mesh, network, device, precision, channels_last
         mesh.waits.timeout = config.run.timeout
-        with together(mesh.world):
+        with raise_jointly(mesh.world):
             freeze(network, config.optim)
             own_memory(network)
             self.loss = Loss(config.loss, network.outputs)

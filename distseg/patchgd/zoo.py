@@ -8,7 +8,7 @@ from typing import Callable, Sequence
 from torch import nn
 
 from distseg.config.settings import Config, PatchgdConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, of_image, refusals
 from distseg.models.passes import seeded
@@ -82,15 +82,15 @@ def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[
     """
     settings = config.patchgd
     grids = {network.grid(size): size for size in sizes}
-    together = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
+    raise_jointly = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
     for grid, size in grids.items():
         network.check_grid(size)
         if not isinstance(network, PatchUNet):
-            check_head(network.head, settings.head, (min(together, 2), settings.features, *grid), network.outputs)
+            check_head(network.head, settings.head, (min(raise_jointly, 2), settings.features, *grid), network.outputs)
     if len(grids) > 1 and config.data.images > 1 and network.head in refusals and any(isinstance(m, _NORMS) for m in network.head.modules()):
         raise ValueError(
             f"patchgd.head {settings.head} has norms and cannot be followed ({refusals[network.head]}), so it takes images of one grid of patches together, but they have "
-            f"{' and '.join(str(Extents(grid)) for grid in sorted(grids))}: set data.images to 1, or take a head such as cnn"
+            f"{' and '.join(str(Size(grid)) for grid in sorted(grids))}: set data.images to 1, or take a head such as cnn"
         )
 
 

@@ -22,8 +22,8 @@ from distseg.runtime.operations import BackwardTile, ForwardTile, Operation, Out
 from distseg.runtime.partition import Partition
 from distseg.runtime.simulator import Simulation, simulate
 from distseg.runtime.stage_program import operations, recomputed
-from distseg.runtime.streaming import InTime
-from distseg.runtime.tile_program import Work
+from distseg.runtime.streaming import StreamingExecutor
+from distseg.runtime.tile_program import StagePlan
 
 Passes = Mapping[tuple[str, str], float]
 """Seconds by kind (forward, backward, recompute, weight), and by what is computed."""
@@ -81,8 +81,8 @@ class StagePasses:
         return simulate(self.orders, self.partition.edges, of("forward"), of("backward"), self.partition.placement, None, once_more, of("weight"))
 
 
-def of_tiles(found: Modelled, executor: InTime, image: Sequence[int], program: Sequence[Operation], works: Sequence[Work]) -> Passes:
-    """Of tiles in time on a rank: layers cost as their cells do."""
+def of_tiles(found: Modelled, executor: StreamingExecutor, image: Sequence[int], program: Sequence[Operation], works: Sequence[StagePlan]) -> Passes:
+    """Of streamed tiles on a rank: layers cost as their cells do."""
     sizes, total = executor.layout(image).sizes, Counter()
 
     def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:

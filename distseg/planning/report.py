@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distseg.config.settings import ModelConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.models.network import flat_layers
 from distseg.models.zoo import ZOO, build_model, outline_model
 from distseg.planning.balance import even_split, fastest_split, starts_of, torchgpipe_split
@@ -138,7 +138,7 @@ def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelle
         return measured(network, window, batch) if kind == "measured" else modelled(network, window, batch, DEVICES[device or "v100"]())
     except (RuntimeError, ValueError) as e:
         why = " ".join(str(e).splitlines()[:1])
-        raise ValueError(f"model {model} can not be planned on {batch} windows of {Extents(window)} pixels (--tile, --batch): {why}") from e
+        raise ValueError(f"model {model} can not be planned on {batch} windows of {Size(window)} pixels (--tile, --batch): {why}") from e
 
 
 def check_stages(model: str, stages: int) -> None:
@@ -155,14 +155,14 @@ def check_stages(model: str, stages: int) -> None:
 def _check_window(model: nn.Module, window: Sequence[int]) -> None:
     dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), len(window))
     if len(window) != dims:
-        raise ValueError(f"--tile is {Extents(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers")
-    if Extents(window).volume > _MOST_PIXELS:
-        raise ValueError(f"--tile is {Extents(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once")
+        raise ValueError(f"--tile is {Size(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers")
+    if Size(window).volume > _MOST_PIXELS:
+        raise ValueError(f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once")
 
 
 _MOST_PIXELS = 2**40
 
 
-def window_of(tile: Sequence[int]) -> Extents:
+def window_of(tile: Sequence[int]) -> Size:
     """A lone number stands for a square."""
-    return Extents((*tile, *tile) if len(tile) == 1 else tile)
+    return Size((*tile, *tile) if len(tile) == 1 else tile)

@@ -9,7 +9,7 @@ from typing import Sequence
 from torch import nn
 
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.layers.norm import live_layers
 from distseg.models.network import calls_of
@@ -18,19 +18,19 @@ from distseg.planning.cost import Costs, modelled
 from distseg.planning.fold import v_split
 from distseg.planning.memory import Policy, ranges_of, stage_seconds
 from distseg.planning.roofline import V100, Device
-from distseg.planning.streaming import GridTiling, computed_again, tiles_in_time
+from distseg.planning.streaming import GridTiling, computed_again, is_streamed
 from distseg.runtime.devices import stages_of
 from distseg.runtime.partition import Partition, stage_ranges
 from distseg.runtime.schedule import v_placement
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
-from distseg.tiling.tile import Reach, tiles, window
+from distseg.tiling.tile import ReceptiveField, tiles, window
 
 # One core in float32, roughly (docs/performance.md): constants, so that all ranks of any machines find the same stages.
 CORE = Device("a CPU core", 90e9, 10e9)
 
 
-def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str = "cpu") -> Partition | None:
+def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str = "cpu") -> Partition | None:
     """The stages of ``mesh.stages`` ranks, or of one rank's devices; None for one stage of a model that is no flat Sequential.
 
     Args:
@@ -62,10 +62,10 @@ def _placement(config: Config) -> tuple[int, ...]:
     return v_placement(config.mesh.stages) if config.pipeline.placement == "v" else tuple(range(config.mesh.stages))
 
 
-def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
-    if tiles_in_time(config) and config.run.memory is None:
-        return _balance_in_time(config, model, image, reach, device)
-    fine = Extents(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
+def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str) -> list[int]:
+    if is_streamed(config) and config.run.memory is None:
+        return _balance_streaming(config, model, image, reach, device)
+    fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
     largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
     return _split(config, model, modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100))
 
@@ -80,7 +80,7 @@ def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
     return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
 
 
-def _balance_in_time(config: Config, model: nn.Module, image: Sequence[int], reach: Reach, device: str) -> list[int]:
+def _balance_streaming(config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str) -> list[int]:
     """The same where windows of tiles overlap, and by how much depends on where stages are cut: layers cost as much more as they compute more cells.
 
     What that is for one split tells the next one, a few times; the best by its own costs is taken.
@@ -113,7 +113,7 @@ def _slowest(config: Config, model: nn.Module, costs: Costs, split: Sequence[int
 
 
 def _policy(config: Config, model: nn.Module) -> Policy:
-    if not tiles_in_time(config):
+    if not is_streamed(config):
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
     live = live_layers(model.modules(), config.spatial.frozen_norm)
     in_turn = config.pipeline.placement == "line" and config.pipeline.schedule in ("auto", "1f1b") and not config.spatial.exchanges

@@ -1,8 +1,8 @@
-"""How a rank's part of an image is cut into tiles in time so that a step stays within a budget of memory.
+"""How a rank's part of an image is cut into streamed tiles so that a step stays within a budget of memory.
 
 What a segment takes on a tile, at its worst moment, is counted layer by layer: the results that autograd keeps, the
 gradients under way, what a convolution's kernel wants besides. The grid then is the one of those that fit whose
-windows overlap least. benchmarks/in_time.py holds the count against measured peaks.
+windows overlap least. benchmarks/streaming.py holds the count against measured peaks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Callable, Sequence
 
 from torch import nn
 
-from distseg.comm.launch import LARGE_BLOCK, together
+from distseg.comm.launch import LARGE_BLOCK, raise_jointly
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.norm import NORMS
 from distseg.models.layers import Join, Pop, Stash
 from distseg.runtime.kept_graphs import Weighed
@@ -32,9 +32,9 @@ _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
-def tiles_in_time(config: Config) -> bool:
+def is_streamed(config: Config) -> bool:
     """Whether ranks compute tile after tile by :mod:`distseg.runtime.streaming`."""
-    return config.spatial.in_time in ("recompute", "spill") or (config.spatial.in_time == "auto" and config.run.memory is not None)
+    return config.spatial.streaming in ("recompute", "offload") or (config.spatial.streaming == "auto" and config.run.memory is not None)
 
 
 def budget_of(memory: int, base: int, what: str) -> float:
@@ -58,7 +58,7 @@ def room_of(memory: int, base: int, what: str, comm) -> float:
         JointFailure: nothing is left on some rank.
     """
     most = max(comm.allgather(base))
-    with together(comm):
+    with raise_jointly(comm):
         room = budget_of(memory, most, what)
     return room
 
@@ -81,7 +81,7 @@ def short_of_decoding(memory: int | None, base: float, image: str, decoding: int
 _VARIES = 15e6  # bytes by which the next process may be larger
 _DECODER = 25e6  # bytes of the decoder's code and of a strip that is taken over from it
 _BESIDES = 150e6  # bytes, measured where tiles are as small as they get
-_KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/in_time.py)
+_KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/streaming.py)
 _SURE = 0.8  # of the rest
 _RISES = 4  # bytes of run.memory for a byte of the budget, at most
 
@@ -236,7 +236,7 @@ class BudgetTiling:
             taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.nodes[0]} to "
-                f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Extents(least)} cells: give {math.ceil(_RISES * (taken - self.budget) / 1e6)} MB more"
+                f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Size(least)} cells: give {math.ceil(_RISES * (taken - self.budget) / 1e6)} MB more"
             )
         coarsest = [min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes) for dim in range(len(result.size))]
         steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.result], coarsest)]

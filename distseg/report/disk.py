@@ -58,7 +58,7 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def room(path: Path, needed: int, what: str) -> None:
+def require_disk_space(path: Path, needed: int, what: str) -> None:
     """Refuse to begin what the disk of ``path`` has no room for.
 
     Args:
@@ -105,7 +105,7 @@ def check_replaceable(path: Path) -> None:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """The name under which to write ``path``, which appears, or is replaced, when the block ends without an error.
 
     The name is new, nobody's link, and in the same folder. The file has the mode that the umask gives, whatever library

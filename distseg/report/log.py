@@ -20,8 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Iterator
 
-from distseg.config.sizes import Extents
-from distseg.report.disk import whole
+from distseg.config.sizes import Size
+from distseg.report.disk import atomic_write
 
 KINDS = ("start", "step", "validation", "end")
 FILE = "log.jsonl"
@@ -125,7 +125,7 @@ def _truncate(path: Path, step: int, revalidates: bool) -> None:
     again = lambda entry: revalidates and entry.get("step") == step and entry.get("kind") == "validation"  # noqa: E731
     kept = [(line, entry) for line, entry in zip(lines, entries) if entry is not None and entry.get("step", 0) <= step and not again(entry)]
     _tell_gaps(path, step, {entry.get("step") for _, entry in kept if entry.get("kind") == "step"})
-    with whole(path) as growing:
+    with atomic_write(path) as growing:
         growing.write_bytes(b"".join(line + b"\n" for line, _ in kept))
 
 
@@ -173,7 +173,7 @@ def plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, Extents):
+    if isinstance(value, (list, tuple)) and not isinstance(value, Size):
         return [plain(v) for v in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -16,11 +16,11 @@ from distseg.models.weights import materialise
 from distseg.runtime.exchange import Exchange
 from distseg.runtime.parallelize import TiledModel, parallelize
 from distseg.runtime.partition import Partition
-from distseg.tiling.tile import Reach
+from distseg.tiling.tile import ReceptiveField
 
 
 def own_part(
-    model: nn.Module, partition: Partition | None, rank: int, reach: Reach, context: Context, seed: int, frozen_norm: bool = False,
+    model: nn.Module, partition: Partition | None, rank: int, reach: ReceptiveField, context: Context, seed: int, frozen_norm: bool = False,
     exchange: Exchange | None = None, whole: bool = False,
 ) -> TiledModel:  # fmt: skip
     """The layers of the stages that ``rank`` runs, with memory and initial weights, ready for windows; ``model`` is changed in place.
@@ -71,8 +71,8 @@ def autocast(precision: str, device) -> Callable[[], ContextManager]:
     return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
 
 
-def used_reach(exact: Reach, spatial: SpatialConfig) -> Reach:
+def used_reach(exact: ReceptiveField, spatial: SpatialConfig) -> ReceptiveField:
     """A model's exact halo and stride, or the halo that the config sets."""
     if spatial.halo is None:
         return exact
-    return Reach(tuple(spatial.halo for _ in exact.halo), exact.stride)
+    return ReceptiveField(tuple(spatial.halo for _ in exact.halo), exact.stride)

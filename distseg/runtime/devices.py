@@ -24,7 +24,7 @@ from distseg.models.layers import CutTo, Spread
 from distseg.models.lines import OfLines
 from distseg.runtime.partition import Edge, Partition
 from distseg.runtime.stage import LOSS, Stage
-from distseg.tiling.tile_batch import Unit
+from distseg.tiling.tile_batch import MicroBatch
 
 
 def devices_of(config: Config, device: torch.device, gpus: int | None = None) -> list[torch.device]:
@@ -107,10 +107,10 @@ class DevicePipeline:
         self.head = stages[-1].head
         self._layers = [as_layer(stage, self._current) for stage in stages]
         self._gpipes: dict[int, nn.Module] = {}  # by the number of micro-batches
-        self._units: Sequence[Unit] = ()
+        self._units: Sequence[MicroBatch] = ()
         self._numbers: dict[object, int] = {}
 
-    def run(self, units: Sequence[Unit]) -> None:
+    def run(self, units: Sequence[MicroBatch]) -> None:
         """Forward and backward passes of all micro-batches of a step; adds to the parameters' gradients.
 
         Raises:
@@ -139,7 +139,7 @@ class DevicePipeline:
             )
         return self._gpipes[micro_batches]
 
-    def _current(self) -> Unit:
+    def _current(self) -> MicroBatch:
         """The micro-batch that this thread computes.
 
         torchgpipe hands a layer a chunk without its number (and wants a gradient of all that travels beside it, where it
@@ -151,7 +151,7 @@ class DevicePipeline:
         return self._units[self._numbers.setdefault(current_skip_tracker(), len(self._numbers))]
 
 
-def as_layer(stage: Stage, current: Callable[[], Unit]) -> nn.Module:
+def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
     """A stage as torchgpipe knows layers, without parameters of its own: these are the model's, and on their device.
 
     Feature maps (B, C, *size) go in and out, rows of the loss (B, K) out of the last stage, skips by torchgpipe's commands.
@@ -209,7 +209,7 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
     return found
 
 
-def _check_alike(units: Sequence[Unit]) -> None:
+def _check_alike(units: Sequence[MicroBatch]) -> None:
     sizes = {(len(p.place.images), p.place.window.size) for unit in units for p in unit.pieces}
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distseg.comm.collective import Alone
 from distseg.comm.halo import Frame, HaloExchange, copies_from, copies_to, exchanged
 from distseg.comm.mail import Mail
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.conv import exchanged_convolution
 from distseg.layers.local import cropped, fill_of, framed, fuses, run
@@ -25,13 +25,13 @@ from distseg.layers.norm import DistributedNorm
 from distseg.models.resize import VectorAt
 from distseg.tiling.graph import Graph
 from distseg.tiling.layout import Layout, Part
-from distseg.tiling.tile import Box, Reach, check_grid, split
+from distseg.tiling.tile import Box, ReceptiveField, check_grid, split
 
 Cell = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class TrueReach(Reach):
+class TrueReach(ReceptiveField):
     """The reach of a network whose layers see as far as the sizes of maps say: ``halo`` is what tiles of some images need, and windows are worked out for each image."""
 
     exchange: Exchange
@@ -67,7 +67,7 @@ class Exchange:
         device=torch.device("cpu"), channels_last: bool = False, stored: Sequence[int] = (),
     ):  # fmt: skip
         self.graph, self.stride, self.comm, self.every, self.fuse_below = graph, tuple(stride), comm, every, fuse_below
-        self.grid, self.per_rank = Extents(grid), Extents(per_rank)
+        self.grid, self.per_rank = Size(grid), Size(per_rank)
         self.channels_last, self.stored = channels_last, tuple(stored)
         self.mail = Mail(comm, device)
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -82,7 +82,7 @@ class Exchange:
         """Of an image of this size."""
         image = tuple(image)
         if image not in self._layouts:
-            fine = Extents(g * p for g, p in zip(self.grid, self.per_rank))
+            fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
             check_grid(image, fine, self.stride)
             borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
             self._layouts[image] = Layout(self.graph, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Iterable, Iterator, Sequence
 
 from distseg.runtime.operations import BackwardTile, Drop, ForwardTile, OfTile, Operation, Send, SendGradient
-from distseg.runtime.tile_program import Work, backward, expected, expected_back, forward, outputs
+from distseg.runtime.tile_program import StagePlan, backward, expected, expected_back, forward, outputs
 
 _Awaited = tuple[tuple, int, int]  # rows that must have come from other ranks: of what, its first row, the row before which it must be there
 
@@ -34,13 +34,13 @@ class _Group:
     """Tiles that must have gone forward."""
 
 
-def can_interleave(works: Sequence[Work]) -> bool:
+def can_interleave(works: Sequence[StagePlan]) -> bool:
     """Of a micro-batch, by rank: whether there are several, each with a stage of its own, and no map of which all must be made before any is read."""
     apart = all(len(work.stages) == 1 for work in works)
     return len(works) > 1 and apart and not any(work.whole(p) for work in works for s in work.mine for p in work.sources(s))
 
 
-def interleaved(works: Sequence[Sequence[Work]]) -> list[list[Operation]]:
+def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
     """The operations of each rank of a pipeline.
 
     Args:
@@ -65,7 +65,7 @@ class _Turns:
         limits: tiles that may be under way on each rank; more, where otherwise none could go on.
     """
 
-    def __init__(self, works: Sequence[Sequence[Work]], streams: Sequence[tuple[list[_Group], list[_Group]]], limits: Sequence[int]):
+    def __init__(self, works: Sequence[Sequence[StagePlan]], streams: Sequence[tuple[list[_Group], list[_Group]]], limits: Sequence[int]):
         self.works, self.limits = works, list(limits)
         self.there, self.back = ([*map(deque, each)] for each in zip(*streams))
         self._under_way: list[set] = [set() for _ in works]
@@ -117,7 +117,7 @@ class _Turns:
         return group
 
 
-def _streams(works: Sequence[Work]) -> tuple[list[_Group], list[_Group]]:
+def _streams(works: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """What a rank does on the way there and on the way back; all in one, of the rank whose tiles turn around."""
     stage = works[0].stages[0]
     groups = lambda *ways: [group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)]
@@ -127,7 +127,7 @@ def _streams(works: Sequence[Work]) -> tuple[list[_Group], list[_Group]]:
     return groups(there), groups(back)
 
 
-def _groups(operations: Iterable[Operation], work: Work) -> list[_Group]:
+def _groups(operations: Iterable[Operation], work: StagePlan) -> list[_Group]:
     """What comes before the first tile comes behind the last: maps that only others read, which go when all is sent."""
     before: list[Operation] = []
     found: list[list[Operation]] = []
@@ -141,7 +141,7 @@ def _groups(operations: Iterable[Operation], work: Work) -> list[_Group]:
     return [_group(those, work) for those in found or ([before] if before else [])]
 
 
-def _group(operations: Sequence[Operation], work: Work) -> _Group:
+def _group(operations: Sequence[Operation], work: StagePlan) -> _Group:
     awaited = [one for op in operations for one in _awaited(op, work)]
     return _Group(operations, awaited, [op.tile for op in operations if isinstance(op, BackwardTile)])
 
@@ -153,7 +153,7 @@ def _abreast(there: Sequence[_Group]) -> int:
     return -(-len(tiles) // max(bands.values(), default=1))
 
 
-def _awaited(op: Operation, work: Work) -> Iterator[_Awaited]:
+def _awaited(op: Operation, work: StagePlan) -> Iterator[_Awaited]:
     rows_of = lambda block, position: work.cut.made(block, position)
     if isinstance(op, Drop) and op.position in work.elsewhere:
         for block in range(work.blocks):

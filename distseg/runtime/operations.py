@@ -78,7 +78,7 @@ class Recompute(Operation):
         return f"stage {self.stage}"
 
 
-# of tiles in time (distseg.runtime.tile_program)
+# of streamed tiles (distseg.runtime.tile_program)
 
 
 @dataclass(frozen=True)

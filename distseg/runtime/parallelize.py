@@ -31,13 +31,13 @@ from distseg.models.capture.hidden import check_module
 from distseg.models.capture.positions import Positions
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
 from distseg.models.lines import OfLines
-from distseg.models.modified import genuine
+from distseg.models.modified import unmodified
 from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, is_followed, of_image
 from distseg.models.passes import checkpoints_ignored
 from distseg.models.resize import Follows
 from distseg.runtime.exchange import Exchange
 from distseg.tiling.graph import Graph, last_readings
-from distseg.tiling.tile import Place, Reach
+from distseg.tiling.tile import TilePlacement, ReceptiveField
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -56,7 +56,7 @@ class TiledModel(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, context: Context, reach: Reach, inputs: Sequence[tuple[int, ...]] | None = None, exchange: Exchange | None = None,
+        self, model: nn.Module, context: Context, reach: ReceptiveField, inputs: Sequence[tuple[int, ...]] | None = None, exchange: Exchange | None = None,
         graph: Graph | None = None, kinds: Sequence[type] = (), channels: Sequence[int] = (), of_image: bool = False,
     ):  # fmt: skip
         super().__init__()
@@ -113,7 +113,7 @@ class TiledModel(nn.Module):
                     if isinstance(layer, _HANDS_ON):
                         handed.add(number + 1)
 
-    def forward(self, windows: list[Tensor], places: list[Place]) -> list[Tensor]:
+    def forward(self, windows: list[Tensor], places: list[TilePlacement]) -> list[Tensor]:
         """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles; with an exchange (B, C', *tile.size)."""
         if self.flat:
             maps = [{0: x} for x in windows]
@@ -137,7 +137,7 @@ class TiledModel(nn.Module):
         return self._one(self.model, window, index=index, store={})
 
     def run(
-        self, maps: list[dict[int, Tensor]], places: list[Place], part: range, leaving: Iterable[int] = (), after_layer: Callable[[], None] | None = None
+        self, maps: list[dict[int, Tensor]], places: list[TilePlacement], part: range, leaving: Iterable[int] = (), after_layer: Callable[[], None] | None = None
     ) -> None:
         """Some layers of a flat network on all windows.
 
@@ -226,7 +226,7 @@ class Elsewhere(_Instead):
     """In the place of a layer that another rank holds."""
 
 
-def parallelize(model: nn.Module, reach: Reach, context: Context | None = None, exchange: Exchange | None = None, whole: bool = False) -> TiledModel:
+def parallelize(model: nn.Module, reach: ReceptiveField, context: Context | None = None, exchange: Exchange | None = None, whole: bool = False) -> TiledModel:
     """Swap the layers of ``model`` that look beyond a window for their distributed twins.
 
     Args:
@@ -288,7 +288,7 @@ def _as_it_is(layer: nn.Module, mode: bool = True) -> nn.Module:
     return layer
 
 
-def on_whole_maps(model: nn.Module, context: Context, reach: Reach) -> TiledModel:
+def on_whole_maps(model: nn.Module, context: Context, reach: ReceptiveField) -> TiledModel:
     """Swap norms and dropouts of a module that is always called with whole maps, by its own forward.
 
     Raises:
@@ -380,7 +380,7 @@ def _fold(part: nn.Module) -> None:
         if before and isinstance(before.layer, KeyedDropout) and before.layer.by_channel and norm.frames == 1:
             norm.dropout = [before.layer] if before.layer.p > 0 else []
             _put(part, before.name, Folded(before.layer))
-        if behind and genuine(behind.layer, (nn.ReLU, nn.LeakyReLU)):
+        if behind and unmodified(behind.layer, (nn.ReLU, nn.LeakyReLU)):
             norm.slope = getattr(behind.layer, "negative_slope", 0.0)
             _put(part, behind.name, Folded(behind.layer))
 
@@ -395,7 +395,7 @@ def _act_in_place(part: nn.Module) -> None:
             layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
             layer.inplace = True
             _put(part, call.name, layer)
-        if genuine(layer, nn.modules.conv._ConvNd) or len(call.inputs) > 1 and isinstance(layer, (Pop, Join)) or alone and isinstance(layer, _HANDS_ON):
+        if unmodified(layer, nn.modules.conv._ConvNd) or len(call.inputs) > 1 and isinstance(layer, (Pop, Join)) or alone and isinstance(layer, _HANDS_ON):
             fresh.add(number + 1)
 
 
@@ -432,7 +432,7 @@ def _told(model: nn.Module) -> list[str]:
     return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS, Spread, OfLines))]
 
 
-def cumulative_strides(model: nn.Module, reach: Reach) -> dict[str, tuple[int, ...]]:
+def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tuple[int, ...]]:
     """Name of each layer that must know where it is -> pixels per cell of its feature map, per dim. Computed on the meta device."""
     layers = _told(model)
     if not layers:

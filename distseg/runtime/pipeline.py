@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from distseg.comm.mail import Form, Mail, Receipt
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Hand, OfEdge, Operation, Receive, Recompute
 from distseg.runtime.partition import Edge, Partition
 from distseg.runtime.stage import Stage
 from distseg.runtime.stage_program import operations, receives_ahead
 from distseg.runtime.trace import NoTrace
-from distseg.tiling.tile_batch import Unit
+from distseg.tiling.tile_batch import MicroBatch
 
 _Key = tuple[Edge, int, bool]  # of what an edge hands on for a micro-batch, or, back, the gradient that returns
 
@@ -58,7 +58,7 @@ class Pipeline:
         """Whether this rank runs the last stage, which has the results."""
         return self.partition.placement[-1] == self.comm.rank
 
-    def run(self, actions: Sequence[Action], units: Sequence[Unit]) -> None:
+    def run(self, actions: Sequence[Action], units: Sequence[MicroBatch]) -> None:
         """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
         program = self._program(tuple(actions))
         dropped = {(op.stage, op.micro_batch) for op in program if isinstance(op, Recompute)}
@@ -90,9 +90,9 @@ class Pipeline:
 
     # passes
 
-    def _forward(self, op: Forward, unit: Unit, keep: bool) -> None:
+    def _forward(self, op: Forward, unit: MicroBatch, keep: bool) -> None:
         stage, m = self.stages[op.stage], op.micro_batch
-        beat(f"forward of stage {op.stage}, micro-batch {m}")
+        heartbeat(f"forward of stage {op.stage}, micro-batch {m}")
         inputs = {edge.map: self._here.pop((edge, m, False)) for edge in stage.incoming}
         for edge in stage.incoming:
             for x in inputs[edge.map]:
@@ -105,14 +105,14 @@ class Pipeline:
             self._here[edge, m, False] = [x.detach() for x in outputs[edge.map]]  # each reader takes gradients of its own
 
     def _recompute(self, op: Recompute) -> None:
-        beat(f"forward of stage {op.stage}, micro-batch {op.micro_batch}, once more")
+        heartbeat(f"forward of stage {op.stage}, micro-batch {op.micro_batch}, once more")
         with self.trace.span("recompute", Backward(op.stage, op.micro_batch).name):
             self.stages[op.stage].recompute(op.micro_batch)
 
     def _backward(self, op: Backward, splits: bool) -> None:
         """``splits``: gradients of weights may wait for an action of their own."""
         stage, m = self.stages[op.stage], op.micro_batch
-        beat(f"backward of stage {op.stage}, micro-batch {m}")
+        heartbeat(f"backward of stage {op.stage}, micro-batch {m}")
         gradients = [(edge.map, self._here.pop((edge, m, True))) for edge in stage.outgoing if edge.gradient]
         with self.trace.span(op.kind, op.name), self.mail.waits.until(Weight(op.stage, m).name if splits else None):
             returned = stage.backward(m, gradients)
@@ -121,7 +121,7 @@ class Pipeline:
                 self._here[edge, m, True] = returned[edge.map]
 
     def _weight(self, op: Weight) -> None:
-        beat(f"weights of stage {op.stage}, micro-batch {op.micro_batch}")
+        heartbeat(f"weights of stage {op.stage}, micro-batch {op.micro_batch}")
         with self.trace.span(op.kind, op.name):
             self.mail.waits.finish(op.name)
 
@@ -133,7 +133,7 @@ class Pipeline:
     def _forms_tag(self, edge: Edge) -> int:
         return 3 * self._numbers[edge] + 2
 
-    def _hand(self, op: Hand, unit: Unit) -> None:
+    def _hand(self, op: Hand, unit: MicroBatch) -> None:
         peer = self.partition.placement[op.receiver]
         if peer == self.comm.rank:
             return  # it is here already
@@ -145,24 +145,24 @@ class Pipeline:
             _check(form, x, op)
             self.mail.send(form.fit(x), peer, self._tag(op))
 
-    def _receive(self, op: Receive, unit: Unit) -> None:
+    def _receive(self, op: Receive, unit: MicroBatch) -> None:
         key = op.edge, op.micro_batch, op.back
         if key in self._here:
             return
         if key not in self._posted:
             self._post(op, unit)
-        beat(f"wait for {op.edge}")
+        heartbeat(f"wait for {op.edge}")
         with self.trace.span("wait", str(op.edge)):
             self._here[key] = [receipt.tensor() for receipt in self._posted.pop(key)]
 
-    def _post(self, op: Receive, unit: Unit) -> None:
+    def _post(self, op: Receive, unit: MicroBatch) -> None:
         peer, key = self.partition.placement[op.sender], (op.edge, unit.signature)
         if key not in self._forms:
             with self.trace.span("wait", "forms"):
                 self._forms[key] = self.mail.ask(peer, self._forms_tag(op.edge))
         self._posted[op.edge, op.micro_batch, op.back] = [self.mail.receive(form, peer, self._tag(op)) for form in self._forms[key]]
 
-    def _post_ahead(self, program: Sequence[Operation], place: int, units: Sequence[Unit]) -> None:
+    def _post_ahead(self, program: Sequence[Operation], place: int, units: Sequence[MicroBatch]) -> None:
         """Post receives up to the first whose tensors' form is not known yet: order is what matches messages."""
         for op in receives_ahead(program, place):
             unit, key = units[op.micro_batch], (op.edge, op.micro_batch, op.back)

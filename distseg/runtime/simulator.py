@@ -18,7 +18,7 @@ from distseg.runtime.partition import Edge
 from distseg.runtime.stage_program import operations
 from distseg.runtime.trace import Span
 
-Orders = Sequence[Sequence[Action]]
+RunControl = Sequence[Sequence[Action]]
 Cost = float | Sequence[float] | Callable[[int, int], float]  # seconds: of any stage, by stage, or of (stage, micro-batch)
 
 
@@ -50,7 +50,7 @@ class Simulation:
 
 
 def simulate(
-    orders: Orders,
+    orders: RunControl,
     edges: Sequence[Edge],
     forward: Cost,
     backward: Cost,
@@ -95,12 +95,12 @@ def _action(operations: Sequence[Operation]) -> Action:
     return next(op for op in operations if isinstance(op, Action))
 
 
-def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
+def peak_live(orders: RunControl, stages: int) -> tuple[int, ...]:
     """For each stage, the largest number of micro-batches between their forward pass and their last action."""
     return tuple(int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0)) for stage in range(stages))
 
 
-def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
+def peak_memory(orders: RunControl, activations: Sequence[float]) -> list[float]:
     """For each rank, the most that the activations of its live micro-batches take together, given a micro-batch's for each stage."""
     return [max(accumulate(_changes(order, activations)), default=0.0) for order in orders]
 
@@ -115,7 +115,7 @@ def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[
             yield -activations[action.stage]
 
 
-def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int) -> None:
+def check(orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int) -> None:
     """That a schedule is one: complete, with messages in order, and no rank waits for ever.
 
     Messages of one edge and direction are matched first in, first out. So the source's rank must produce the micro-batches
@@ -137,7 +137,7 @@ def check(orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro
     simulate(orders, edges, 1.0, 1.0, placement, weight=1.0)
 
 
-def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
+def _check_messages(orders: RunControl, edge: Edge, placement: Sequence[int]) -> None:
     for back in (False, True)[: 1 + edge.gradient]:
         way = Receive(0, edge, back)
         of = lambda kind, stage: [op.micro_batch for op in operations(orders[placement[stage]], [edge]) if isinstance(op, kind) and op.back == back]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Edge
-from distseg.tiling.tile_batch import Unit
+from distseg.tiling.tile_batch import MicroBatch
 
 Tensors = dict[int, list[Tensor]]  # by feature map, a tensor for each piece of the unit
 LOSS = -1  # what the last stage puts out: rows of the loss's table
@@ -25,13 +25,13 @@ LOSS = -1  # what the last stage puts out: rows of the loss's table
 class Head(Protocol):
     """What follows the last stage."""
 
-    def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+    def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
         """What the loss is a function of, for each piece, differentiable."""
 
-    def note(self, unit: Unit, rows: list[Tensor]) -> None:
+    def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
         """Called once a unit, not again when it is recomputed."""
 
-    def slopes(self, unit: Unit, rows: list[Tensor]) -> list[Tensor]:
+    def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         """The loss's gradient with respect to the rows."""
 
 
@@ -54,9 +54,9 @@ class Stage:
     head: Head | None = None
     autocast: Callable[[], ContextManager] = nullcontext
     after_layer: Callable[[], None] | None = None
-    _kept: dict[int, tuple[Unit, Tensors, Tensors | None]] = field(default_factory=dict)
+    _kept: dict[int, tuple[MicroBatch, Tensors, Tensors | None]] = field(default_factory=dict)
 
-    def forward(self, m: int, unit: Unit, inputs: Tensors, keep: bool) -> Tensors:
+    def forward(self, m: int, unit: MicroBatch, inputs: Tensors, keep: bool) -> Tensors:
         """The tensors that leave, without a graph. ``keep``: activations wait for the backward pass; else the inputs do."""
         with torch.set_grad_enabled(keep and torch.is_grad_enabled()):
             outputs = self.run(unit, inputs)
@@ -86,7 +86,7 @@ class Stage:
         with self.model.context.repeating():
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
-    def run(self, unit: Unit, inputs: Tensors) -> Tensors:
+    def run(self, unit: MicroBatch, inputs: Tensors) -> Tensors:
         """From the incoming edges' maps (for the first stage: pixels) to the outgoing edges', or to the rows of the loss."""
         places = [p.place for p in unit.pieces]
         with self.autocast():

@@ -1,4 +1,4 @@
-"""Borders of stored maps, between the ranks that share an image: what tiles in time exchange instead of computing it twice.
+"""Borders of stored maps, between the ranks that share an image: what streamed tiles exchange instead of computing it twice.
 
 A rank makes the cells of a map that it owns, and stores them with a margin; the margin comes from the ranks that own it. Its gradient goes
 back to them and is added. All goes at once, a message a neighbour, from map to map; what is under way is in memory.

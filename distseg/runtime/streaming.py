@@ -1,4 +1,4 @@
-"""Tiles in time: a rank computes its part of an image tile after tile, in the memory of one, with the whole part's gradient.
+"""Streamed tiles: a rank computes its part of an image tile after tile, in the memory of one, with the whole part's gradient.
 
 Between the layers that need all of a feature map, which are the live norms, lie segments (:mod:`distseg.tiling.segment`).
 Their borders are stored, in a scratch folder or in the host's memory. Forward, a segment is run on windows of the map before
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.comm.launch import GapTrimmer
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 from distseg.layers.local import cropped, run
 from distseg.layers.norm import Pending
 from distseg.models.layers import skip_store
@@ -55,15 +55,15 @@ from distseg.runtime.operations import (
 )  # fmt: skip
 from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.stored_halos import Borders
-from distseg.runtime.tile_program import Work, peak, whole
+from distseg.runtime.tile_program import StagePlan, peak, whole
 from distseg.runtime.transfer import Receiving, Sending, Transfers
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, last_readings
 from distseg.tiling.layout import Layout, Part, Region
 from distseg.tiling.needs import box_of
 from distseg.tiling.segment import Chain, Segment, chain, rows_read, segments_of
-from distseg.tiling.tile import Box, Place, boxes_of, strips
-from distseg.tiling.tile_batch import Block
+from distseg.tiling.tile import Box, TilePlacement, boxes_of, strips
+from distseg.tiling.tile_batch import LazyTileBatch
 
 _LABELS = 1 << 20  # labels read at once
 _PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
@@ -90,7 +90,7 @@ class Tiling(Protocol):
         """Cells of a tile along each dim; the last may be smaller."""
 
 
-class InTime:
+class StreamingExecutor:
     """The executor of a flat model on one rank, which runs all of it or some stages.
 
     Args:
@@ -124,7 +124,7 @@ class InTime:
         self.stages, self.placement, self.comm, self.transfers = tuple(stages), tuple(placement), comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
-        self._works: dict[tuple, Work] = {}
+        self._works: dict[tuple, StagePlan] = {}
         self._stored: dict[tuple, int] = {}
 
     def device_of(self, segment: Segment) -> torch.device:
@@ -137,11 +137,11 @@ class InTime:
     def name_of_map(self, position: int) -> str:
         return f"the map behind {self.graph[position - 1].name}"
 
-    def label_tiles(self, block: Block) -> Iterator[Box]:
+    def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
         """The tile of a block, in strips that are read at once."""
         return strips(block.place.tile, _LABELS)
 
-    def work(self, places: Sequence[Place], number: int = 0, boxes: Sequence[Sequence[Box]] | None = None) -> Work:
+    def work(self, places: Sequence[TilePlacement], number: int = 0, boxes: Sequence[Sequence[Box]] | None = None) -> StagePlan:
         """What this rank has of micro-batch ``number``, whose blocks lie at these places; made once for each size.
 
         Args:
@@ -153,11 +153,11 @@ class InTime:
         work = self._work(places, number, boxes, self.comm.rank)
         return self._works.setdefault(key, work) if boxes is None else work
 
-    def works_of_all(self, places: Sequence[Place], number: int) -> list[Work]:
+    def works_of_all(self, places: Sequence[TilePlacement], number: int) -> list[StagePlan]:
         """What each rank of the pipeline has of a micro-batch."""
         return [self._work(places, number, None, rank) for rank in range(self.comm.size)]
 
-    def _work(self, places: Sequence[Place], number: int, boxes: Sequence[Sequence[Box]] | None, rank: int) -> Work:
+    def _work(self, places: Sequence[TilePlacement], number: int, boxes: Sequence[Sequence[Box]] | None, rank: int) -> StagePlan:
         layouts = [self.layout(place.image) for place in places]
         points = {source for layout in layouts for source in layout.exchanged} - {0}  # pixels are read, with their margin
         live = {self.graph[number].first for number in self.live}
@@ -170,9 +170,9 @@ class InTime:
         live = {self.graph[number].first for number in self.live & ours}
         read = {source for n in mine for source in segments[n].sources}
         cut = Cut(self.graph, segments, layouts, places, self.tiling, boxes)
-        return Work(segments, mine, live, points & read, makers, readers, cut, self.returns, number)
+        return StagePlan(segments, mine, live, points & read, makers, readers, cut, self.returns, number)
 
-    def keeping(self, program: Sequence[Operation], works: Sequence[Work]) -> list[Operation]:
+    def keeping(self, program: Sequence[Operation], works: Sequence[StagePlan]) -> list[Operation]:
         """The same program with those tiles kept that there is room for; all, where no room is given."""
         if self.room is None:
             return keeping_all(program)
@@ -185,7 +185,7 @@ class InTime:
 
         return keeping(program, weigh, self.room)
 
-    def stored(self, places: Sequence[Place]) -> int:
+    def stored(self, places: Sequence[TilePlacement]) -> int:
         """Bytes of the maps that a micro-batch will store, at most at once."""
         key = _sizes(places)
         if key not in self._stored:
@@ -202,18 +202,18 @@ class InTime:
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
         numbers = tuple(range(images))
-        places = [Place(tuple(image), tile, tile, numbers, numbers)]
+        places = [TilePlacement(tuple(image), tile, tile, numbers, numbers)]
         work, stored = self.work(places), self.stored(places)
         visits = sum(isinstance(op, OfTile) for op in whole(work))
         if not stored:
-            return f"tiles in time: {visits} windows a step, one after another"
+            return f"streamed tiles: {visits} windows a step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
         segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
         batch = "an image" if images == 1 else f"a micro-batch of {images} images"
-        return f"tiles in time: {segments}, {visits} tiles {batch} there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
+        return f"streamed tiles: {segments}, {visits} tiles {batch} there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
 
-    def check_room(self, *under_way: Sequence[Place]) -> None:
+    def check_room(self, *under_way: Sequence[TilePlacement]) -> None:
         """Refuse a scratch folder without room for the maps of micro-batches that are under way together, each by its places.
 
         Raises:
@@ -223,7 +223,7 @@ class InTime:
             check_room(self.folder, stored)
 
     def run(
-        self, operations: Sequence[Operation], works: Sequence[Work], micro_batches: Sequence[Sequence[Block]], settle: Callable[[], None] = lambda: None
+        self, operations: Sequence[Operation], works: Sequence[StagePlan], micro_batches: Sequence[Sequence[LazyTileBatch]], settle: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[OutputTile, Tensor]]:
         """Do the operations one after another; yields the logits (B, C', *box.size) of each tile of the network's result.
 
@@ -234,7 +234,7 @@ class InTime:
             works: of each micro-batch.
             settle: called where the loss's slope must be known.
         """
-        walks = [Walk(self, work, blocks) for work, blocks in zip(works, micro_batches)]
+        walks = [MicroBatchRun(self, work, blocks) for work, blocks in zip(works, micro_batches)]
         tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
         trimmers: dict[tuple, GapTrimmer] = {}
         for op in operations:
@@ -255,19 +255,19 @@ class InTime:
             walk.close()
 
 
-def windows(operations: Sequence[Operation], work: Work) -> Iterator[Box]:
+def windows(operations: Sequence[Operation], work: StagePlan) -> Iterator[Box]:
     """What the operations of a micro-batch read of pixels, in order; for those who read ahead."""
     there = (op for op in operations if isinstance(op, OfTile) and 0 in work.sources(op.segment))
     return (work.cut.chain(op).read[0] for op in there)
 
 
-def computed(operations: Sequence[Operation], work: Work) -> Iterator[tuple[int, Box]]:
+def computed(operations: Sequence[Operation], work: StagePlan) -> Iterator[tuple[int, Box]]:
     """(layer, cells of its result) of all that the operations of a micro-batch compute, each tile once."""
     for op in (op for op in operations if isinstance(op, OfTile)):
         yield from ((number, part.made) for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts))
 
 
-def _sizes(places: Sequence[Place]) -> tuple:
+def _sizes(places: Sequence[TilePlacement]) -> tuple:
     """By which programs are told apart."""
     return tuple((place.image, place.tile, len(place.images)) for place in places)
 
@@ -281,7 +281,7 @@ class Cut:
     """
 
     def __init__(
-        self, graph: Graph, segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[Place], tiling: Tiling,
+        self, graph: Graph, segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[TilePlacement], tiling: Tiling,
         boxes: Sequence[Sequence[Box]] | None = None,
     ):  # fmt: skip
         self.segments, self.layouts, self.tiling, self.boxes = segments, list(layouts), tiling, boxes
@@ -335,10 +335,10 @@ class Cut:
         return chain(self.layouts[op.block], self.segments[op.segment], op.box)
 
 
-class Walk:
+class MicroBatchRun:
     """The blocks of one micro-batch on their way through this rank's part of the network: does its operations."""
 
-    def __init__(self, executor: InTime, work: Work, blocks: Sequence[Block]):
+    def __init__(self, executor: StreamingExecutor, work: StagePlan, blocks: Sequence[LazyTileBatch]):
         self.executor, self.work, self.blocks, self.segments = executor, work, list(blocks), work.segments
         self.cut, self.span = work.cut, executor.span
         self.layers, self.transfers, self.context = executor.model.layers, executor.transfers, executor.model.context
@@ -444,7 +444,7 @@ class Walk:
         way, device = self.cut.chain(op), self.executor.device_of(segment)
         self.context.places = [self.blocks[i].place]
         leaves = []
-        beat(f"tile {op.box} of {self._name(op)}")
+        heartbeat(f"tile {op.box} of {self._name(op)}")
         there: dict[int, tuple[Tensor, Box]] = {}
         try:
             with self.executor.autocast():
@@ -641,8 +641,8 @@ class Walk:
         return like.to(self.executor.devices[0])
 
 
-_DOES: dict[type[Operation], Callable[[Walk, Operation], None]] = {
-    Expect: Walk.expect, ExpectGradient: Walk.expect_gradient, Measure: Walk.measure, ForwardTile: Walk.forward, Statistic: Walk.statistic,
-    Send: Walk.send, BackwardTile: Walk.backward, Settle: Walk.settle, Correct: Walk.correct, SendGradient: Walk.send_gradient,
-    Fetch: Walk.fetch, GiveBack: Walk.give_back, Drop: Walk.drop, DropGradient: Walk.drop_gradient,
+_DOES: dict[type[Operation], Callable[[MicroBatchRun, Operation], None]] = {
+    Expect: MicroBatchRun.expect, ExpectGradient: MicroBatchRun.expect_gradient, Measure: MicroBatchRun.measure, ForwardTile: MicroBatchRun.forward, Statistic: MicroBatchRun.statistic,
+    Send: MicroBatchRun.send, BackwardTile: MicroBatchRun.backward, Settle: MicroBatchRun.settle, Correct: MicroBatchRun.correct, SendGradient: MicroBatchRun.send_gradient,
+    Fetch: MicroBatchRun.fetch, GiveBack: MicroBatchRun.give_back, Drop: MicroBatchRun.drop, DropGradient: MicroBatchRun.drop_gradient,
 }  # fmt: skip

@@ -58,7 +58,7 @@ class Cut(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class StagePlan:
     """What one rank has of a micro-batch.
 
     Args:
@@ -125,18 +125,18 @@ class Work:
         return sorted({self.segments[s].stage for s in self.reading(position)})
 
 
-def expected(work: Work) -> list[Operation]:
+def expected(work: StagePlan) -> list[Operation]:
     """What other ranks make and this one reads."""
     return [Expect(work.number, position) for position in work.elsewhere]
 
 
-def expected_back(work: Work, stage: int) -> list[Operation]:
+def expected_back(work: StagePlan, stage: int) -> list[Operation]:
     """The gradients that other ranks return of a stage's maps."""
     made = [work.stop(s) for s in work.of_stage(stage) if not work.is_last(s)]
     return [ExpectGradient(work.number, position, reader) for position in made for reader in work.readers[position]]
 
 
-def forward(work: Work, stage: int) -> Iterator[Operation]:
+def forward(work: StagePlan, stage: int) -> Iterator[Operation]:
     """All segments of a stage but the network's last."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
     for position in dict.fromkeys(p for s in work.of_stage(stage) for p in work.sources(s)):
@@ -153,7 +153,7 @@ def forward(work: Work, stage: int) -> Iterator[Operation]:
             yield from _passed(work, segment, lambda s: work.segments[s].stage < stage or s in fronts.segments and fronts.is_done(s))
 
 
-def outputs(work: Work, back: bool | None = None) -> Iterator[Operation]:
+def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
     """The network's last segment, of the rank that has it; ``back``: with backward passes, by default as the work has them."""
     back = work.back if back is None else back
     for segment in filter(work.is_last, work.mine):
@@ -165,7 +165,7 @@ def outputs(work: Work, back: bool | None = None) -> Iterator[Operation]:
         yield from _passed(work, segment, lambda _: True)
 
 
-def backward(work: Work, stage: int) -> Iterator[Operation]:
+def backward(work: StagePlan, stage: int) -> Iterator[Operation]:
     """All segments of a stage from behind, but the network's last, which :func:`outputs` went through."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
     maps = {p for s in work.of_stage(stage) for p in work.sources(s)} | {work.stop(s) for s in fronts.segments}
@@ -182,7 +182,7 @@ def backward(work: Work, stage: int) -> Iterator[Operation]:
                     yield from _read_back(work, stage, position)
 
 
-def step(works: Sequence[Work], actions: Sequence[Action], linear: bool) -> list[Operation]:
+def step(works: Sequence[StagePlan], actions: Sequence[Action], linear: bool) -> list[Operation]:
     """All operations of micro-batches that are under way together.
 
     Args:
@@ -207,7 +207,7 @@ def step(works: Sequence[Work], actions: Sequence[Action], linear: bool) -> list
     return found
 
 
-def beforehand(works: Sequence[Work], actions: Sequence[Action]) -> list[Operation]:
+def beforehand(works: Sequence[StagePlan], actions: Sequence[Action]) -> list[Operation]:
     """The forward passes alone, for a loss whose slope follows from all results; of each micro-batch the maps go when the next one is through.
 
     Args:
@@ -225,14 +225,14 @@ def beforehand(works: Sequence[Work], actions: Sequence[Action]) -> list[Operati
     return found + left
 
 
-def whole(work: Work) -> list[Operation]:
+def whole(work: StagePlan) -> list[Operation]:
     """All operations of a micro-batch that goes through the network alone."""
     there = [*expected(work), *(op for stage in work.stages for op in forward(work, stage)), *outputs(work)]
     back = [op for stage in reversed(work.stages) for op in (*expected_back(work, stage), *backward(work, stage))]
     return there + back if work.back else there
 
 
-def peak(work: Work, sizes: Callable[[int, int], int]) -> int:
+def peak(work: StagePlan, sizes: Callable[[int, int], int]) -> int:
     """Bytes of the maps and their gradients that are stored, at most at once.
 
     Args:
@@ -254,7 +254,7 @@ def peak(work: Work, sizes: Callable[[int, int], int]) -> int:
     return most + sum(sizes(b, p) for p in returning for b in blocks)
 
 
-def _written(work: Work, op: Operation) -> list[tuple[str, int, int]]:
+def _written(work: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
     """What an operation stores: (map or gradient, block, position)."""
     if isinstance(op, ForwardTile):
         return [("map", op.block, work.stop(op.segment))]
@@ -263,7 +263,7 @@ def _written(work: Work, op: Operation) -> list[tuple[str, int, int]]:
     return []
 
 
-def _met(work: Work, position: int) -> Iterator[Operation]:
+def _met(work: StagePlan, position: int) -> Iterator[Operation]:
     """What ranks tell each other of a map, once it is made."""
     if position in work.points:
         yield Fetch(work.number, position)
@@ -271,7 +271,7 @@ def _met(work: Work, position: int) -> Iterator[Operation]:
         yield Statistic(work.number, position)
 
 
-def _passed(work: Work, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
+def _passed(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
     """Without backward passes: maps go that are made, all of them, and that all segments have read, which may be done in another order than they are
     numbered; the last rows of a map may be for other ranks alone."""
     for position in (*work.sources(segment), work.stop(segment)):
@@ -280,7 +280,7 @@ def _passed(work: Work, segment: int, done: Callable[[int], bool]) -> Iterator[O
             yield Drop(work.number, position)
 
 
-def _returned(work: Work, fronts: "_Fronts", segment: int, block: int) -> Iterator[Operation]:
+def _returned(work: StagePlan, fronts: "_Fronts", segment: int, block: int) -> Iterator[Operation]:
     """Rows of gradients that are final by now, of maps that other ranks made; where a norm takes statistics none are before all are."""
     for position in work.sources(segment):
         if position not in work.elsewhere or work.whole(position):
@@ -293,7 +293,7 @@ def _returned(work: Work, fronts: "_Fronts", segment: int, block: int) -> Iterat
                 yield SendGradient(work.number, position, block, rows)
 
 
-def _read_back(work: Work, stage: int, position: int) -> Iterator[Operation]:
+def _read_back(work: StagePlan, stage: int, position: int) -> Iterator[Operation]:
     """What comes once a stage's readers of a map went back, if no earlier stage of this rank reads it."""
     if work.stages_reading(position)[:1] not in ([], [stage]):
         return
@@ -322,7 +322,7 @@ class _Band(NamedTuple):
 class _Fronts:
     """How far some segments are, band by band."""
 
-    def __init__(self, work: Work, segments: Sequence[int]):
+    def __init__(self, work: StagePlan, segments: Sequence[int]):
         self.work, self.segments = work, list(segments)
         self.bands = {s: _bands(work, s) for s in segments}
         self._at = dict.fromkeys(segments, 0)
@@ -384,7 +384,7 @@ class _Fronts:
         return int(final)
 
 
-def _bands(work: Work, segment: int) -> list[_Band]:
+def _bands(work: StagePlan, segment: int) -> list[_Band]:
     found = []
     for block in range(work.blocks):
         for rows, boxes in groupby(work.cut.tiles(block, segment), key=lambda box: (box.start[0], box.stop[0])):

@@ -18,7 +18,7 @@ from fractions import Fraction
 Span = tuple[int, int]
 
 
-class Footprint:
+class AccessPattern:
     """Interface of all footprints.
 
     Attributes:
@@ -32,7 +32,7 @@ class Footprint:
     beyond = False
     mirrored = False
 
-    def at(self, n: int, m: int) -> "Footprint":
+    def at(self, n: int, m: int) -> "AccessPattern":
         """Return the footprint between an input of n cells and a result of m."""
         return self
 
@@ -54,7 +54,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Gather(Footprint):
+class Gather(AccessPattern):
     """kernel k, stride s, dilation d, ``before`` and ``after`` cells of padding; ``ceil``: an overhanging last window counts."""
 
     kernel: int = 1
@@ -111,7 +111,7 @@ class Fill(Gather):
 
 
 @dataclass(frozen=True)
-class Scatter(Footprint):
+class Scatter(AccessPattern):
     """kernel k, stride s, dilation d; ``before`` cells are cut off the result's beginning, the rest off its end, but for ``extra``."""
 
     kernel: int
@@ -140,7 +140,7 @@ class Scatter(Footprint):
 
 
 @dataclass(frozen=True)
-class Interpolate(Footprint):
+class Interpolate(AccessPattern):
     """``factor`` outputs an input; ``further`` cells on either side beyond the two that linear interpolation takes."""
 
     factor: int

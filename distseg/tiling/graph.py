@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Container, Iterable, NamedTuple, Sequence
 
-from distseg.tiling.access_pattern import Footprint
+from distseg.tiling.access_pattern import AccessPattern
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Node:
 
     name: str
     inputs: tuple[int, ...]
-    footprints: tuple[Footprint, ...] = ()
+    footprints: tuple[AccessPattern, ...] = ()
     like: int | None = None
     placed: bool = False
 
@@ -47,7 +47,7 @@ class Node:
         """Whether a cell is made from one cell."""
         return not (self.footprints or self.joins)
 
-    def along(self, dim: int) -> Footprint | None:
+    def along(self, dim: int) -> AccessPattern | None:
         return self.footprints[dim] if self.footprints else None
 
     @property

@@ -22,11 +22,11 @@ from functools import lru_cache, reduce
 from itertools import pairwise
 from typing import Callable, Container, Iterable, Sequence
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, Node
 from distseg.tiling.needs import Along, Need, box_of, hull, needs_along, taken_of
-from distseg.tiling.tile import Box, Reach
+from distseg.tiling.tile import Box, ReceptiveField
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Layout:
             ValueError: naming both sizes.
         """
         if not self.graph.of_image and self.result_cuts != tuple(map(tuple, borders)):
-            raise ValueError(f"the model makes {Extents(self.result)} pixels of an image of {Extents(self.image)}, but a segmentation network keeps the size")
+            raise ValueError(f"the model makes {Size(self.result)} pixels of an image of {Size(self.image)}, but a segmentation network keeps the size")
         return self
 
     def cell_of(self, tile: Box) -> tuple[int, ...]:
@@ -263,7 +263,7 @@ def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
     return number
 
 
-def reach_of(graph: Graph, dims: int) -> Reach:
+def reach_of(graph: Graph, dims: int) -> ReceptiveField:
     """Halo and stride of a network, by arithmetic.
 
     Args:
@@ -273,7 +273,7 @@ def reach_of(graph: Graph, dims: int) -> Reach:
         ValueError: a result that is not of the image's size.
     """
     pairs = [_reach_along(graph, dim) for dim in range(dims)]
-    return Reach(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
+    return ReceptiveField(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
 
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:

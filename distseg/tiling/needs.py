@@ -1,6 +1,6 @@
 """What is needed of each feature map for a part of a later one: one recurrence over the graph, from behind.
 
-It is that of tiles that exchange borders, of windows, and of tiles in time (:mod:`distseg.tiling.layout`, :mod:`distseg.tiling.segment`).
+It is that of tiles that exchange borders, of windows, and of streamed tiles (:mod:`distseg.tiling.layout`, :mod:`distseg.tiling.segment`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Callable, ClassVar
 
 import numpy as np
 
-from distseg.tiling.access_pattern import Footprint, Span
+from distseg.tiling.access_pattern import AccessPattern, Span
 
 _SIZES = 64  # pairs of sizes whose places are kept
 _NEAR = 2.0**-20  # by which a nearest place may be off, times itself: PyTorch rounds it to float32
@@ -47,7 +47,7 @@ _FINEST = 64  # denominator of a factor that the stride of a network takes notic
 
 
 @dataclass(frozen=True)
-class Resize(Footprint):
+class Resize(AccessPattern):
     """Output j of m looks at the inputs around its true place among n, as ``F.interpolate`` does.
 
     Attributes:
@@ -74,7 +74,7 @@ class Resize(Footprint):
 
 
 @dataclass(frozen=True)
-class Fit(Footprint):
+class Fit(AccessPattern):
     """Output j of m is input j - before, in a frame of padding or less its borders: before is a part of m - n.
 
     Attributes:
@@ -112,7 +112,7 @@ def in_front(side: str | int, more: int) -> int:
 
 
 @dataclass(frozen=True)
-class Shifted(Footprint):
+class Shifted(AccessPattern):
     """Output j is input j - ``before``."""
 
     before: int
@@ -127,7 +127,7 @@ class Shifted(Footprint):
 
 
 @dataclass(frozen=True)
-class Share(Footprint):
+class Share(AccessPattern):
     """Outputs a..b-1 stand for the same share of the image as the inputs that they look at, as of a vector that is alike at all places.
 
     It matters to nobody which cells these are, so it is not ``sized``.
@@ -147,7 +147,7 @@ class Share(Footprint):
 
 
 @dataclass(frozen=True)
-class Proportional(Footprint):
+class Proportional(AccessPattern):
     """A :class:`Share` between n and m cells."""
 
     n: int
@@ -164,7 +164,7 @@ def _rounded(x: int, y: int) -> int:
     return (2 * x + y) // (2 * y)
 
 
-class Taps(Footprint):
+class Taps(AccessPattern):
     """The places of a :class:`Resize` between n and m cells.
 
     Attributes:

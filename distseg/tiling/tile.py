@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Iterator
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Reach:
+class ReceptiveField:
     """What a network needs around a tile: its halo and its total stride, in pixels per dim."""
 
     halo: tuple[int, ...]
@@ -114,19 +114,19 @@ def check_grid(image, grid, stride) -> None:
     """
     if len(image) != len(stride):
         raise ValueError(
-            f"images have {len(image)} dims ({Extents(image)}), but the network takes images of {len(stride)}: "
+            f"images have {len(image)} dims ({Size(image)}), but the network takes images of {len(stride)}: "
             "give images of as many dims, or take another network (model.name)"
         )
     if len(grid) != len(image):
         raise ValueError(
-            f"an image of {len(image)} spatial dims ({Extents(image)}) does not fit a grid of {len(grid)} ({Extents(grid)}) "
+            f"an image of {len(image)} spatial dims ({Size(image)}) does not fit a grid of {len(grid)} ({Size(grid)}) "
             f"and a network of {len(stride)}: give mesh.tiles and sizes {len(stride)} numbers each"
         )
-    largest = Extents(-(-n // s) for n, s in zip(image, stride))
+    largest = Size(-(-n // s) for n, s in zip(image, stride))
     if any(g > most for g, most in zip(grid, largest)):
         raise ValueError(
-            f"a grid of {Extents(grid)} tiles is too fine for an image of {Extents(image)} pixels: tile borders lie on multiples "
-            f"of the network's stride {Extents(stride)}, so the largest grid that fits is {largest}"
+            f"a grid of {Size(grid)} tiles is too fine for an image of {Size(image)} pixels: tile borders lie on multiples "
+            f"of the network's stride {Size(stride)}, so the largest grid that fits is {largest}"
         )
 
 
@@ -137,13 +137,13 @@ def tiles(image, grid, stride) -> list[Box]:
     return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in product(*ranges)]
 
 
-def most_even_grid(image, stride, parts: int) -> Extents:
+def most_even_grid(image, stride, parts: int) -> Size:
     """The grid of at most ``parts`` tiles, and as many of them as fit, whose tiles are nearest to squares."""
     cells = [-(-n // s) for n, s in zip(image, stride)]
     for count in range(parts, 0, -1):
         fitting = [grid for grid in _factorings(count, len(cells)) if all(g <= c for g, c in zip(grid, cells))]
         if fitting:
-            return Extents(min(fitting, key=lambda grid: sum(g / n for g, n in zip(grid, image))))
+            return Size(min(fitting, key=lambda grid: sum(g / n for g, n in zip(grid, image))))
     raise AssertionError("one tile fits any image")
 
 
@@ -154,13 +154,13 @@ def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
     return [(first, *rest) for first in range(1, count + 1) if count % first == 0 for rest in _factorings(count // first, dims - 1)]
 
 
-def window(tile: Box, image, reach: Reach) -> Box:
+def window(tile: Box, image, reach: ReceptiveField) -> Box:
     """Return the pixels to read for a tile of an image."""
     return reach.window(tile, image)
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePlacement:
     """Where the tensor of a window lies: all that a distributed layer has to know of geometry.
 
     A tensor of shape (B, C, *window.size) holds the same window of B images of one size. ``images`` are their positions
@@ -179,9 +179,9 @@ class Place:
         return self.tile.relative_to(self.window)
 
 
-def owned_tiles(image, grid, per_rank, coordinates, reach: Reach) -> list[tuple[Box, Box]]:
+def owned_tiles(image, grid, per_rank, coordinates, reach: ReceptiveField) -> list[tuple[Box, Box]]:
     """The (tile, window) pairs of the rank at ``coordinates`` of a ``grid`` of ranks, each owning a block of ``per_rank`` tiles."""
-    fine = Extents(g * p for g, p in zip(grid, per_rank))
+    fine = Size(g * p for g, p in zip(grid, per_rank))
     every = tiles(image, fine, reach.stride)
     cells = product(*(range(c * p, (c + 1) * p) for c, p in zip(coordinates, per_rank)))
     mine = []

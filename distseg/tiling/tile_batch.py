@@ -9,10 +9,10 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from distseg.tiling.tile import Box, Place
+from distseg.tiling.tile import Box, TilePlacement
 
 
-def on_tile(output: Tensor, place: Place) -> Tensor:
+def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
     """The part that the tile owns of an output on its window, or on the tile already."""
     if tuple(output.shape[2:]) == place.tile.size:
         return output
@@ -29,7 +29,7 @@ def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
 
 
 @dataclass
-class Piece:
+class TileBatch:
     """The same window of B images of one size.
 
     pixels (B, C, *window) float32, normalised; labels (B, *tile) uint8 or int64, of the owned tile only, or (B, 1, ...) those of whole images
@@ -38,15 +38,15 @@ class Piece:
 
     pixels: Tensor | None
     labels: Tensor | None
-    place: Place
+    place: TilePlacement
 
 
 @dataclass(frozen=True)
-class Unit:
+class MicroBatch:
     """Pieces of a micro-batch of the step that run through the network together: a micro-batch of the pipeline."""
 
     micro_batch: int
-    pieces: list[Piece]
+    pieces: list[TileBatch]
 
     @property
     def signature(self) -> tuple:
@@ -55,18 +55,18 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Block:
+class LazyTileBatch:
     """What a rank owns of B images of one size, read part by part.
 
     ``pixels(box)`` (B, C, *box.size) as the network takes them, ``labels(box)`` (B, *box.size).
     """
 
-    place: Place
+    place: TilePlacement
     pixels: Callable[[Box], Tensor]
     labels: Callable[[Box], Tensor] | None = None
 
 
-def block_of(piece: Piece, ignore: int) -> Block:
+def block_of(piece: TileBatch, ignore: int) -> LazyTileBatch:
     """A piece that is in memory, read part by part; ``ignore``: the label of what counts nowhere."""
     place = piece.place
     within = lambda x, box, have: x[(..., *box.relative_to(have).slices)]
@@ -74,4 +74,4 @@ def block_of(piece: Piece, ignore: int) -> Block:
         labels = lambda box: labels_of_images(piece.labels.flatten(), box, ignore)
     else:
         labels = lambda box: within(piece.labels, box, place.tile)
-    return Block(place, lambda box: within(piece.pixels, box, place.window), labels)
+    return LazyTileBatch(place, lambda box: within(piece.pixels, box, place.window), labels)

@@ -15,7 +15,7 @@ from typing import Callable, Iterator, Mapping, Sequence
 from torch import nn
 
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
 from distseg.layers.graph import graph_of
@@ -23,7 +23,7 @@ from distseg.layers.loss import of_numbers
 from distseg.layers.norm import NORMS, STATISTICAL, kind_of, tracks
 from distseg.models.layers import VectorNorm
 from distseg.models.network import calls_of, of_image
-from distseg.planning.streaming import tiles_in_time
+from distseg.planning.streaming import is_streamed
 from distseg.runtime.devices import stages_of
 from distseg.tiling.layout import Layout
 
@@ -38,8 +38,8 @@ class Facts:
     norms: Sequence[tuple[str, nn.Module]] = ()
 
     @property
-    def in_time(self) -> bool:
-        return tiles_in_time(self.config)
+    def streaming(self) -> bool:
+        return is_streamed(self.config)
 
     @property
     def stages(self) -> int:
@@ -98,14 +98,14 @@ class Rule:
 
 
 def _with(setting: str, facts: Facts) -> bool:
-    """Whether ``setting`` is what makes ranks compute tiles in time."""
-    return facts.in_time and (setting == "run.memory") == (facts.config.spatial.in_time == "auto")
+    """Whether ``setting`` is what makes ranks compute streamed tiles."""
+    return facts.streaming and (setting == "run.memory") == (facts.config.spatial.streaming == "auto")
 
 
-def _in_time(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
+def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
     """Of either setting by which tiles are computed in time."""
     rule = lambda setting: Rule(setting, other, lambda f: _with(setting, f) and beside(f), why)
-    return rule("spatial.in_time"), rule("run.memory")
+    return rule("spatial.streaming"), rule("run.memory")
 
 
 def _with_patchgd(setting: str) -> "Rule":
@@ -114,7 +114,7 @@ def _with_patchgd(setting: str) -> "Rule":
 
 RULES = (
     # contradictions
-    *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.in_time", "spatial.halo",
+    *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.streaming", "spatial.halo",
                                  "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "model.outputs")),
     Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
     *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
@@ -126,17 +126,17 @@ RULES = (
     Rule("spatial.norm_scope", "spatial.exchange_every", lambda f: f.windows and f.config.spatial.exchanges,
          "with spatial.exchange_every {c.spatial.exchange_every} there are no windows: set it to group or step"),
     Rule("spatial.frozen_norm", "model.norm", lambda f: f.untracked is not None, "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave spatial.frozen_norm out"),
-    *_in_time("pipeline.placement", lambda f: f.on_devices,
+    *_streaming("pipeline.placement", lambda f: f.on_devices,
               "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
-    *_in_time("spatial.halo", lambda f: f.config.spatial.halo is not None, "tiles in time are exact windows: leave out spatial.halo, or it"),
-    *_in_time("spatial.norm_scope", lambda f: f.windows, "tiles in time are exact, and spatial.norm_scope window is not: leave that out, or it"),
-    Rule("run.memory", "spatial.in_time", lambda f: not f.in_time, "with spatial.in_time {c.spatial.in_time} nothing can be cut to fit it: set spatial.in_time to auto, or leave one out"),
-    Rule("spatial.in_time", "spatial.tiles_per_rank", lambda f: f.in_time and f.config.run.memory is None and f.config.spatial.tiles_per_rank.volume == 1,
+    *_streaming("spatial.halo", lambda f: f.config.spatial.halo is not None, "streamed tiles are exact windows: leave out spatial.halo, or it"),
+    *_streaming("spatial.norm_scope", lambda f: f.windows, "streamed tiles are exact, and spatial.norm_scope window is not: leave that out, or it"),
+    Rule("run.memory", "spatial.streaming", lambda f: not f.streaming, "with spatial.streaming {c.spatial.streaming} nothing can be cut to fit it: set spatial.streaming to auto, or leave one out"),
+    Rule("spatial.streaming", "spatial.tiles_per_rank", lambda f: f.streaming and f.config.run.memory is None and f.config.spatial.tiles_per_rank.volume == 1,
          "in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
-    Rule("spatial.in_time", "model.norm", lambda f: f.config.spatial.in_time == "recompute" and f.live is not None,
-         "{f.live} takes statistics of the whole image: set it to spill, model.norm to none, or, with batch norm, spatial.frozen_norm"),
-    Rule("pipeline.schedule", "spatial.in_time", lambda f: f.in_time and f.config.pipeline.schedule == "zb-h1",
-         "tiles in time (run.memory or spatial.in_time) free all that a tile holds in its backward pass, and put nothing off: set it to 1f1b, gpipe or auto"),
+    Rule("spatial.streaming", "model.norm", lambda f: f.config.spatial.streaming == "recompute" and f.live is not None,
+         "{f.live} takes statistics of the whole image: set it to offload, model.norm to none, or, with batch norm, spatial.frozen_norm"),
+    Rule("pipeline.schedule", "spatial.streaming", lambda f: f.streaming and f.config.pipeline.schedule == "zb-h1",
+         "streamed tiles (run.memory or spatial.streaming) free all that a tile holds in its backward pass, and put nothing off: set it to 1f1b, gpipe or auto"),
     Rule("pipeline.placement", "spatial.exchange_every", lambda f: f.on_devices and f.config.spatial.exchanges,
          "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank compute at once, where exchanges need one order: set that to all, or put "
          "the stages on ranks (mesh.stages)"),
@@ -151,12 +151,12 @@ RULES = (
          "train with model.norm none or spatial.frozen_norm, or set pipeline.placement to line"),
     # without effect
     Rule("model.groups", "model.norm", lambda f: f.norm not in ("group", None), "model.norm is {f.norm}: set it to group, or leave model.groups out"),
-    Rule("pipeline.recompute", "spatial.in_time", lambda f: f.in_time, "tiles in time (run.memory or spatial.in_time) compute again by themselves what they need: leave it out"),
+    Rule("pipeline.recompute", "spatial.streaming", lambda f: f.streaming, "streamed tiles (run.memory or spatial.streaming) compute again by themselves what they need: leave it out"),
     Rule("spatial.fuse_below", "spatial.exchange_every", lambda f: not f.config.spatial.exchanges,
          "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or level, or leave spatial.fuse_below out"),
-    Rule("spatial.scratch", "spatial.in_time", lambda f: not f.in_time,
-         "no maps wait without tiles in time: give run.memory or spatial.in_time, or leave it out (predict.scratch is prediction's)"),
-    Rule("spatial.tiles_per_rank", "run.memory", lambda f: f.in_time and f.config.run.memory is not None, "run.memory is given and decides the tiles: leave one of them out"),
+    Rule("spatial.scratch", "spatial.streaming", lambda f: not f.streaming,
+         "no maps wait without streamed tiles: give run.memory or spatial.streaming, or leave it out (predict.scratch is prediction's)"),
+    Rule("spatial.tiles_per_rank", "run.memory", lambda f: f.streaming and f.config.run.memory is not None, "run.memory is given and decides the tiles: leave one of them out"),
     Rule("data.focus_share", "data.focus_class", lambda f: f.config.data.focus_class is None, "data.focus_class is not set: name a class, or leave data.focus_share out"),
     Rule("data.epoch_samples", "data.crop", lambda f: f.config.data.crop is None, "whole images are trained on, each once an epoch: set data.crop, or leave data.epoch_samples out"),
     Rule("train.init_names", "train.init", lambda f: f.config.train.init is None, "train.init is not set: name a file, or leave train.init_names out"),
@@ -181,9 +181,9 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
-    together = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
+    raise_jointly = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
     vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
-    if vectors and together < 2 and not config.spatial.frozen_norm:
+    if vectors and raise_jointly < 2 and not config.spatial.frozen_norm:
         raise ValueError(
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes statistics of one vector an image, so it needs at least 2 images in a batch: "
             "set data.images to 2 or more, or spatial.norm_scope to step with several sample groups, or use another norm there"
@@ -195,7 +195,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
 
 def _is_set(value, default) -> bool:
     """Return True if a setting differs from its default, which for a grid of one tile has any dims."""
-    one = isinstance(default, Extents) and default.volume == 1
+    one = isinstance(default, Size) and default.volume == 1
     return value.volume != 1 if one and value is not None else value != default
 
 
@@ -211,14 +211,14 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
     """
     if config.spatial.norm_scope == "window":
         return
-    together = config.data.images
+    raise_jointly = config.data.images
     if config.spatial.norm_scope == "step":
-        together *= config.mesh.samples * config.train.accumulate
+        raise_jointly *= config.mesh.samples * config.train.accumulate
     for name, size in smallest(sizes).items():
-        for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
+        for norm, count in _values_of_norms(model, size, raise_jointly, config.spatial.frozen_norm):
             if count < 2:
                 raise ValueError(
-                    f"image {name!r} of {Extents(size)} pixels: the norm {norm} takes statistics of {count} value a "
+                    f"image {name!r} of {Size(size)} pixels: the norm {norm} takes statistics of {count} value a "
                     "channel there, and needs at least 2: leave the image out, take larger images or crops, or a "
                     "smaller model.depth"
                 )

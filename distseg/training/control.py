@@ -28,14 +28,14 @@ _STOPS = ("", "a signal came", "the job's time limit is near")
 _SLACK, _SHARE = 30.0, 0.1  # seconds before the limit besides the work that is left, at most this share of the job's time
 
 
-class Wish(NamedTuple):
+class Decision(NamedTuple):
     """What all ranks do after a step."""
 
     save: bool
     stop: str  # why, or empty
 
 
-class Orders:
+class RunControl:
     """Listens from ``with`` to its end.
 
     Args:
@@ -51,7 +51,7 @@ class Orders:
         self._longest = self._saving = 0.0  # seconds of a step, of a checkpoint
         self._end = _end_of_job(config.job_minutes)
 
-    def __enter__(self) -> "Orders":
+    def __enter__(self) -> "RunControl":
         self._listening = listening()
         self._signals = self._listening.__enter__()
         return self
@@ -74,16 +74,16 @@ class Orders:
             self._mine = mine  # MPI reads it until it is done
             self._request = self.world.Iallreduce(self._mine, self._found, op=MPI.MAX)
 
-    def met(self) -> Wish:
+    def met(self) -> Decision:
         """What all were told, at the step's end; the same on every rank."""
         if self._request is not None:
             waits_of(self.world).wait(self._request, "the other ranks' end of the step")
             self._request = None
         self._longest = max(self._longest, time.monotonic() - self._began)
         save, stop = map(int, self._found)
-        return Wish(bool(save or stop), _STOPS[stop])
+        return Decision(bool(save or stop), _STOPS[stop])
 
-    def ask(self) -> Wish:
+    def ask(self) -> Decision:
         """Both at once, between other work."""
         self.post()
         return self.met()

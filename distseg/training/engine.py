@@ -9,14 +9,14 @@ from typing import Callable, ContextManager, Sequence
 import torch
 from torch import nn
 
-from distseg.comm.agree import agree
 from distseg.comm.collective import add
-from distseg.comm.launch import keep_freed_memory, memory_in_use, together
+from distseg.comm.consistency import assert_consistent
+from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly
 from distseg.comm.mesh import Mesh
 from distseg.comm.staging import upload
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 from distseg.config.settings import Config, SpatialConfig, output_weights
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.sampler import Rows
 from distseg.layers.context import Context
 from distseg.layers.conv import weights_apart
@@ -30,26 +30,26 @@ from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
 from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals, unbounded
 from distseg.planning.stages import partition_of, schedule_of
-from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, room_of, tiles_in_time
+from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, is_streamed, room_of
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
-from distseg.runtime.descent import Descent
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
 from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
 from distseg.runtime.optimizer import freeze, state_copies
 from distseg.runtime.parallelize import TiledModel
+from distseg.runtime.parameter_update import ParameterUpdate
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import splits
 from distseg.runtime.stage import Stage
 from distseg.runtime.stored_halos import Borders
-from distseg.runtime.streaming import InTime
-from distseg.tiling.tile import Reach
-from distseg.tiling.tile_batch import Block, Piece, block_of
+from distseg.runtime.streaming import StreamingExecutor
+from distseg.tiling.tile import ReceptiveField
+from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, block_of
 from distseg.training.conflicts import check_settings
 from distseg.training.step import GradientStep, InTiles, LossHead, OnDevices, OnStages
 
 
-class Engine(Descent):
+class Engine(ParameterUpdate):
     """A model ready to train on this rank's windows.
 
     Args:
@@ -68,7 +68,7 @@ class Engine(Descent):
     ):
         self.config, self.mesh, self.precision, self.channels_last = config, mesh, precision, channels_last
         mesh.waits.timeout = config.run.timeout
-        with together(mesh.world):
+        with raise_jointly(mesh.world):
             check_there(config.pipeline)
             check_settings(config, model)
             self.devices = devices_of(config, device)
@@ -88,15 +88,15 @@ class Engine(Descent):
             self.reach = used_reach(self.exact, config.spatial)
             self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
             self.loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
-            activations = activations_of(model, self.exchange, precision, channels_last) if tiles_in_time(config) else None
+            activations = activations_of(model, self.exchange, precision, channels_last) if is_streamed(config) else None
             self.context = _context(config, mesh, splits(schedule_of(config)))
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
-        agree(mesh.world, {"what the network calls": told}, "Let its forward pass not follow the order of a set, the process, or the rank")
+        assert_consistent(mesh.world, {"what the network calls": told}, "Let its forward pass not follow the order of a set, the process, or the rank")
         super().__init__(config, mesh, model, self.device)
         budget = self._budget(config.run.memory) if activations and config.run.memory is not None else None
-        with together(mesh.world):
+        with raise_jointly(mesh.world):
             self.gradient_step = self._gradient_step(activations, budget)
 
     def _gradient_step(self, activations: Activations | None, budget: float | None) -> GradientStep:
@@ -112,22 +112,22 @@ class Engine(Descent):
         if config.pipeline.placement == "devices":
             way = OnDevices(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute))
         elif activations:
-            way = InTiles(self._in_time(activations, budget), head, self.loss, order_in_time(config, self.loss.linear, bool(self.exchange.stored)))
+            way = InTiles(self._streaming(activations, budget), head, self.loss, streaming_order(config, self.loss.linear, bool(self.exchange.stored)))
         else:
-            way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), together=self.model.live_in_training or config.spatial.exchanges)
+            way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), raise_jointly=self.model.live_in_training or config.spatial.exchanges)
         return GradientStep(way, head, self.loss, self.context)
 
     def _budget(self, memory: int) -> float:
-        """Bytes for the activations of tiles in time: the same on all ranks, as each stage knows the tiles of all."""
+        """Bytes for the activations of streamed tiles: the same on all ranks, as each stage knows the tiles of all."""
         keep_freed_memory(large=False)
         return room_of(memory, self.base_memory(), "weights, gradients and the optimizer's state", self.mesh.world)
 
-    def _in_time(self, activations: Activations, budget: float | None) -> InTime:
-        return make_in_time(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
+    def _streaming(self, activations: Activations, budget: float | None) -> StreamingExecutor:
+        return make_streaming_executor(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
 
     @property
-    def in_time(self) -> InTiles | None:
-        """How tiles in time are computed, where they are."""
+    def streaming(self) -> InTiles | None:
+        """How streamed tiles are computed, where they are."""
         return self.gradient_step.way if isinstance(self.gradient_step.way, InTiles) else None
 
     def base_memory(self) -> int:
@@ -138,11 +138,11 @@ class Engine(Descent):
         return memory_in_use(self.device) + gradients + weights * state_copies(self.config.optim) + cast
 
     @property
-    def reading(self) -> Reach:
+    def reading(self) -> ReceptiveField:
         """What is read around a tile: nothing, where borders of pixels are exchanged."""
         return read_around(self.config, self.reach, self.exchange)
 
-    def to_device(self, piece: Piece) -> Piece:
+    def to_device(self, piece: TileBatch) -> TileBatch:
         """The piece where the model begins, labels where it ends, in its dtype and memory format."""
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
@@ -150,37 +150,37 @@ class Engine(Descent):
             pixels = upload(pixels, self.device, dtype, self.channels_last)
         if labels is not None:
             labels = upload(labels, self.devices[-1])
-        return Piece(pixels, labels, piece.place)
+        return TileBatch(pixels, labels, piece.place)
 
-    def to_blocks(self, piece: Piece | Block) -> Block:
+    def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
         """The same for what is read part by part."""
-        block = piece if isinstance(piece, Block) else block_of(piece, self.config.loss.ignore_index)
-        pixels = lambda box: self.to_device(Piece(block.pixels(box), None, block.place)).pixels
-        labels = lambda box: self.to_device(Piece(None, block.labels(box), block.place)).labels
-        return Block(block.place, pixels, labels)
+        block = piece if isinstance(piece, LazyTileBatch) else block_of(piece, self.config.loss.ignore_index)
+        pixels = lambda box: self.to_device(TileBatch(block.pixels(box), None, block.place)).pixels
+        labels = lambda box: self.to_device(TileBatch(None, block.labels(box), block.place)).labels
+        return LazyTileBatch(block.place, pixels, labels)
 
-    def backward(self, micro_batches: list[list[Piece | Block]]) -> float:
+    def backward(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
         """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
         self.gradients.zero()
-        prepared = self.to_blocks if self.in_time else self.to_device
+        prepared = self.to_blocks if self.streaming else self.to_device
         with self.mesh.waits.putting_off():
             loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
         self.gradients.settle()
-        beat("sum of the gradients")
+        heartbeat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
-        """Have ``watch`` told the share of a step that is done, where steps are long: with tiles in time."""
-        if self.in_time:
-            self.in_time.executor.watch = watch
+        """Have ``watch`` told the share of a step that is done, where steps are long: with streamed tiles."""
+        if self.streaming:
+            self.streaming.executor.watch = watch
 
-    def step(self, micro_batches: list[list[Piece | Block]], rate: float) -> tuple[float, float]:
+    def step(self, micro_batches: list[list[TileBatch | LazyTileBatch]], rate: float) -> tuple[float, float]:
         """An optimizer step; returns the loss and the gradient's norm before clipping."""
         loss = self.backward(micro_batches)
         return loss, self.update(rate)
 
-    def pixels(self, micro_batches: list[list[Piece | Block]]) -> int:
+    def pixels(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> int:
         """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
         return self.mesh.replicas.size * sum(len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces)
 
@@ -212,7 +212,7 @@ def check_trainable(model: nn.Module) -> None:
 
 def is_cut(config: Config) -> bool:
     """Whether ranks compute parts of images."""
-    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or tiles_in_time(config)
+    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or is_streamed(config)
 
 
 def check_parts(config: Config, model: nn.Module) -> None:
@@ -243,9 +243,9 @@ def _stands_alone(spatial: SpatialConfig) -> str | None:
     return "spatial.norm_scope is window" if spatial.norm_scope == "window" else None
 
 
-def owned_per_rank(config: Config) -> Extents:
+def owned_per_rank(config: Config) -> Size:
     """The tiles of a rank that the mesh knows of: one, where it is cut in time."""
-    return Extents((1,) * len(config.mesh.tiles)) if tiles_in_time(config) else config.spatial.tiles_per_rank
+    return Size((1,) * len(config.mesh.tiles)) if is_streamed(config) else config.spatial.tiles_per_rank
 
 
 def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
@@ -265,14 +265,14 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
     )
 
 
-def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, channels_last: bool) -> Exchange | None:
+def make_exchange(config: Config, model: nn.Module, reach: ReceptiveField, comm, device, channels_last: bool) -> Exchange | None:
     """Of a plain model, perhaps only outlined, on a mesh's grid of tiles; None where whole windows go through every layer.
 
     Raises:
         ValueError: ``spatial.exchange_every`` asks for exchanges of a model that can't be computed in parts.
     """
     spatial, grid, per_rank = config.spatial, config.mesh.tiles, owned_per_rank(config)
-    if not (spatial.exchanges or tiles_in_time(config)):
+    if not (spatial.exchanges or is_streamed(config)):
         one_window = grid.volume * spatial.tiles_per_rank.volume == 1
         approximate = spatial.halo is not None or spatial.norm_scope == "window"
         if one_window or approximate or config.pipeline.placement == "devices":
@@ -280,10 +280,10 @@ def make_exchange(config: Config, model: nn.Module, reach: Reach, comm, device, 
     try:
         graph = graph_of(model)
     except ValueError:
-        if spatial.exchanges or tiles_in_time(config):
+        if spatial.exchanges or is_streamed(config):
             raise
         return None
-    stored = live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm) if tiles_in_time(config) else ()
+    stored = live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm) if is_streamed(config) else ()
     return Exchange(graph, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
 
 
@@ -294,11 +294,11 @@ def activations_of(model: nn.Module, exchange: Exchange, precision: str, channel
     return Activations(exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
 
 
-def make_in_time(
+def make_streaming_executor(
     config: Config, exchange: Exchange, activations: Activations, budget: float | None, partition: Partition | None, comm, model: TiledModel | None = None,
     cast: Callable[[], ContextManager] = nullcontext, devices: Sequence[torch.device] = (torch.device("cpu"),),
-) -> InTime:  # fmt: skip
-    """The executor of tiles in time that a config asks for.
+) -> StreamingExecutor:  # fmt: skip
+    """The executor of streamed tiles that a config asks for.
 
     Args:
         budget: bytes for the activations of a tile; None: as many tiles as the config says.
@@ -309,14 +309,14 @@ def make_in_time(
     tiling = GridTiling(spatial.tiles_per_rank) if budget is None else BudgetTiling(activations, budget)
     folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
-    return InTime(
+    return StreamingExecutor(
         model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations, cast, devices, stages, placement, comm,
         trims=budget is not None or comm.size == 1, borders=Borders(exchange), room=budget,  # stages without a budget keep their tiles' graphs
     )  # fmt: skip
 
 
-def order_in_time(config: Config, linear: bool, live: bool) -> str:
-    """Of tiles in time.
+def streaming_order(config: Config, linear: bool, live: bool) -> str:
+    """Of streamed tiles.
 
     Args:
         linear: the loss's slope is known beforehand; else 1F1B computes all forward passes twice.
@@ -327,17 +327,17 @@ def order_in_time(config: Config, linear: bool, live: bool) -> str:
     return "1f1b" if linear and not live else "gpipe"
 
 
-def read_around(config: Config, reach: Reach, exchange: Exchange | None) -> Reach:
+def read_around(config: Config, reach: ReceptiveField, exchange: Exchange | None) -> ReceptiveField:
     """What is read of an image for a tile of it."""
-    if exchange and exchange.exchanges and not tiles_in_time(config):
+    if exchange and exchange.exchanges and not is_streamed(config):
         nothing = (0,) * len(reach.halo)
-        return HeldReach(nothing, reach.stride, exchange) if exchange.graph.sized else Reach(nothing, reach.stride)
+        return HeldReach(nothing, reach.stride, exchange) if exchange.graph.sized else ReceptiveField(nothing, reach.stride)
     if exchange and exchange.graph.sized:
         return TrueReach(reach.halo, reach.stride, exchange)
     return reach
 
 
-def approximations(config: Config, reach: Reach, exact: Reach) -> list[str]:
+def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField) -> list[str]:
     """What in this config gives up the serial program's gradient, each in a sentence."""
     found = []
     tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1

@@ -23,7 +23,7 @@ from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress
 from distseg.runtime.optimizer import learning_rate
 from distseg.training.checkpoint.files import find, read_run_manifest
-from distseg.training.control import Orders
+from distseg.training.control import RunControl
 from distseg.training.run import Run, plain
 
 
@@ -40,7 +40,7 @@ def train(config: Config, world) -> dict | None:
         if run.first:
             print(f"{config.train.output} has its {run.position.epoch} epochs already, and train.epochs is {config.train.epochs}: raise it to go on", flush=True)
         return result
-    with Orders(run.mesh.world, config.train) as orders, open_log(
+    with RunControl(run.mesh.world, config.train) as orders, open_log(
         config.train.output, config.train.tensorboard, run.first, run.resumed.get("step"), revalidates=run.position.samples > 0
     ) as log:
         for line in run.lines if run.first else []:
@@ -62,7 +62,7 @@ def train(config: Config, world) -> dict | None:
 class _Story:
     """Epoch after epoch of a run."""
 
-    def __init__(self, run: Run, orders: Orders, log: SilentLog):
+    def __init__(self, run: Run, orders: RunControl, log: SilentLog):
         self.run, self.orders, self.log, self.config = run, orders, log, run.config
         self.position, self.first_step = run.position, run.first_step
         self.ended, self._start = False, time.monotonic()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Mapping
 
-from distseg.comm.agree import settings
+from distseg.comm.consistency import settings
 from distseg.config.settings import OptimConfig
 from distseg.runtime.optimizer import learning_rate
 from distseg.training.checkpoint.files import find, names_of

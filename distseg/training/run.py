@@ -12,12 +12,12 @@ from typing import IO
 
 from torch import nn
 
-from distseg.comm.agree import agree, versions
-from distseg.comm.launch import ranks_on_node, set_up, together
+from distseg.comm.consistency import assert_consistent, versions
+from distseg.comm.launch import raise_jointly, ranks_on_node, set_up
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.watch import phase
 from distseg.config.settings import Config, OptimConfig, with_dims
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
@@ -30,7 +30,7 @@ from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import check_grids, network_of, with_grid
-from distseg.planning.streaming import room_of, short_of_room, tiles_in_time
+from distseg.planning.streaming import is_streamed, room_of, short_of_room
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
@@ -60,10 +60,10 @@ class Run:
         self.world, self.first = world, world.rank == 0
         phase("opening the store and the run's folder")
         self.device, self.threads = set_up(world, config.run.device, config.run.threads)
-        with together(world):
+        with raise_jointly(world):
             self.store = _open_store(config)
             first = self.store.size(self.store.split("train")[0])
-            config = with_dims(with_store(config, self.store.ignore), len(first), str(Extents(first)))
+            config = with_dims(with_store(config, self.store.ignore), len(first), str(Size(first)))
             config = with_grid(config, _largest(self.store, config))
             self.config = config
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
@@ -88,7 +88,7 @@ class Run:
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
             init = config.train.init if not self.checkpoint else None
             self.init = None if init is None else pretrained(init, self._begun, config.train.init_names)
-        agree(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
+        assert_consistent(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
         phase("building the network")
         precision, channels_last = choose(config.train, self.device, world)
         self.mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
@@ -99,7 +99,7 @@ class Run:
             self.engine = engine = kind(config, self.mesh, self.model, self.device, precision, channels_last)
         else:
             self.engine = engine = Engine(config, self.mesh, self.model, self.image, self.device, precision, channels_last)
-        with together(world):
+        with raise_jointly(world):
             self.loader = PatchLoader(self.store, config, self.mesh) if by_patches else step_loader(config, self.store, self.mesh, engine)
         self.position = position_of(self.resumed) if self.resumed else Position()
         self.first_step, repeats = first_step(self.position.samples, self._batch, self.loader.steps_per_epoch)
@@ -110,7 +110,7 @@ class Run:
         if self.checkpoint or self.init:
             self._load()
         self.predictor = engine.predictor() if by_patches else self._predictor()
-        with together(world):
+        with raise_jointly(world):
             validated = self.store.splits.get("val", []) if config.train.validate_every else []
             check_validated(self.predictor, {self.store.size(name): name for name in validated})
         self.checkpoints = self._checkpoints()
@@ -168,7 +168,7 @@ class Run:
 
     def _load(self) -> None:
         phase(f"loading {self.checkpoint.name if self.checkpoint else self.config.train.init}")
-        with together(self.world):
+        with raise_jointly(self.world):
             if self.mesh.replicas.rank == 0 and self.init:
                 self.init.load(self._begun)
             elif self.mesh.replicas.rank == 0:
@@ -180,7 +180,7 @@ class Run:
         """The run's folder taken: locked, with room, nothing in it that would be overwritten."""
         config, output = self.config, Path(self.config.train.output)
         needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
-        with together(self.world):
+        with raise_jointly(self.world):
             if self.first:
                 check_room(output, needed)
                 self._lock = lock_run(output)
@@ -227,15 +227,15 @@ class Run:
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
-        if engine.in_time:
-            with together(self.world):
-                lines.append(engine.in_time.executor.describe(self.image, config.data.images))
+        if engine.streaming:
+            with raise_jointly(self.world):
+                lines.append(engine.streaming.executor.describe(self.image, config.data.images))
             lines += short_of_room(config.run.memory, engine.base_memory())
         elif not config.spatial.exchanges:
             lines += self._overlap()
         if engine.partition:
             balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
-            recompute = "" if engine.in_time else f", recompute {config.pipeline.recompute}"
+            recompute = "" if engine.streaming else f", recompute {config.pipeline.recompute}"
             lines.append(f"stages of {balance} layers, {engine.gradient_step.way.schedule}{recompute}")
         lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
         return lines + self._told
@@ -250,7 +250,7 @@ class Run:
         if window.pixels <= _MUCH * tile.pixels:
             return []
         return [
-            f"note: for tiles of {Extents(tile.size)} windows of {Extents(window.size)} are read and computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
+            f"note: for tiles of {Size(tile.size)} windows of {Size(window.size)} are read and computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
             "spatial.exchange_every 1, or level, tiles exchange borders instead"
         ]
 
@@ -307,7 +307,7 @@ def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> Ste
         reach=engine.reading,
         pixels=engine.pipeline.first,
         labels=engine.pipeline.last,
-        in_time=tiles_in_time(config),
+        streaming=is_streamed(config),
     )
 
 

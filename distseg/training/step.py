@@ -26,10 +26,10 @@ from distseg.runtime.interleaved import can_interleave, interleaved
 from distseg.runtime.operations import Operation
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import orders
-from distseg.runtime.streaming import InTime
-from distseg.runtime.tile_program import Work, beforehand, step
-from distseg.tiling.tile import Box, Place
-from distseg.tiling.tile_batch import Block, Piece, Unit, on_tile
+from distseg.runtime.streaming import StreamingExecutor
+from distseg.runtime.tile_program import StagePlan, beforehand, step
+from distseg.tiling.tile import Box, TilePlacement
+from distseg.tiling.tile_batch import LazyTileBatch, MicroBatch, TileBatch, on_tile
 
 
 class LossHead:
@@ -50,22 +50,22 @@ class LossHead:
         self.slope: Tensor | None = None
         self.value: float | None = None
 
-    def rows(self, unit: Unit, outputs: list[Tensor]) -> list[Tensor]:
+    def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
         return [self.loss.rows(y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels) for p, y in zip(unit.pieces, outputs)]
 
-    def note(self, unit: Unit, rows: list[Tensor]) -> None:
+    def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
         for piece, found in zip(unit.pieces, rows):
             if found.is_cuda:
                 self._noted.append((self._at(unit, piece), found.detach().double()))
             else:
                 self.table[self._at(unit, piece)] += found.detach().double()
 
-    def note_counts(self, units: Iterable[Unit]) -> None:
+    def note_counts(self, units: Iterable[MicroBatch]) -> None:
         """The part of the table that labels determine."""
         for unit in units:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
-    def slopes(self, unit: Unit, rows: list[Tensor]) -> list[Tensor]:
+    def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         if self.slope is None:
             self._settle()
         return [upload(self.slope[self._at(unit, p)], found.device, found.dtype) for p, found in zip(unit.pieces, rows)]
@@ -94,7 +94,7 @@ class LossHead:
             for at, found in zip(places, torch.cat([r.to(rows[0].device) for r in rows]).cpu().split([len(r) for r in rows])):
                 self.table[at] += found
 
-    def _at(self, unit: Unit, piece: Piece) -> list[int]:
+    def _at(self, unit: MicroBatch, piece: TileBatch) -> list[int]:
         return [self.at.of(unit.micro_batch, image) for image in piece.place.images]
 
 
@@ -109,7 +109,7 @@ class GradientStep:
     def __init__(self, way: "OnStages | OnDevices | InTiles", head: LossHead | None, loss: Loss, context: Context):
         self.way, self.head, self.loss, self.context = way, head, loss, context
 
-    def __call__(self, micro_batches: list[list[Piece]] | list[list[Block]]) -> float:
+    def __call__(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> float:
         """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
         given = self.way.given(micro_batches)
         if self.head:
@@ -137,29 +137,29 @@ class OnStages:
         together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
     """
 
-    def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
-        self.pipeline, self.schedule, self.together = pipeline, schedule, together
+    def __init__(self, pipeline: Pipeline, schedule: str, raise_jointly: bool):
+        self.pipeline, self.schedule, self.together = pipeline, schedule, raise_jointly
         # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
         self.orders_of = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
 
-    def given(self, micro_batches: list[list[Piece]]) -> list[Unit]:
+    def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
         return units_of(micro_batches, self.together)
 
-    def goes_back_early(self, units: list[Unit]) -> bool:
+    def goes_back_early(self, units: list[MicroBatch]) -> bool:
         """Whether backward passes begin before all forward passes are through, so that the loss's slope must be known by then."""
         return not _forwards_first(self.orders_of(len(units))[self.pipeline.partition.placement[-1]])
 
-    def labelled(self, units: list[Unit]) -> list[Unit]:
+    def labelled(self, units: list[MicroBatch]) -> list[MicroBatch]:
         """All labels, for what is known from them alone."""
         return units
 
-    def run_forward(self, units: list[Unit]) -> None:
+    def run_forward(self, units: list[MicroBatch]) -> None:
         self.pipeline.run([action for action in self._actions(units) if isinstance(action, Forward)], units)
 
-    def run(self, units: list[Unit]) -> None:
+    def run(self, units: list[MicroBatch]) -> None:
         self.pipeline.run(self._actions(units), units)
 
-    def _actions(self, units: list[Unit]) -> Sequence[Action]:
+    def _actions(self, units: list[MicroBatch]) -> Sequence[Action]:
         return self.orders_of(len(units))[self.pipeline.comm.rank]
 
 
@@ -171,10 +171,10 @@ class OnDevices:
     def __init__(self, pipeline: DevicePipeline):
         self.pipeline, self.run = pipeline, pipeline.run
 
-    def given(self, micro_batches: list[list[Piece]]) -> list[Unit]:
-        return units_of(micro_batches, together=False)
+    def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
+        return units_of(micro_batches, raise_jointly=False)
 
-    def goes_back_early(self, units: list[Unit]) -> bool:
+    def goes_back_early(self, units: list[MicroBatch]) -> bool:
         return False
 
 
@@ -182,9 +182,9 @@ class OnDevices:
 class Tiled:
     """A step in blocks, by micro-batch, and what this rank has of it."""
 
-    blocks: list[list[Block]]
-    places: list[list[Place]]
-    works: list[Work]
+    blocks: list[list[LazyTileBatch]]
+    places: list[list[TilePlacement]]
+    works: list[StagePlan]
 
 
 class InTiles:
@@ -195,22 +195,22 @@ class InTiles:
     and without live norms tiles go back in turn, whatever micro-batch they are of (:mod:`distseg.runtime.interleaved`).
     """
 
-    def __init__(self, executor: InTime, head: LossHead | None, loss: Loss, order: str = "gpipe"):
+    def __init__(self, executor: StreamingExecutor, head: LossHead | None, loss: Loss, order: str = "gpipe"):
         self.executor, self.head, self.loss = executor, head, loss
         self.order = order if executor.comm.size > 1 else "gpipe"  # a lone stage has nobody to take turns with
-        self.schedule = f"{self.order}, tiles in time"
+        self.schedule = f"{self.order}, streamed tiles"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
         self.goes_before = self.order == "1f1b" and not loss.linear
         self._programs: dict[tuple, list[Operation]] = {}
 
-    def given(self, micro_batches: list[list[Block]]) -> Tiled:
+    def given(self, micro_batches: list[list[LazyTileBatch]]) -> Tiled:
         places = [[block.place for block in blocks] for blocks in micro_batches]
         return Tiled(micro_batches, places, [self.executor.work(those, m) for m, those in enumerate(places)])
 
     def goes_back_early(self, given: Tiled) -> bool:
         return self.loss.linear or self.goes_before
 
-    def labelled(self, given: Tiled) -> Iterator[Unit]:
+    def labelled(self, given: Tiled) -> Iterator[MicroBatch]:
         return (_unit(m, block, box) for m, blocks in enumerate(given.blocks) for block in blocks for box in self.executor.label_tiles(block))
 
     def run_forward(self, given: Tiled) -> None:
@@ -219,22 +219,22 @@ class InTiles:
     def run(self, given: Tiled) -> None:
         self._run(self.program(given.works, given.places), given)
 
-    def before(self, works: list[Work]) -> list[Operation]:
+    def before(self, works: list[StagePlan]) -> list[Operation]:
         """The forward passes that go before all else; none where the loss is known otherwise."""
         return beforehand(works, self._actions(len(works))) if self.goes_before else []
 
-    def program(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
+    def program(self, works: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
         """Of all micro-batches, by their works and where their blocks lie; made once for each sizes of images."""
         every = range(len(works))
-        together = [every] if self.all_at_once else [[m] for m in every]
-        for those in together:
+        raise_jointly = [every] if self.all_at_once else [[m] for m in every]
+        for those in raise_jointly:
             self.executor.check_room(*(places[m] for m in those))
         key = tuple(map(id, works))  # which the executor keeps
         if key not in self._programs:
-            self._programs[key] = [op for those in together for op in self._operations([works[m] for m in those], [places[m] for m in those])]
+            self._programs[key] = [op for those in raise_jointly for op in self._operations([works[m] for m in those], [places[m] for m in those])]
         return self._programs[key]
 
-    def _operations(self, works: list[Work], places: list[list[Place]]) -> list[Operation]:
+    def _operations(self, works: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
         everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if self.order == "1f1b" else []
         if everyone and all(map(can_interleave, everyone)):
             return self.executor.keeping(interleaved([*zip(*everyone)])[self.executor.comm.rank], works)
@@ -254,7 +254,7 @@ class InTiles:
                 self._end(unit, output, self.executor.name_of(given.works[op.micro_batch].segments[op.segment]))
         self.executor.transfers.flush()
 
-    def _end(self, unit: Unit, output: Tensor, name: str) -> None:
+    def _end(self, unit: MicroBatch, output: Tensor, name: str) -> None:
         """The loss of a tile, and its backward pass if its slope is known."""
         rows = self.head.rows(unit, [output])
         self.head.note(unit, rows)
@@ -263,16 +263,16 @@ class InTiles:
                 torch.autograd.backward(rows, self.head.slopes(unit, rows))
 
 
-def _unit(m: int, block: Block, box: Box) -> Unit:
+def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
     """A tile of a block."""
-    return Unit(m, [Piece(None, block.labels(box), replace(block.place, tile=box))])
+    return MicroBatch(m, [TileBatch(None, block.labels(box), replace(block.place, tile=box))])
 
 
-def units_of(micro_batches: list[list[Piece]], together: bool) -> list[Unit]:
+def units_of(micro_batches: list[list[TileBatch]], raise_jointly: bool) -> list[MicroBatch]:
     """The pieces of a micro-batch in a unit, or one by one."""
-    if together:
-        return [Unit(m, pieces) for m, pieces in enumerate(micro_batches)]
-    return [Unit(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
+    if raise_jointly:
+        return [MicroBatch(m, pieces) for m, pieces in enumerate(micro_batches)]
+    return [MicroBatch(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
 
 
 def _forwards_first(actions: Sequence[Action]) -> bool:

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distseg.comm.launch import together
+from distseg.comm.launch import raise_jointly
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.settings import Config, with_dims
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.loader import pieces
 from distseg.data.sampler import Rows, epoch_samples
 from distseg.data.store.store import Store
@@ -37,11 +37,11 @@ from distseg.models.capture.capture import as_network
 from distseg.models.network import check_calls, check_size, of_image
 from distseg.models.weights import materialise
 from distseg.models.zoo import plain_model
-from distseg.planning.streaming import tiles_in_time
+from distseg.planning.streaming import is_streamed
 from distseg.runtime.optimizer import freeze
 from distseg.tiling import rng
-from distseg.tiling.tile import Place, Reach, owned_tiles
-from distseg.tiling.tile_batch import Piece, labels_of_images
+from distseg.tiling.tile import ReceptiveField, TilePlacement, owned_tiles
+from distseg.tiling.tile_batch import TileBatch, labels_of_images
 from distseg.training.conflicts import check_labels, notes, with_store
 from distseg.training.engine import Engine, approximations, owned_per_rank
 from distseg.training.serial import Dropouts, Image, Outcome, SerialProgram, WeightUpdate, rounding_of_gradients, rounding_of_step, take_over
@@ -56,7 +56,7 @@ class RandomImages:
 
     epoch = first = 0
 
-    def __init__(self, size: Extents, channels: int, classes: int, config: Config, of_image: bool = False):
+    def __init__(self, size: Size, channels: int, classes: int, config: Config, of_image: bool = False):
         self.size, self.channels, self.classes, self.of_image = tuple(size), channels, max(2, classes), of_image
         self.seed, self.ignore, self.numbers = config.train.seed, config.loss.ignore_index, of_numbers(config.loss.name)
 
@@ -78,17 +78,17 @@ class RandomImages:
         labels[torch.from_numpy(rng.uniform(rng.key(self.seed, number, "ignored"), count) < 0.05)] = self.ignore
         return pixels, labels.view(self.size)
 
-    def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
+    def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
         wholes, numbers = [self.whole(n) for n in rows], [self.first + n for n in rows]
         found = []
         for tile, window in owned_tiles(self.size, grid, per_rank, coordinates, reach):
-            place = Place(self.size, tile, window, tuple(range(len(numbers))), tuple(numbers))
+            place = TilePlacement(self.size, tile, window, tuple(range(len(numbers))), tuple(numbers))
             pixels = torch.stack([x[(slice(None), *window.slices)] for x, _ in wholes])
             if self.of_image:
                 labels = labels_of_images(torch.cat([y.flatten() for _, y in wholes]), tile, self.ignore)
             else:
                 labels = torch.stack([y[tile.slices] for _, y in wholes])
-            found.append(Piece(pixels, labels, place))
+            found.append(TileBatch(pixels, labels, place))
         return found
 
 
@@ -108,15 +108,15 @@ class StoreImages:
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
         dims = len(self.samples[row].size)
-        one = Extents((1,) * dims)
-        (piece,) = pieces(self.store, [self.samples[row]], one, one, (0,) * dims, Reach((0,) * dims, (1,) * dims))
+        one = Size((1,) * dims)
+        (piece,) = pieces(self.store, [self.samples[row]], one, one, (0,) * dims, ReceptiveField((0,) * dims, (1,) * dims))
         return piece.pixels[0].double(), piece.labels[0].long()
 
-    def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[Piece]:
+    def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
         return pieces(self.store, [self.samples[n] for n in rows], grid, per_rank, coordinates, reach)
 
 
-def verify(config: Config, world, image: Extents | None = None, dump: str | None = None, device=torch.device("cpu"), steps: int = 1) -> dict:
+def verify(config: Config, world, image: Size | None = None, dump: str | None = None, device=torch.device("cpu"), steps: int = 1) -> dict:
     """Run optimizer steps both ways, serially on the CPU; the report on rank 0, None elsewhere. Collective.
 
     Args:
@@ -125,7 +125,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
         device: of this rank's part of the distributed steps.
         steps: how many, each with the images that training would have; what a step leaves behind shows in the next.
     """
-    with together(world):
+    with raise_jointly(world):
         config, plain, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         freeze(plain, config.optim)
@@ -136,7 +136,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
             check_dump(plain)
         told, names, dropouts = notes(config, model), getattr(model, "names", {}), getattr(model, "dropouts", None)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
-    with together(world):
+    with raise_jointly(world):
         if initial is not None:
             materialise(initial, config.model.seed)
             initial.double()
@@ -145,7 +145,7 @@ def verify(config: Config, world, image: Extents | None = None, dump: str | None
     for number in range(steps):
         now = images.step(number, _batch(config)) if number else images
         outcome = _step(engine, model, now, names)
-        with together(world):
+        with raise_jointly(world):
             if comparison is not None:
                 found = comparison.step(now, outcome, None if number else dump)
                 report = with_step(report, found) if report else found | {"notes": told}
@@ -160,7 +160,7 @@ def _batch(config: Config) -> int:
 def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
     """Return what a step on the mesh yields, on the first rank of each pipeline. Collective."""
     config, mesh = engine.config, engine.mesh
-    with together(mesh.world):
+    with raise_jointly(mesh.world):
         own = own_pieces(config, mesh, images, engine.reading)
     engine.context.epoch = images.epoch
     loss = engine.backward(own)
@@ -184,7 +184,7 @@ def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcom
     return Outcome(own.loss, **merged)
 
 
-def prepare(config: Config, image: Extents | None):
+def prepare(config: Config, image: Size | None):
     """The config with what the data settles, the plain model and the source of images: random ones of size ``image``, or the store's.
 
     Raises:
@@ -195,14 +195,14 @@ def prepare(config: Config, image: Extents | None):
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
         size = store.size(store.split("train")[0])
-        config = with_dims(with_store(config, store.ignore), len(size), str(Extents(size)))
+        config = with_dims(with_store(config, store.ignore), len(size), str(Size(size)))
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
         check_labels(store, model, config)
         return config, model, StoreImages(store, config, config.mesh.samples * config.train.accumulate * config.data.images)
     if image is None:
         raise ValueError("there are no images: give --image 97x131 for random ones, or --data.store PATH")
-    config = with_dims(config, len(image), str(Extents(image)))
+    config = with_dims(config, len(image), str(Size(image)))
     many = None if config.model.out_channels or all(name in ("binary_cross_entropy", "dice", "focal", "mse", "l1") for _, name in parse(config.loss.name)) else 3
     model = plain_model(config.model, out_channels=many)
     vectors = of_image(model, image)
@@ -210,18 +210,18 @@ def prepare(config: Config, image: Extents | None):
     return config, model, RandomImages(image, *channels_of(model), config, vectors)
 
 
-def _check_fits(image: Extents, channels: int, count: int) -> None:
+def _check_fits(image: Size, channels: int, count: int) -> None:
     """Refuse images that the machine could not even hold, before it dies of them."""
-    wanted = 8.0 * Extents(image).volume * (channels + 1) * count
+    wanted = 8.0 * Size(image).volume * (channels + 1) * count
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise ValueError(
-            f"a step of {count} images of {Extents(image)} with {channels} bands takes {wanted / 1e9:.3g} GB in float64 for the pixels alone, and this machine has {there / 1e9:.3g} GB: "
+            f"a step of {count} images of {Size(image)} with {channels} bands takes {wanted / 1e9:.3g} GB in float64 for the pixels alone, and this machine has {there / 1e9:.3g} GB: "
             "give a smaller --image, or fewer of them"
         )
 
 
-def own_pieces(config: Config, mesh: Mesh, images, reach: Reach) -> list[list[Piece]]:
+def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> list[list[TileBatch]]:
     """What this rank reads of a step's images, a list for each micro-batch."""
     return [
         images.mine(_numbers(config, mesh.sample, m), config.mesh.tiles, owned_per_rank(config), mesh.tile, reach)
@@ -286,10 +286,10 @@ class Comparison:
         return {
             "device": engine.device.type,
             "mesh": {"samples": config.mesh.samples, "tiles": str(config.mesh.tiles), "stages": config.mesh.stages},
-            "images": [str(Extents(w.pixels.shape[1:])) for w in wholes],
+            "images": [str(Size(w.pixels.shape[1:])) for w in wholes],
             "halo": list(engine.reading.halo),
             "exchange_every": config.spatial.exchange_every,
-            "in_time": tiles_in_time(config),
+            "streaming": is_streamed(config),
             "stride": list(engine.reach.stride),
             "reducer": engine.reducer.name,
             "approximations": approximations(config, engine.reach, engine.exact),
@@ -457,7 +457,7 @@ def summary(report: dict, tolerance: float) -> str:
     mesh = report["mesh"]
     lines = [
         f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, images {', '.join(report['images'])}, "
-        f"{_borders(report)}{', tiles in time' if report['in_time'] else ''}, stride {Extents(report['stride'])}, gradients summed by {report['reducer']}"
+        f"{_borders(report)}{', streamed tiles' if report['streaming'] else ''}, stride {Size(report['stride'])}, gradients summed by {report['reducer']}"
     ]
     if report["device"] != "cpu":
         lines.append(f"computed on {report['device']}, compared with the serial program on the CPU")

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 
 from distseg.cli.predict import Predictor  # noqa: E402
 from distseg.config import settings as sections  # noqa: E402
-from distseg.config.sizes import Extents  # noqa: E402
-from distseg.tiling.tile import Reach  # noqa: E402
+from distseg.config.sizes import Size  # noqa: E402
+from distseg.tiling.tile import ReceptiveField  # noqa: E402
 from distseg.training.engine import Engine  # noqa: E402
 from distseg.training.verify import own_pieces, prepare  # noqa: E402
 
@@ -48,16 +48,16 @@ def run(case: dict) -> list[dict[str, int]]:
 
 
 def _config(settings: dict) -> sections.Config:
-    kinds = {"tiles": Extents, "tiles_per_rank": Extents}
+    kinds = {"tiles": Size, "tiles_per_rank": Size}
     made = lambda name, fields: getattr(sections, f"{name.capitalize()}Config")(**{k: kinds.get(k, lambda v: v)(v) for k, v in fields.items()})
     return sections.Config(**{name: made(name, fields) for name, fields in settings.items()})
 
 
 def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[str, int]:
-    config, model, images = prepare(config, Extents(case["image"]))
+    config, model, images = prepare(config, Size(case["image"]))
     waits = Waits()
     mesh = mesh_at(config.mesh.samples, config.mesh.tiles, config.mesh.stages, case["tile"], stage, waits.order, told)
-    reach = Reach(*((n, n) for n in case["reach"])) if case.get("reach") else None
+    reach = ReceptiveField(*((n, n) for n in case["reach"])) if case.get("reach") else None
     with stand_in(waits, case["direct"], reach), planted(case.get("plant")), FakeTensorMode(allow_non_fake_inputs=True), waits:
         engine = Engine(config, mesh, model, images.size, torch.device("cuda", 0), case["precision"], case["channels_last"])
         messages = config.spatial.exchanges or config.mesh.stages > 1
@@ -69,13 +69,13 @@ def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[s
             engine.update(1e-3)
         if "predict" in case:
             waits.found.clear()
-            _predict(engine, Extents(case["image"]), Extents(case["predict"]))
+            _predict(engine, Size(case["image"]), Size(case["predict"]))
     for p in engine.parameters:
         assert isinstance(p, FakeTensor) and p.is_cuda and p.grad is not None and p.grad.is_cuda
     return dict(waits.found)
 
 
-def _predict(engine: Engine, size: Extents, tile: Extents) -> None:
+def _predict(engine: Engine, size: Size, tile: Size) -> None:
     """All tiles of an image."""
     channels = next(engine.model.parameters()).shape[1]
     scene = SimpleNamespace(size=size, read=lambda box: np.zeros((channels, *box.size), np.float32))

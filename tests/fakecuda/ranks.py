@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distseg.comm.mesh import MeshShape
 from distseg.comm.waits import Ranks, Waits
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 from .order import Order
 
@@ -88,7 +88,7 @@ class FakeMesh(SimpleNamespace):
 
 def mesh_at(samples: int, tiles, stages: int, tile, stage: int, order: Order, told: dict) -> FakeMesh:
     """The place of one rank, of the first sample group."""
-    shape = MeshShape(samples, Extents(tiles), stages)
+    shape = MeshShape(samples, Size(tiles), stages)
     number = 0
     for n, t in zip(shape.tiles, tile):
         number = number * n + t

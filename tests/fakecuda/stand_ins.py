@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distseg.comm import mail
-from distseg.runtime import descent, parallelize
-from distseg.tiling.tile import Reach
+from distseg.runtime import parallelize, parameter_update
+from distseg.tiling.tile import ReceptiveField
 from distseg.training import engine
 
 from .waits import Event, Stream, Waits
@@ -58,7 +58,7 @@ def _with_numbers(plan):
 
 
 @contextmanager
-def stand_in(waits: Waits, direct: bool = False, reach: Reach | None = None):
+def stand_in(waits: Waits, direct: bool = False, reach: ReceptiveField | None = None):
     """Inside, a step runs on fake tensors. ``direct``: as if MPI took pointers to a GPU's memory; ``reach``: the model's, which takes
     seconds to find for a deep one."""
     patches = [
@@ -73,7 +73,7 @@ def stand_in(waits: Waits, direct: bool = False, reach: Reach | None = None):
         patch("torch.cuda.set_device", lambda device: None),
         patch.object(mail, "cuda_aware", lambda: direct),
         patch.object(mail, "message", lambda x: x),  # to ranks that look where it lies, not what it is
-        patch.object(descent, "broadcast", lambda model, comm: None),
+        patch.object(parameter_update, "broadcast", lambda model, comm: None),
         *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
     ]
     if reach is not None:

@@ -19,7 +19,7 @@ from distseg.cli.submit.studies import grown, node_counts, sweep
 from distseg.cli.submit.systems import SYSTEMS, System, seconds_of, system_of
 from distseg.comm.mesh import MeshShape
 from distseg.config.settings import Config
-from distseg.report.disk import check_replaceable, whole
+from distseg.report.disk import atomic_write, check_replaceable
 
 
 def add_flags(parser) -> None:
@@ -224,7 +224,7 @@ def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
 
 def _write(path: Path, script: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as growing:
+    with atomic_write(path) as growing:
         growing.write_text(script)
     path.chmod(0o777 & ~_umask())
 

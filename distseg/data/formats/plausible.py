@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.config.units import si
 
 # The most that a byte of a file can stand for, in bytes of pixels: deflate's longest match, 258 bytes, takes two bits. A JPEG
@@ -21,10 +21,10 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
     Raises:
         ValueError: naming what the header says and what the file can hold.
     """
-    stored, claimed = os.path.getsize(path), -(-Extents(size).volume * pixel_bits // 8)
+    stored, claimed = os.path.getsize(path), -(-Size(size).volume * pixel_bits // 8)
     if claimed > stored * packed:
         raise ValueError(
-            f"{path} says that it has {Extents(size)} pixels, {si(claimed, 'B')}, but a file of {stored} bytes "
+            f"{path} says that it has {Size(size)} pixels, {si(claimed, 'B')}, but a file of {stored} bytes "
             f"holds at most {si(stored * packed, 'B')}: it is damaged, or no image"
         )
 

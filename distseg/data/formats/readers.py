@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 
 from distseg.comm.launch import release_freed_memory
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.formats import marks, pam
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable
@@ -193,7 +193,7 @@ class PillowReader(Reader):
             self.colours = marks.colours(mode if self.alpha is None else _WITHOUT_ALPHA.get(mode, mode))
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             self.decoding = math.prod(self.size) * _decoding(image)
-        check_memory(path, f"its {Extents(self.size)} pixels are", self.decoding)
+        check_memory(path, f"its {Size(self.size)} pixels are", self.decoding)
 
     def _read(self, box: Box) -> np.ndarray:
         if self._array is None:
@@ -209,7 +209,7 @@ class PillowReader(Reader):
         strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
         room = room_for(shape, self.dtype, self._scratch)
         if room is None:
-            check_memory(self.path, f"its {Extents(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
+            check_memory(self.path, f"its {Size(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
             room = np.empty(shape, self.dtype)
         room = np.moveaxis(room, -1, 0)
         with pillow(self.path) as image:

@@ -9,7 +9,7 @@ from typing import Callable
 import numpy as np
 from tifffile import TiffFile
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.formats import marks
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader, note_of_alpha
@@ -61,8 +61,8 @@ class Mask:
     def __init__(self, path: Path, file: TiffFile, segments: Segments, size: tuple[int, ...]):
         weakref.finalize(self, file.close)
         if segments.size != size or segments.bands != 1:
-            said = f"{Extents(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
-            raise ValueError(f"{path} has a validity mask of {said}, but the image has {Extents(size)} pixels, and one band says where there is data: write it anew, or remove it")
+            said = f"{Size(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
+            raise ValueError(f"{path} has a validity mask of {said}, but the image has {Size(size)} pixels, and one band says where there is data: write it anew, or remove it")
         segments.try_first()
         self._segments = segments
 

@@ -8,7 +8,7 @@ from typing import Iterator, Mapping
 
 from tifffile import TiffFile, TiffPageSeries
 
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.formats.tiff_chain import MASK, REDUCED
 
 _BY_LIKENESS = ("generic", "uniform")  # series that pages are in only since they are of one form
@@ -72,5 +72,5 @@ def _pixels(series: TiffPageSeries) -> int:
 def _told(series: TiffPageSeries) -> str:
     """Return the size and form of an image in words."""
     page, pages = series.keyframe, len(series.pages)
-    size = Extents([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])
+    size = Size([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])
     return f"{size} pixels of {page.samplesperpixel} x {page.dtype}{f' on {pages} pages' if pages > 1 else ''}"

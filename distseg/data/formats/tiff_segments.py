@@ -15,7 +15,7 @@ import numpy as np
 from tifffile import TIFF, TiffFile, TiffPageSeries
 
 from distseg.comm.launch import release_freed_memory
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.formats import lerc, packed
 from distseg.data.formats.base import plain, readable
 from distseg.data.formats.mapped import copied, let_go, room_for
@@ -86,7 +86,7 @@ class Segments:
         there = os.path.getsize(self.path) - self._series.dataoffset
         needed = math.prod(int(n) for n in shape) * stored.itemsize
         if needed > there:
-            words = f"it holds {Extents(shape)} numbers of {stored}, {needed} bytes"
+            words = f"it holds {Size(shape)} numbers of {stored}, {needed} bytes"
             raise ValueError(f"its header says that {words}, but it has {there}")
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
@@ -114,10 +114,10 @@ class Segments:
         needed = math.prod(int(n) for n in layout.chunked)
         for page in self._series.pages:
             if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
-                words = f"{Extents(self.size)} pixels are in {needed} strips or tiles"
+                words = f"{Size(self.size)} pixels are in {needed} strips or tiles"
                 raise ValueError(f"its header says that {words}, but lists {len(page.dataoffsets)}")
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
-        size, taken = Extents(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes
+        size, taken = Size(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes
         check_memory(self.path, f"a strip or tile of {size} pixels is", taken)
         for page in self._series.pages:
             for index, count in enumerate(page.databytecounts):
@@ -236,8 +236,8 @@ class Segments:
         found = [size for size in (packed.size_of(layout.compression, part) for part in (data, tables) if part) if size]
         most = self._edges[1:]
         if not found or any(a > n for size in found for a, n in zip(size, most)):
-            said = f"{Extents(found[0])} pixels" if found else "of no known size"
-            raise ValueError(f"a strip or tile of {Extents(most)} pixels holds an image {said}")
+            said = f"{Size(found[0])} pixels" if found else "of no known size"
+            raise ValueError(f"a strip or tile of {Size(most)} pixels holds an image {said}")
         return data
 
     def _check_packed(self, compression: int, index: int, count: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from distseg.data.formats.georeference import Place
+from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import from_json, to_json
 from distseg.data.store import hdf5, layout
 
@@ -34,7 +34,7 @@ class Entry:
     digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts
     label: int | float | None = None  # of the whole image: its class, or in a store of one class the number that this names
     valid: bool = False  # it has a validity mask
-    place: Place | None = None  # where on earth its file says that it lies
+    place: Georeference | None = None  # where on earth its file says that it lies
 
     def to_json(self) -> dict:
         return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata), "place": self.place and self.place.to_json()}
@@ -52,7 +52,7 @@ class Entry:
         )
         if version == 1:
             return cls(*known)
-        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"), entry.get("valid", False), Place.from_json(entry.get("place")))
+        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"), entry.get("valid", False), Georeference.from_json(entry.get("place")))
 
     def check(self, classes: int, version: int) -> None:
         """Raises ValueError for what can not be."""

@@ -7,8 +7,8 @@ from typing import Callable
 import h5py
 import numpy as np
 
-from distseg.config.sizes import Extents
-from distseg.data.formats.georeference import Place
+from distseg.config.sizes import Size
+from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing as missing_of
 from distseg.data.store import layout
 from distseg.data.store.chunks import ChunkWriter
@@ -48,7 +48,7 @@ class ImageWriter:
         check: Callable[[], None],
         label: int | float | None = None,
         masked: bool = False,
-        place: Place | None = None,
+        place: Georeference | None = None,
     ):
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
@@ -100,7 +100,7 @@ class ImageWriter:
     def entry(self, first: int) -> tuple[Entry, np.ndarray]:
         """The image's line in the index, and the checksums of its chunks, which begin at ``first``; ValueError unless all is written."""
         if self.missing:
-            raise ValueError(f"image {self.name!r}: {self.missing} of its {Extents(self.size)} pixels were never written")
+            raise ValueError(f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never written")
         labels, totals = self.counts is not None, self.counts.totals if self.counts else None
         known = self.name, self.split, self.size, self.dtype, labels, totals
         starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
@@ -120,7 +120,7 @@ class ImageWriter:
 
     def _check_shapes(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None) -> None:
         if len(box.start) != len(self.size) or not Box.whole(self.size).contains(box) or min(box.size) < 1:
-            raise ValueError(f"image {self.name!r}: the block {box} is empty or outside an image of {Extents(self.size)}")
+            raise ValueError(f"image {self.name!r}: the block {box} is empty or outside an image of {Size(self.size)}")
         if box.pixels > self.missing:
             raise ValueError(f"image {self.name!r}: some of the block {box} is written already: write each pixel once")
         if pixels.shape != (len(self.bands), *box.size):

@@ -16,8 +16,8 @@ from typing import Sequence
 
 import numpy as np
 
-from distseg.config.sizes import Extents
-from distseg.data.formats.georeference import Place
+from distseg.config.sizes import Size
+from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing
 from distseg.data.store import hdf5, header, layout
 from distseg.data.store.chunks import AGAIN, ChunkReader, Damage, Sums
@@ -104,7 +104,7 @@ class Store:
         """The number that stands for no data in the image's pixels."""
         return self._entry(name).nodata
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> Georeference | None:
         """Return where on earth the image's file says that it lies."""
         return self._entry(name).place
 
@@ -233,11 +233,11 @@ class Store:
                 what = "labels of pixels" if entry.labels else "pixels without data"
                 raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, which have no mean: leave data.shrink out")
             if min(entry.size) < self.shrink:
-                raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {Extents(entry.size)} pixels: nothing of it is left")
+                raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {Size(entry.size)} pixels: nothing of it is left")
 
     def _check_size(self) -> None:
         """Of the pixels, which are not packed, the file must have all."""
-        needed = sum(entry.dtype.itemsize * self.bands * Extents(entry.size).volume for entry in self._images.values())
+        needed = sum(entry.dtype.itemsize * self.bands * Size(entry.size).volume for entry in self._images.values())
         if needed > (size := os.fstat(self._descriptor).st_size):
             words = f"its images take {needed} bytes, the file has {size}"
             raise ValueError(f"{self.path} is damaged or cut off: {words}: {AGAIN}")
@@ -257,7 +257,7 @@ class Store:
     def _check(self, name: str, box: Box) -> None:
         size = self.size(name)
         if len(box.start) != len(size) or not Box.whole(size).contains(box):
-            raise ValueError(f"image {name!r} of {self.path} has {Extents(size)} pixels, the box {box} reaches beyond them")
+            raise ValueError(f"image {name!r} of {self.path} has {Size(size)} pixels, the box {box} reaches beyond them")
 
     def _check_labelled(self, name: str) -> None:
         if not self.has_labels(name):

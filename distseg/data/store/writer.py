@@ -12,8 +12,8 @@ from typing import ContextManager, Sequence
 
 import numpy as np
 
-from distseg.config.sizes import Extents
-from distseg.data.formats.georeference import Place
+from distseg.config.sizes import Size
+from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import fitting
 from distseg.data.store import hdf5, header, layout
 from distseg.data.store.image_writer import ImageWriter
@@ -23,7 +23,7 @@ from distseg.report.disk import check_replaceable, locked, room_told, to_disk
 
 def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
     """Return the bytes that an image takes in a store at most: its pixels, and planes of a byte a pixel, such as labels."""
-    return Extents(size).volume * (bands * dtype.itemsize + planes)
+    return Size(size).volume * (bands * dtype.itemsize + planes)
 
 
 class StoreWriter:
@@ -103,7 +103,7 @@ class StoreWriter:
             self._lock.close()
 
     def add_image(
-        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False, place: Place | None = None
+        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False, place: Georeference | None = None
     ) -> ImageWriter:  # fmt: skip
         """A new image of ``size`` pixels, to be written in blocks that cover it.
 

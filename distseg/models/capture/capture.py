@@ -21,8 +21,8 @@ from distseg.models.capture.hidden import check_left, picture
 from distseg.models.capture.reader import DIFFERENT, Reader
 from distseg.models.capture.rules import made
 from distseg.models.capture.trace import CanNotCapture, Hidden, Trace, alike, trace
-from distseg.models.layers import hollow
-from distseg.models.modified import altered, known
+from distseg.models.layers import on_meta
+from distseg.models.modified import known, modification_of
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals, unbounded
 from distseg.models.passes import generators_kept, scripted
 
@@ -59,7 +59,7 @@ def hook_on_gradients(model: nn.Module) -> str | None:
 
 def _is_known(layer: nn.Module) -> bool:
     """Whether a layer computes what its class, PyTorch's or ours, says, and that has a twin for parts of an image."""
-    return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and altered(layer) is None and not layer._modules and not isinstance(layer, _DRAW)
+    return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and modification_of(layer) is None and not layer._modules and not isinstance(layer, _DRAW)
 
 
 def _stands_twice(model: nn.Module) -> bool:
@@ -110,7 +110,7 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
 def _captured(model: nn.Module, in_channels: int | None) -> Network:
     """Do what :func:`capture` says."""
     try:
-        empty = hollow(model).double()
+        empty = on_meta(model).double()
     except Exception as e:  # a module's own way to be copied may fail by any
         raise CanNotCapture(f"it can't be copied: {' '.join(str(e).split())[:300]}") from e
     tell(model, in_channels)
@@ -132,7 +132,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         """Refuse what the passes up to now left behind."""
         others = [partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)]
         last = partial(trace, channels=channels, size=size, batch=batch)
-        check_left(lambda: hollow(model).double().train(), before, picture(empty), last, others, alike)
+        check_left(lambda: on_meta(model).double().train(), before, picture(empty), last, others, alike)
 
     @cache
     def passed(size: tuple[int, ...]) -> Trace:
@@ -193,7 +193,7 @@ def _in_other_types(model: nn.Module, channels: int, size: Sequence[int]) -> dic
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(CanNotCapture):
-            found[dtype] = trace(hollow(model).to(dtype), channels, size)
+            found[dtype] = trace(on_meta(model).to(dtype), channels, size)
     return found
 
 

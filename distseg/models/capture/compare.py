@@ -16,7 +16,7 @@ from distseg.models.capture.trace import DRAWS, CanNotCapture, Hidden
 from distseg.models.capture.wide import call_wide, unnarrowed
 from distseg.models.layers import copied_with
 from distseg.models.network import Network
-from distseg.models.user_errors import blame
+from distseg.models.user_errors import user_error
 
 TOLERANCE = 1e-10
 """Largest difference beside the largest number of the result, if the module's own rounding does not explain more."""
@@ -111,7 +111,7 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
         raise Hidden(f"in evaluation {e}{told}") from None
     except Exception as e:  # by whatever a module of the user's fails
         size = "x".join(map(str, image.shape[2:]))
-        raise TooSmall(f"in evaluation it fails on an image of {size} pixels, without gradients, with {blame(e)}") from e
+        raise TooSmall(f"in evaluation it fails on an image of {size} pixels, without gradients, with {user_error(e)}") from e
     check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
     return made
 

@@ -24,10 +24,10 @@ from distseg.models.capture.machine import ASKS, asked
 from distseg.models.capture.state import WHOLE, Picture, Slot, picture_of, print_of
 from distseg.models.capture.trace import DRAWS, DRAWS_WHOLE, IN_ATTENTION, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
 from distseg.models.layers import skip_store
-from distseg.models.modified import altered
+from distseg.models.modified import modification_of
 from distseg.models.network import inexact, is_followed, refusals
 from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
-from distseg.models.user_errors import blame
+from distseg.models.user_errors import user_error
 
 Pass = Callable[[nn.Module], Any]
 """A forward pass; what it returns can be compared."""
@@ -46,7 +46,7 @@ def _statistics(model: nn.Module) -> set[tuple[str, str]]:
     found = set()
     for name, layer in model.named_modules():
         if isinstance(layer, _NORMS):
-            whole = not any(b.is_meta for b in layer.buffers()) and altered(layer) is None
+            whole = not any(b.is_meta for b in layer.buffers()) and modification_of(layer) is None
             found |= {(name or WHOLE, own) for own in (_RUNNING if whole else _RUNNING[:1])}
     return found
 
@@ -190,7 +190,7 @@ def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = 
         else:
             _checked.setdefault(model, set()).add((at, tuple(modes)))
             return _check_at(model, tuple(size), modes)
-    raise Hidden(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(failed)}") from failed
+    raise Hidden(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(failed)}") from failed
 
 
 _TRIED = (64, 96, 256)  # pixels a side

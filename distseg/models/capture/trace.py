@@ -25,7 +25,7 @@ from distseg.models.capture.wide import unnarrowed, widened
 from distseg.models.layers import skip_store
 from distseg.models.meta import all_on_meta, as_computed, found_in, of_sequence
 from distseg.models.passes import checkpoints_ignored, eager, is_users, last_line_of, replaced, run, user_line
-from distseg.models.user_errors import blame
+from distseg.models.user_errors import user_error
 
 
 class CanNotCapture(ValueError):
@@ -114,7 +114,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     """The calls of a forward pass in training.
 
     Args:
-        model: without memory (:func:`distseg.models.layers.hollow`). In float64 it makes float64 wherever its code asks for float32.
+        model: without memory (:func:`distseg.models.layers.on_meta`). In float64 it makes float64 wherever its code asks for float32.
 
     Raises:
         CanNotCapture: the model fails at this size, or does what can't be followed.
@@ -129,7 +129,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     except CanNotCapture:
         raise
     except Exception as e:
-        raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {blame(e)}") from e
+        raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(e)}") from e
     check_statistics(recorder.calls)
     if not isinstance(result, Tensor):
         raise CanNotCapture(returned(result, last_line_of(lambda: run(model, image))))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.replicas import broadcast, broadcast_tensor
-from distseg.report.disk import whole
+from distseg.report.disk import atomic_write
 from distseg.training.checkpoint.tensors import names_in, read_tensors
 
 VERSION = 2  # 1 had no checksums
@@ -139,7 +139,7 @@ def write_index(folder: Path, index: dict) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    with whole(path) as growing:
+    with atomic_write(path) as growing:
         growing.write_text(json.dumps(content, indent=1, default=str))
 
 

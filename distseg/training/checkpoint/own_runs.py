@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from distseg.report.disk import whole
+from distseg.report.disk import atomic_write
 
 
 def remember_run(run: str | Path, network: str, part: str = "network") -> None:
@@ -28,7 +28,7 @@ def remember_run(run: str | Path, network: str, part: str = "network") -> None:
     content = {"run": os.path.realpath(run), "network": network, "code": str(code), "digest": _digest(code)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with whole(path) as growing:
+        with atomic_write(path) as growing:
             growing.write_text(json.dumps(content, indent=1))
     except OSError:
         return

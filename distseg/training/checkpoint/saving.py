@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
-from distseg.comm.watch import beat, waits
-from distseg.report.disk import room, to_disk
+from distseg.comm.watch import heartbeat, waits
+from distseg.report.disk import require_disk_space, to_disk
 from distseg.training.checkpoint.files import (
     FOLDER,
     FORMAT,
@@ -123,7 +123,7 @@ class Checkpoints(SilentCheckpoints):
                 self._thread.join(0.2)
                 if self._written != seen:
                     seen = self._written
-                    beat(f"checkpoint, {seen / 1e6:.0f} MB written")
+                    heartbeat(f"checkpoint, {seen / 1e6:.0f} MB written")
             self._thread = None
             waits("")
         self.check()
@@ -205,7 +205,7 @@ def check_room(run: str | Path, needed: int) -> None:
     Raises:
         OSError: naming the folder, what it takes and what is free.
     """
-    room(Path(run), needed, "the next checkpoint")
+    require_disk_space(Path(run), needed, "the next checkpoint")
     Path(run).mkdir(parents=True, exist_ok=True)
 
 

@@ -8,13 +8,13 @@ from torch import nn
 from distseg.comm.mesh import Mesh
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
-from distseg.comm.watch import beat
+from distseg.comm.watch import heartbeat
 from distseg.config.settings import Config
 from distseg.models.network import user_names
 from distseg.runtime.optimizer import make_optimizer, set_learning_rate
 
 
-class Descent:
+class ParameterUpdate:
     """The trained parameters of a rank's network, their gradients, who sums these over the replicas, and the optimizer.
 
     Args:
@@ -26,7 +26,7 @@ class Descent:
         trained = user_names(((name, p) for name, p in network.named_parameters() if p.requires_grad), network)
         self.config, self.mesh, self.parameters = config, mesh, list(trained.values())
         self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
-        beat("start of what sums gradients")
+        heartbeat("start of what sums gradients")
         self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
         self.optimizer = make_optimizer(config.optim, trained)
 

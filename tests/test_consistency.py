@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from distseg.comm.agree import agree, differences, settings, versions
 from distseg.comm.collective import Alone
+from distseg.comm.consistency import assert_consistent, differences, settings, versions
 from distseg.comm.launch import JointFailure
 
 
@@ -17,16 +17,16 @@ def test_differences_name_both_values_and_ranks():
 
 
 def test_one_rank_agrees_with_itself():
-    agree(Alone(), {"x": 1, **versions()}, "nothing")
+    assert_consistent(Alone(), {"x": 1, **versions()}, "nothing")
 
 
 @pytest.mark.parallel(3)
 def test_what_differs_is_told_on_all_ranks(comm):
-    agree(comm, {"x": 1}, "nothing")
+    assert_consistent(comm, {"x": 1}, "nothing")
     with pytest.raises(JointFailure, match=r"the ranks do not agree: x is 0 on rank 0 and 2 on rank 2. Start anew"):
-        agree(comm, {"x": comm.rank // 2 * 2, "y": 5}, "Start anew")
+        assert_consistent(comm, {"x": comm.rank // 2 * 2, "y": 5}, "Start anew")
     with pytest.raises(JointFailure, match="and 3 more. Start anew"):
-        agree(comm, {f"x{k}": comm.rank for k in range(8)}, "Start anew")
+        assert_consistent(comm, {f"x{k}": comm.rank for k in range(8)}, "Start anew")
 
 
 APART = """

@@ -15,7 +15,7 @@ from typing import Sequence
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 
 QUESTION = "How much faster do two stages compute an image tile after tile than one rank?"
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--size", type=Extents, default=Extents((1536, 512)), help="of the image (default: %(default)s)")
-    parser.add_argument("--tiles", type=Extents, default=Extents((12, 1)), help="that it is cut into (default: %(default)s)")
+    parser.add_argument("--size", type=Size, default=Size((1536, 512)), help="of the image (default: %(default)s)")
+    parser.add_argument("--tiles", type=Size, default=Size((12, 1)), help="that it is cut into (default: %(default)s)")
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--images", type=int, default=1, help="micro-batches of a step (default: %(default)s)")
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.job:
         return job(options)
     if options.quick:
-        options.size, options.tiles, options.depth, options.channels, options.steps = Extents((48, 32)), Extents((3, 1)), 1, 4, 1
+        options.size, options.tiles, options.depth, options.channels, options.steps = Size((48, 32)), Size((3, 1)), 1, 4, 1
     found = {norm: measure(_cases(norm, options), repeats_of(options), warmup=0) for norm in options.norms}
     rows = [_row(norm, case, results) for norm, results in found.items() for case in results.samples]
     notes = "one thread a rank; of each job the fastest step; speed-up: against one rank in the same turn, median and range"
     parameters = {"network": f"U-Net, depth {options.depth}, {options.channels} channels", "image": str(options.size), "tiles": str(options.tiles), "images": options.images}
-    report("stages_in_time", QUESTION, Rows(rows, {"samples": {norm: results.as_dict() for norm, results in found.items()}}), options, parameters, notes)
+    report("stages_streaming", QUESTION, Rows(rows, {"samples": {norm: results.as_dict() for norm, results in found.items()}}), options, parameters, notes)
 
 
 def _cases(norm: str, options: argparse.Namespace) -> dict:
@@ -77,10 +77,10 @@ def job(options: argparse.Namespace) -> None:
     model = ModelConfig(depth=options.depth, num_convs=2, base_channels=options.channels, in_channels=4, out_channels=3, norm=norm, dropout=0.1)
     config = Config(
         model=model, mesh=MeshConfig(stages=int(stages)), data=DataConfig(images=1), train=TrainConfig(accumulate=options.images), pipeline=PipelineConfig(schedule="1f1b"),
-        spatial=SpatialConfig(in_time="spill", tiles_per_rank=options.tiles, scratch="memory"),
+        spatial=SpatialConfig(streaming="offload", tiles_per_rank=options.tiles, scratch="memory"),
     )  # fmt: skip
     comm = world()
-    mesh = Mesh(comm, 1, Extents((1, 1)), int(stages))
+    mesh = Mesh(comm, 1, Size((1, 1)), int(stages))
     engine = Engine(config, mesh, outline_model(config.model), options.size)
     own = own_pieces(config, mesh, RandomImages(options.size, 4, 3, config), engine.reading)
 

@@ -1,4 +1,4 @@
-"""Tiles in time: the memory and time of a step on images far larger than memory, against plain PyTorch's.
+"""Streamed tiles: the memory and time of a step on images far larger than memory, against plain PyTorch's.
 
 Every case is a job of its own, whose peak is that of its whole process (the resident set, scratch files apart). A small image is
 trained as long as a large one takes for a step, since the gaps that the allocator leaves grow with the tiles that were computed. Images are the
@@ -25,7 +25,7 @@ from benchmarks.steps import peak
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.models.zoo import build_model, outline_model
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="sides of square images (default: %(default)s)")
     parser.add_argument("--plain", type=int, nargs="*", default=[512, 768, 1024, 1536], help="sides for plain PyTorch (default: %(default)s)")
     parser.add_argument("--memory", default="1GB")
-    parser.add_argument("--modes", nargs="*", default=["spill", "recompute"])
+    parser.add_argument("--modes", nargs="*", default=["offload", "recompute"])
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--scratch", default=None, help="folder for stored maps and the images (default: the system's)")
     parser.add_argument("--seconds", type=float, default=120, help="that a case in time trains, two steps at least (default: %(default)s)")
-    parser.add_argument("--name", default="in_time", help="of the result files")
+    parser.add_argument("--name", default="streaming", help="of the result files")
     parser.add_argument("--job", help="one step of a mode on a store, or of plain: internal")
     parser.add_argument("--store")
     options = parser.parse_args(arguments)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows.append(_row(mode, side, _run(options, mode, stores[side], folder)))
                 print(rows[-1], file=sys.stderr, flush=True)
     extrapolated = _extrapolated(rows, max(options.sizes))
-    ours, own = "spill: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm", "spill: its norms in training mode; plain: the module itself"
+    ours, own = "offload: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm", "offload: its norms in training mode; plain: the module itself"
     notes = (
         f"{options.network}{options.args or ''}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
     )
@@ -99,14 +99,14 @@ def _store(path: Path, side: int, images: int) -> str:
 
 def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
     flags = ["--job", mode, "--store", store, "--network", options.network, "--args", json.dumps(options.args), "--images", str(options.images), "--memory", options.memory, "--precision", options.precision]
-    return run_ranks(1, ["-m", "benchmarks.in_time", *flags, "--scratch", folder, "--seconds", str(options.seconds)], threads=torch.get_num_threads(), timeout=7200)
+    return run_ranks(1, ["-m", "benchmarks.streaming", *flags, "--scratch", folder, "--seconds", str(options.seconds)], threads=torch.get_num_threads(), timeout=7200)
 
 
 def _config(options: argparse.Namespace, mode: str) -> Config:
     norm = "none" if mode == "recompute" else "instance"
     known = dict(NETWORKS[options.network], norm=norm) if options.network in NETWORKS else dict(name=options.network, args=options.args or None)
     model = ModelConfig(**known, in_channels=4, out_channels=1)
-    spatial = SpatialConfig() if mode == "plain" else SpatialConfig(in_time=mode, scratch=options.scratch)
+    spatial = SpatialConfig() if mode == "plain" else SpatialConfig(streaming=mode, scratch=options.scratch)
     run = RunConfig() if mode == "plain" else RunConfig(memory=options.memory)
     return Config(model=model, mesh=MeshConfig(), spatial=spatial, loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=options.store, images=options.images), optim=OptimConfig("adam"), run=run)
 
@@ -119,13 +119,13 @@ def _job(options: argparse.Namespace) -> None:
     comm = world()
     device = set_up(comm, "cpu", torch.get_num_threads()).device
     model = outline_model(config.model)
-    mesh, size = Mesh(comm, 1, Extents((1, 1)), 1), store.size("earth0")
+    mesh, size = Mesh(comm, 1, Size((1, 1)), 1), store.size("earth0")
     engine = Engine(config, mesh, model, size, device, options.precision, last)
     loader = step_loader(config, store, mesh, engine)
     seconds, stored = [], 0
     while len(seconds) < 2 or sum(seconds) < options.seconds:  # the first one makes the optimizer's state
         for blocks in loader.epoch(len(seconds)):
-            stored = engine.in_time.executor.stored([block.place for block in blocks[0]])
+            stored = engine.streaming.executor.stored([block.place for block in blocks[0]])
             start = time.perf_counter()
             loss = engine.backward(blocks)
             engine.update(1e-3)
@@ -175,8 +175,8 @@ def draw(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
         for mode, colour in zip([*options.modes, "plain"], PALETTE):
             mine = [row for row in rows if row["mode"] == mode]
             axes.plot([side(r) for r in mine], [r["peak [GB]"] for r in mine], "o-", color=colour, label=f"{mode}: peak of the process")
-            if mode == "spill":
-                axes.plot([side(r) for r in mine], [r["scratch [GB]"] for r in mine], "s--", color=colour, alpha=0.5, label="spill: scratch files, apart")
+            if mode == "offload":
+                axes.plot([side(r) for r in mine], [r["scratch [GB]"] for r in mine], "s--", color=colour, alpha=0.5, label="offload: scratch files, apart")
         if any(row["mode"] == "plain" for row in rows) and max(options.sizes) > max(options.plain):
             ends = [max(options.plain), max(options.sizes)]
             axes.plot(ends, [_extrapolated(rows, n) for n in ends], ":", color=INK, label="plain, by a line in pixels")

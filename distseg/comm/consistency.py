@@ -18,7 +18,7 @@ from distseg.comm.launch import JointFailure
 _MOST = 5  # differences in a message
 
 
-def agree(comm, facts: Mapping[str, object], repair: str) -> None:
+def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
     """Compare what the ranks of ``comm`` hold of named facts. Collective: one small message, more only where something differs.
 
     Raises:

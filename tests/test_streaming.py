@@ -1,4 +1,4 @@
-"""Tiles in time: the serial gradient from one tile at a time, on any mesh, within a budget, and what is refused."""
+"""Streamed tiles: the serial gradient from one tile at a time, on any mesh, within a budget, and what is refused."""
 
 from dataclasses import replace
 
@@ -8,72 +8,72 @@ from test_exact import check, config
 from torch import nn
 
 from distseg.config.settings import RunConfig
-from distseg.config.sizes import Extents
+from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
 from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, short_of_decoding, short_of_room
-from distseg.runtime import streaming as in_time
+from distseg.runtime import streaming as streaming
 from distseg.runtime import transfer
 from distseg.runtime.exchange import Exchange
 from distseg.runtime.offload import Map
 from distseg.runtime.operations import BackwardTile, KeptTile, OfTile
-from distseg.runtime.streaming import InTime
+from distseg.runtime.streaming import StreamingExecutor
 from distseg.tiling.segment import chain, segments_of
 from distseg.tiling.tile import Box, boxes_of
 from distseg.training.verify import verify
 
-GRID = Extents("2x3")
+GRID = Size("2x3")
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Strips of a few rows, as large images have them."""
     monkeypatch.setattr(transfer, "_STRIP", 4000.0)
-    monkeypatch.setattr(in_time, "_CELLS", 200)
-    monkeypatch.setattr(in_time, "_LABELS", 500)
+    monkeypatch.setattr(streaming, "_CELLS", 200)
+    monkeypatch.setattr(streaming, "_LABELS", 500)
 
 
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, loss", [("instance", "cross_entropy"), ("batch", "dice"), ("group", "binary_cross_entropy"), ("none", "dice")])
 def test_spilled(comm, norm, loss):
-    check(comm, "97x131", tiles={1: "1x1", 2: "1x2", 4: "2x2"}[comm.size], norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID)
+    check(comm, "97x131", tiles={1: "1x1", 2: "1x2", 4: "2x2"}[comm.size], norm=norm, loss=loss, streaming="offload", tiles_per_rank=GRID)
 
 
 @pytest.mark.parallel([1, 3])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("up", ["nearest", "bilinear", "transposed"])
 def test_recomputed(comm, up):
-    check(comm, "97x131", tiles={1: "1x1", 3: "3x1"}[comm.size], norm="none", up=up, in_time="recompute", tiles_per_rank=GRID, scratch="memory")
+    check(comm, "97x131", tiles={1: "1x1", 3: "3x1"}[comm.size], norm="none", up=up, streaming="recompute", tiles_per_rank=GRID, scratch="memory")
 
 
 @pytest.mark.parallel(1)
 def test_recomputed_with_frozen_batch_norm(comm):
-    check(comm, "61x75", norm="batch", frozen_norm=True, in_time="recompute", tiles_per_rank=GRID)
+    check(comm, "61x75", norm="batch", frozen_norm=True, streaming="recompute", tiles_per_rank=GRID)
 
 
 @pytest.mark.parallel(4)
 @pytest.mark.parametrize("norm, loss, up", [("batch", "cross_entropy + dice", "bilinear"), ("group", "focal", "transposed")])
-def test_samples_times_tiles_times_tiles_in_time(comm, norm, loss, up):
+def test_samples_times_tiles_times_tiles_streaming(comm, norm, loss, up):
     """4 ranks train 2 x 2 images of 12 tiles each, two at a time, in two micro-batches."""
-    check(comm, "61x75", samples=2, tiles="1x2", norm=norm, loss=loss, up=up, images=2, accumulate=2, in_time="spill", tiles_per_rank=GRID, ignore_index=7)
+    check(comm, "61x75", samples=2, tiles="1x2", norm=norm, loss=loss, up=up, images=2, accumulate=2, streaming="offload", tiles_per_rank=GRID, ignore_index=7)
 
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("scope", ["group", "step"])
 def test_batch_norm_over_sample_groups(comm, scope):
-    check(comm, "33x47", samples=2, norm="batch", norm_scope=scope, in_time="spill", tiles_per_rank=Extents("2x2"))
+    check(comm, "33x47", samples=2, norm="batch", norm_scope=scope, streaming="offload", tiles_per_rank=Size("2x2"))
 
 
 @pytest.mark.parallel([2, 3, 4])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, loss, placement", [("instance", "cross_entropy", "line"), ("batch", "dice", "v"), ("group", "focal", "v"), ("none", "dice", "line")])
-def test_stages_times_tiles_in_time(comm, norm, loss, placement):
+def test_stages_times_tiles_streaming(comm, norm, loss, placement):
     """Each stage tile after tile; skips, maps and gradients travel between stages."""
-    check(comm, "61x75", stages=comm.size, placement=placement, norm=norm, loss=loss, accumulate=2, in_time="spill", tiles_per_rank=GRID)
+    check(comm, "61x75", stages=comm.size, placement=placement, norm=norm, loss=loss, accumulate=2, streaming="offload", tiles_per_rank=GRID)
 
 
 @pytest.mark.parallel([2, 3])
@@ -81,7 +81,7 @@ def test_stages_times_tiles_in_time(comm, norm, loss, placement):
 @pytest.mark.parametrize("norm, placement", [("instance", "line"), ("none", "line"), ("batch", "v")])
 def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch):
     """And no rank has more micro-batches under way than there are stages behind it, itself included."""
-    under_way, most, do = set(), 0, InTime.run
+    under_way, most, do = set(), 0, StreamingExecutor.run
 
     def counted(executor, operations, *more):
         nonlocal most
@@ -94,8 +94,8 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
                 under_way.discard(op.micro_batch)
         return do(executor, operations, *more)
 
-    monkeypatch.setattr(InTime, "run", counted)
-    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, accumulate=5, in_time="spill", tiles_per_rank=Extents("3x2"))
+    monkeypatch.setattr(StreamingExecutor, "run", counted)
+    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, accumulate=5, streaming="offload", tiles_per_rank=Size("3x2"))
     assert not under_way and most < 5
     behind = comm.size - comm.rank
     if norm == "none":
@@ -109,7 +109,7 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
 @pytest.mark.parametrize("norm, placement", [("batch", "line"), ("instance", "v"), ("none", "line")])
 def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, placement):
     """All forward passes go first, once more and alone; running statistics count once."""
-    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, loss="dice", accumulate=4, in_time="spill", tiles_per_rank=Extents("3x2"))
+    check(comm, "41x35", stages=comm.size, placement=placement, schedule="1f1b", norm=norm, loss="dice", accumulate=4, streaming="offload", tiles_per_rank=Size("3x2"))
 
 
 @pytest.mark.parallel(2)
@@ -118,7 +118,7 @@ def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, pla
 def test_a_stage_begins_at_any_layer(comm, start):
     """Down a level and up again: conv drop norm act stash pool conv drop ... norm act up pop conv ... head."""
     layers = len(graph_of(outline_model(config(num_convs=1).model)))
-    check(comm, "21x30", stages=2, num_convs=1, balance=[start, layers - start], in_time="spill", tiles_per_rank=Extents("2x2"))
+    check(comm, "21x30", stages=2, num_convs=1, balance=[start, layers - start], streaming="offload", tiles_per_rank=Size("2x2"))
 
 
 def with_the_image_as_a_skip(**unused) -> nn.Sequential:
@@ -133,8 +133,8 @@ def with_the_image_as_a_skip(**unused) -> nn.Sequential:
 @pytest.mark.parallel(3)
 @pytest.mark.parametrize("balance", [[4, 4, 6], [1, 2, 11], [2, 8, 4], [9, 1, 4]])
 def test_skips_of_all_kinds_cross_stages(comm, balance):
-    found = config(stages=3, balance=balance, in_time="spill", tiles_per_rank=Extents("11x2"))
-    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:with_the_image_as_a_skip")), comm, Extents("26x34"))
+    found = config(stages=3, balance=balance, streaming="offload", tiles_per_rank=Size("11x2"))
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:with_the_image_as_a_skip")), comm, Size("26x34"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
@@ -144,13 +144,13 @@ def test_skips_of_all_kinds_cross_stages(comm, balance):
 def test_borders_of_stored_maps_are_exchanged(comm, every, norm, loss):
     """Instead of computed by both neighbours; on the way back their gradients return."""
     grid = {1: "1x1", 2: "1x2", 3: "3x1", 4: "2x2"}[comm.size]
-    check(comm, "61x75", tiles=grid, norm=norm, loss=loss, in_time="spill", tiles_per_rank=GRID, exchange_every=every)
+    check(comm, "61x75", tiles=grid, norm=norm, loss=loss, streaming="offload", tiles_per_rank=GRID, exchange_every=every)
 
 
 @pytest.mark.parallel([1, 2])
 def test_a_lone_stage_has_nobody_to_take_turns_with(comm):
     """Whatever order is asked for, the loss is known only when all micro-batches went forward."""
-    check(comm, "41x35", samples=comm.size, schedule="1f1b", norm="none", loss="dice", accumulate=2, in_time="spill", tiles_per_rank=Extents("1x2"))
+    check(comm, "41x35", samples=comm.size, schedule="1f1b", norm="none", loss="dice", accumulate=2, streaming="offload", tiles_per_rank=Size("1x2"))
 
 
 def whose_last_rows_are_for_another_stage(**unused) -> nn.Module:
@@ -171,15 +171,15 @@ def whose_last_rows_are_for_another_stage(**unused) -> nn.Module:
 
 @pytest.mark.parallel([2, 3])
 def test_a_map_goes_when_it_is_made_and_read(comm):
-    found = config(stages=comm.size, schedule="1f1b", loss="dice", in_time="recompute", tiles_per_rank=Extents("7x1"))
-    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:whose_last_rows_are_for_another_stage")), comm, Extents("6x16"))
+    found = config(stages=comm.size, schedule="1f1b", loss="dice", streaming="recompute", tiles_per_rank=Size("7x1"))
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:whose_last_rows_are_for_another_stage")), comm, Size("6x16"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
 @pytest.mark.parallel(2)
 def test_borders_of_maps_that_ranks_made_of_single_cells(comm):
     """Of which none tells in what order its channels lie."""
-    check(comm, "12x12", tiles="1x2", norm="none", depth=2, num_convs=1, in_time="recompute", tiles_per_rank=Extents("3x1"), exchange_every="1")
+    check(comm, "12x12", tiles="1x2", norm="none", depth=2, num_convs=1, streaming="recompute", tiles_per_rank=Size("3x1"), exchange_every="1")
 
 
 def with_a_wide_skip(**unused) -> nn.Sequential:
@@ -193,22 +193,22 @@ def with_a_wide_skip(**unused) -> nn.Sequential:
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("every", ["1", "2", "3"])
 def test_what_a_rank_made_of_its_neighbours_part_has_no_gradient_twice(comm, every):
-    found = config(tiles="1x2", in_time="spill", tiles_per_rank=GRID, exchange_every=every)
-    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:with_a_wide_skip")), comm, Extents("27x53"))
+    found = config(tiles="1x2", streaming="offload", tiles_per_rank=GRID, exchange_every=every)
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:with_a_wide_skip")), comm, Size("27x53"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
 @pytest.mark.parallel(2)
 def test_images_that_exchange_one_after_another(comm):
-    check(comm, "41x35", tiles="2x1", norm="batch", in_time="spill", tiles_per_rank=Extents("2x2"), exchange_every="1", images=2, accumulate=2)
+    check(comm, "41x35", tiles="2x1", norm="batch", streaming="offload", tiles_per_rank=Size("2x2"), exchange_every="1", images=2, accumulate=2)
 
 
 @pytest.mark.parallel([4, 6])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("every, norm, placement", [("1", "instance", "line"), ("level", "none", "line"), ("2", "batch", "v")])
-def test_stages_times_tiles_that_exchange_in_time(comm, every, norm, placement):
+def test_stages_times_tiles_that_exchange_streaming(comm, every, norm, placement):
     check(
-        comm, "61x75", tiles="1x2", stages=comm.size // 2, placement=placement, norm=norm, accumulate=2, in_time="spill", tiles_per_rank=GRID, exchange_every=every,
+        comm, "61x75", tiles="1x2", stages=comm.size // 2, placement=placement, norm=norm, accumulate=2, streaming="offload", tiles_per_rank=GRID, exchange_every=every,
     )  # fmt: skip
 
 
@@ -217,23 +217,23 @@ def test_stages_times_tiles_that_exchange_in_time(comm, every, norm, placement):
 def test_a_margin_below_comes_from_a_neighbour_and_not_from_the_stage_before(comm, norm):
     """Windows of the upper part reach into it, and wait for no rows of a transfer that has none."""
     check(
-        comm, "64x32", tiles="2x1", stages=2, norm=norm, depth=3, num_convs=1, balance=[18, 23], in_time="spill", tiles_per_rank=Extents("2x2"), exchange_every="level",
+        comm, "64x32", tiles="2x1", stages=2, norm=norm, depth=3, num_convs=1, balance=[18, 23], streaming="offload", tiles_per_rank=Size("2x2"), exchange_every="level",
     )  # fmt: skip
 
 
 @pytest.mark.parallel(8)
 @pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("norm, loss, placement", [("batch", "cross_entropy + dice", "line"), ("instance", "cross_entropy", "v"), ("none", "focal", "line")])
-def test_samples_times_tiles_times_stages_times_tiles_in_time(comm, norm, loss, placement):
+def test_samples_times_tiles_times_stages_times_tiles_streaming(comm, norm, loss, placement):
     check(
-        comm, "61x75", samples=2, tiles="1x2", stages=2, placement=placement, norm=norm, loss=loss, images=2, accumulate=2, in_time="spill", tiles_per_rank=GRID,
+        comm, "61x75", samples=2, tiles="1x2", stages=2, placement=placement, norm=norm, loss=loss, images=2, accumulate=2, streaming="offload", tiles_per_rank=GRID,
         ignore_index=7,
     )  # fmt: skip
 
 
 @pytest.mark.parallel(1)
 def test_a_grid_finer_than_the_deepest_map(comm):
-    check(comm, "17x9", depth=3, norm="instance", in_time="spill", tiles_per_rank=Extents("9x9"))
+    check(comm, "17x9", depth=3, norm="instance", streaming="offload", tiles_per_rank=Size("9x9"))
 
 
 @pytest.mark.parallel([2, 3, 4])
@@ -241,10 +241,10 @@ def test_a_grid_finer_than_the_deepest_map(comm):
 @pytest.mark.parametrize("norm, images, loss", [("none", 1, "cross_entropy"), ("none", 2, "focal"), ("batch", 1, "binary_cross_entropy")])
 def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, loss, monkeypatch):
     """Without live norms; kept where no budget says otherwise, and the gradient is the serial one on uneven tiles, several images, all numbers of stages."""
-    found, run = [], InTime.run
-    monkeypatch.setattr(InTime, "run", lambda executor, operations, *more: found.append(list(operations)) or run(executor, operations, *more))
+    found, run = [], StreamingExecutor.run
+    monkeypatch.setattr(StreamingExecutor, "run", lambda executor, operations, *more: found.append(list(operations)) or run(executor, operations, *more))
     check(
-        comm, "97x41", stages=comm.size, norm=norm, frozen_norm=norm == "batch", loss=loss, images=images, accumulate=2, in_time="spill", tiles_per_rank=Extents("7x2"),
+        comm, "97x41", stages=comm.size, norm=norm, frozen_norm=norm == "batch", loss=loss, images=images, accumulate=2, streaming="offload", tiles_per_rank=Size("7x2"),
         depth=1, num_convs=1,
     )  # fmt: skip
     kinds = [type(op) for op in found[-1] if isinstance(op, KeptTile)]
@@ -273,8 +273,8 @@ def that_takes_few_sizes(**unused) -> nn.Module:
 @pytest.mark.parametrize("tiles_per_rank", ["7x2", "13x1"])
 def test_stages_are_balanced_whatever_sizes_a_network_takes(comm, tiles_per_rank):
     """Tiles may be of others."""
-    found = config(stages=2, in_time="recompute", tiles_per_rank=Extents(tiles_per_rank))
-    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:that_takes_few_sizes")), comm, Extents("34x22"))
+    found = config(stages=2, streaming="recompute", tiles_per_rank=Size(tiles_per_rank))
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:that_takes_few_sizes")), comm, Size("34x22"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
@@ -282,27 +282,27 @@ def test_stages_are_balanced_whatever_sizes_a_network_takes(comm, tiles_per_rank
 def test_stages_keep_some_of_the_tiles_that_go_back_in_turn(comm, monkeypatch):
     """As where a budget has no room for more; the others are computed twice, in the same order."""
     some = lambda program: [replace(op, kept=op.box.start[0] % 3 > 0) if isinstance(op, KeptTile) else op for op in program]
-    monkeypatch.setattr(in_time, "keeping_all", some)
-    check(comm, "97x41", stages=2, norm="none", in_time="spill", tiles_per_rank=Extents("7x2"), depth=1, num_convs=1)
+    monkeypatch.setattr(streaming, "keeping_all", some)
+    check(comm, "97x41", stages=2, norm="none", streaming="offload", tiles_per_rank=Size("7x2"), depth=1, num_convs=1)
 
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("norm", ["instance", "none"])
 def test_within_a_budget(comm, norm):
     found = replace(config(tiles="2x1", norm=norm, num_convs=1), run=RunConfig(memory="4GB"))
-    report = verify(found, comm, Extents("97x131"))
+    report = verify(found, comm, Size("97x131"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
 @pytest.mark.parallel(1)
 def test_nothing_is_stored_without_live_norms_and_all_is_let_go_of_with(comm, monkeypatch):
     made, closed = [], []
-    monkeypatch.setattr(in_time, "Map", lambda *a, **more: made.append(Map(*a, **more)) or made[-1])
+    monkeypatch.setattr(streaming, "Map", lambda *a, **more: made.append(Map(*a, **more)) or made[-1])
     close = Map.close
     monkeypatch.setattr(Map, "close", lambda self: closed.append(self) or close(self))
-    check(comm, "33x47", norm="none", in_time="spill", tiles_per_rank=GRID)
+    check(comm, "33x47", norm="none", streaming="offload", tiles_per_rank=GRID)
     assert not made
-    check(comm, "33x47", norm="instance", in_time="spill", tiles_per_rank=GRID)
+    check(comm, "33x47", norm="instance", streaming="offload", tiles_per_rank=GRID)
     assert len(made) == 2 * 10 and set(made) == set(closed)  # before each of ten norms a map and its gradient
 
 
@@ -375,12 +375,12 @@ class TestBudget:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(in_time="recompute", tiles_per_rank=GRID), r"in_time is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to spill, model.norm to none"),
-        (dict(in_time="spill"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
-        (dict(in_time="spill", tiles_per_rank=GRID, halo=3), r"in_time is spill, but tiles in time are exact windows: leave out spatial.halo"),
+        (dict(streaming="recompute", tiles_per_rank=GRID), r"streaming is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to offload, model.norm to none"),
+        (dict(streaming="offload"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
+        (dict(streaming="offload", tiles_per_rank=GRID, halo=3), r"streaming is offload, but streamed tiles are exact windows: leave out spatial.halo"),
         (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v"),
-        (dict(in_time="spill", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
-        (dict(in_time="together", memory="4GB"), r"run.memory is 4GB, but with spatial.in_time together nothing can be cut to fit it"),
+        (dict(streaming="offload", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
+        (dict(streaming="in_memory", memory="4GB"), r"run.memory is 4GB, but with spatial.streaming in_memory nothing can be cut to fit it"),
         (dict(memory="1MB"), r"run.memory is 1 MB, but a process .* takes \d+ MB already"),
         (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
     ],
@@ -389,7 +389,7 @@ class TestBudget:
 def test_refused(comm, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         found = config(**{k: v for k, v in settings.items() if k != "memory"})
-        verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Extents("33x47"))
+        verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Size("33x47"))
 
 
 def one_name_twice(in_channels, out_channels, **_):
@@ -401,8 +401,8 @@ def one_name_twice(in_channels, out_channels, **_):
 
 @pytest.mark.parallel([1, 2])
 def test_a_name_of_a_skip_is_used_again(comm):
-    found = config(in_time="spill", tiles_per_rank=GRID, tiles=f"1x{comm.size}")
-    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:one_name_twice")), comm, Extents("26x34"))
+    found = config(streaming="offload", tiles_per_rank=GRID, tiles=f"1x{comm.size}")
+    report = verify(replace(found, model=replace(found.model, name=f"{__name__}:one_name_twice")), comm, Size("26x34"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 

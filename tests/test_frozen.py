@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_train import config as train_config  # noqa: F401  a fixture
-from test_train import weights
+from test_train import config as train_config
+from test_train import folder, weights  # noqa: F401  folder is a fixture
 from torch import nn
 
 from distseg.comm.launch import JointFailure

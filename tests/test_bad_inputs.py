@@ -169,7 +169,7 @@ MANIFESTS = {  # of what the manifest's config is changed into
 TABLE = {
     "no such command": (["trian"], "unknown command 'trian': choose prepare, check, train"),
     "a flag misspelt": (["train", "--model.dpth", "2"], "--model.dpth 2: did you mean --model.depth[?]"),
-    "a flag of before": (["train", "--spatial.streaming", "recompute"], "--spatial.streaming recompute: it is called spatial.streaming now"),
+    "a flag of before": (["train", "--spatial.in_time", "recompute"], "--spatial.in_time recompute: it is called spatial.streaming now"),
     "a section for a flag": (["train", "--model", "unet"], "--model is a section: give its fields, such as --model.name VALUE"),
     "words for a number": (["train", "--model.depth", "deep"], "--model.depth takes a whole number or null, got 'deep'"),
     "nothing for a number": (["train", "--model.depth", ""], "--model.depth takes a whole number or null, got ''"),

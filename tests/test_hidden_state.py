@@ -41,7 +41,7 @@ from distseg.models.capture.hidden import check_apart, check_exact
 from distseg.models.network import is_followed, refusals
 from distseg.models.zoo import plain_model
 from distseg.runtime.parallelize import parallelize
-from distseg.tiling.tile import Box, TilePlacement, ReceptiveField
+from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 from distseg.training.verify import verify
 
 P = 0.001  # so rare that a pass hardly ever shows it

@@ -121,7 +121,7 @@ def check_value(name: str, text: str) -> None:
 _SHORT = 200  # characters, in which nothing can be nested deeper than any reader can follow
 
 
-_RENAMED = {"spatial.streaming": "spatial.streaming"}
+_RENAMED = {"spatial.in_time": "spatial.streaming"}
 
 
 def suggestion(name: str, known) -> str:

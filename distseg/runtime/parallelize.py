@@ -37,7 +37,7 @@ from distseg.models.passes import checkpoints_ignored
 from distseg.models.resize import Follows
 from distseg.runtime.exchange import Exchange
 from distseg.tiling.graph import Graph, last_readings
-from distseg.tiling.tile import TilePlacement, ReceptiveField
+from distseg.tiling.tile import ReceptiveField, TilePlacement
 
 _GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

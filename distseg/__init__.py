@@ -28,5 +28,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 def __getattr__(name: str):
     if name not in _HOME:
-        raise AttributeError(f"module 'distseg' has no name {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'distseg' has no name {name!r}; it offers {', '.join(__all__)}"
+        )
     return getattr(import_module(_HOME[name]), name)

@@ -26,7 +26,13 @@ from distseg.data.store import hdf5
 from distseg.data.store.check import check_store
 from distseg.data.store.store import Store
 from distseg.inference.evaluate import evaluate, score_rows
-from distseg.inference.image_source import ImageSource, check_type, file_scene, network_identity, store_scene
+from distseg.inference.image_source import (
+    ImageSource,
+    check_type,
+    file_scene,
+    network_identity,
+    store_scene,
+)
 from distseg.inference.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.inference.metrics import scores
 from distseg.inference.pixel_baseline import baseline
@@ -57,10 +63,16 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         _check_classes(store, manifest, run)
         _check_types(store, split, manifest)
         if store.of_images != predictor.model.of_image:
-            raise ValueError(f"{run} is a network for labels of {'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the other kind: evaluate it on a store like the one it was trained on")
-        unlabelled = [name for name in store.split(split) if not (store.has_labels(name) or store.of_images)]
+            raise ValueError(
+                f"{run} is a network for labels of {'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the other kind: evaluate it on a store like the one it was trained on"
+            )
+        unlabelled = [
+            name for name in store.split(split) if not (store.has_labels(name) or store.of_images)
+        ]
         if unlabelled:
-            raise ValueError(f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks")
+            raise ValueError(
+                f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks"
+            )
         check_images(predictor, {store.size(name): name for name in store.split(split)})
     if world.rank == 0:
         print(threads)
@@ -72,7 +84,9 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         matrices["colour"] = baseline(store, split, world)
     if world.rank == 0:
         beside = "; colour: a classifier of single pixels" if colour else ""
-        print(f"{split} split of {config.data.store}: {len(store.split(split))} images; network: {find(run)}{beside}")
+        print(
+            f"{split} split of {config.data.store}: {len(store.split(split))} images; network: {find(run)}{beside}"
+        )
         print(table(score_rows(matrices, store.classes)))
         if output:
             Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +94,10 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
             with atomic_write(Path(output)) as growing:
                 growing.write_text(json.dumps({"split": split, **found}, indent=1))
         each = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
-        print(*closing_of_evaluation(_folder_of(run), each["network"], each.get("colour"), output), sep="\n")
+        print(
+            *closing_of_evaluation(_folder_of(run), each["network"], each.get("colour"), output),
+            sep="\n",
+        )
     return 0
 
 
@@ -90,15 +107,33 @@ def _folder_of(run: str) -> str:
     return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
 
 
-def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run: str, output: str | None) -> int:
+def _evaluate_images(
+    predictor: Predictor, store: Store, split: str, world, run: str, output: str | None
+) -> int:
     """Print the table of scores of whole images."""
     found = evaluate_images(predictor, store, split, world)
     if world.rank == 0:
-        print(f"{split} split of {store.path}: {len(store.split(split))} images; network: {find(run)}")
+        print(
+            f"{split} split of {store.path}: {len(store.split(split))} images; network: {find(run)}"
+        )
         if "classes" in found:
             rows = [{"class": name, **row} for name, row in found["classes"].items()]
-            print(table([*rows, {"class": "all", "accuracy": found["accuracy"], "auc": found["auc"], "images": len(store.split(split))}]))
-            print(f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of the training images {most_frequent(store, split):.4f}")
+            print(
+                table(
+                    [
+                        *rows,
+                        {
+                            "class": "all",
+                            "accuracy": found["accuracy"],
+                            "auc": found["auc"],
+                            "images": len(store.split(split)),
+                        },
+                    ]
+                )
+            )
+            print(
+                f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of the training images {most_frequent(store, split):.4f}"
+            )
             if found["kappa"] is not None:
                 print(f"quadratic weighted kappa {found['kappa']:.4f}, for classes in an order")
         else:
@@ -111,7 +146,13 @@ def _evaluate_images(predictor: Predictor, store: Store, split: str, world, run:
     return 0
 
 
-def _draw_heat(heat: Callable, data: Mapping, scenes: Mapping[str, Callable[[], ImageSource]], world, folder: Path) -> None:
+def _draw_heat(
+    heat: Callable,
+    data: Mapping,
+    scenes: Mapping[str, Callable[[], ImageSource]],
+    world,
+    folder: Path,
+) -> None:
     """Draw where the answers come from, each rank its share of the images. Collective."""
     from PIL import Image
 
@@ -128,7 +169,13 @@ def _draw_heat(heat: Callable, data: Mapping, scenes: Mapping[str, Callable[[], 
         print(*map(path, scenes), sep="\n")
 
 
-def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], ImageSource]], classes: Sequence[str], world, output: str) -> None:
+def _predict_images(
+    predictor: Predictor,
+    scenes: Mapping[str, Callable[[], ImageSource]],
+    classes: Sequence[str],
+    world,
+    output: str,
+) -> None:
     """Write a table with a line an image: its class, and the probability of each; or its number."""
     opened = list(scenes.values())
     vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
@@ -143,55 +190,99 @@ def _predict_images(predictor: Predictor, scenes: Mapping[str, Callable[[], Imag
             else:
                 likely = probabilities(vectors)
                 lines.writerow(["image", "class", *(f"p({name})" for name in classes)])
-                lines.writerows([name, classes[p.argmax()], *(f"{x:.6g}" for x in p)] for name, p in zip(scenes, likely))
+                lines.writerows(
+                    [name, classes[p.argmax()], *(f"{x:.6g}" for x in p)]
+                    for name, p in zip(scenes, likely)
+                )
         print(f"{path}: {len(opened)} images")
 
 
-def run_predict(run: str, config: Config, world, images: list[str] | None, split: str, output: str, nodata: str | None = None) -> int:
+def run_predict(
+    run: str,
+    config: Config,
+    world,
+    images: list[str] | None,
+    split: str,
+    output: str,
+    nodata: str | None = None,
+) -> int:
     """Write class maps of image files or of a split of the store."""
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
     settings, data = config.predict, manifest["data"]
     names = data["classes"]
     classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
-    files = lambda scene: paths_of(Path(output), scene.name, settings.formats, scene.size, settings.probabilities)
+    files = lambda scene: paths_of(
+        Path(output), scene.name, settings.formats, scene.size, settings.probabilities
+    )
     with raise_jointly(world):
         checkpoint = find(run)
         network = network_identity(checkpoint, config, manifest)
         if nodata is not None and not images:
-            raise ValueError(f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out")
+            raise ValueError(
+                f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out"
+            )
         if images:
             missing = None if nodata is None else parse(nodata)
-            scenes = {Path(path).stem: partial(file_scene, path, manifest, missing, config.data.shrink, settings.scratch) for path in images}
+            scenes = {
+                Path(path).stem: partial(
+                    file_scene, path, manifest, missing, config.data.shrink, settings.scratch
+                )
+                for path in images
+            }
             if len(scenes) < len(images):
-                twice = next(path for path in images if sum(Path(other).stem == Path(path).stem for other in images) > 1)
-                raise ValueError(f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output")
+                twice = next(
+                    path
+                    for path in images
+                    if sum(Path(other).stem == Path(path).stem for other in images) > 1
+                )
+                raise ValueError(
+                    f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output"
+                )
         else:
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
             scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
         sizes, decoding, notes = {}, {}, []
-        for opened in scenes.values() if world.rank == 0 else ():  # all of them, before the first is computed
+        for opened in (
+            scenes.values() if world.rank == 0 else ()
+        ):  # all of them, before the first is computed
             scene = opened()
             sizes[scene.size] = scene.name
             decoding[scene.decoding] = scene.name
             notes.append((scene.name, scene.notes))
             if not predictor.model.of_image:
                 if settings.heat:
-                    raise ValueError("predict.heat is True, but it draws where an answer for a whole image comes from, and this network makes a map: leave it out")
+                    raise ValueError(
+                        "predict.heat is True, but it draws where an answer for a whole image comes from, and this network makes a map: leave it out"
+                    )
                 are_there(files(scene), "")
             elif settings.heat and len(scene.size) != 2:
-                raise ValueError(f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out")
+                raise ValueError(
+                    f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out"
+                )
     sizes = world.bcast(sizes, root=0)
     with raise_jointly(world):
         check_images(predictor, sizes)
     if world.rank == 0:
         most = max(decoding, default=0)
-        memory = None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory  # a GPU's
-        print(f"network: {checkpoint}", threads, *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most), *notes_on(notes), sep="\n")
+        memory = (
+            None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory
+        )  # a GPU's
+        print(
+            f"network: {checkpoint}",
+            threads,
+            *short_of_decoding(memory, resident_memory(), decoding.get(most, ""), most),
+            *notes_on(notes),
+            sep="\n",
+        )
     if predictor.model.of_image:
         with raise_jointly(world):
-            heat = heat_of(_network_of_heat(predictor, checkpoint, config), predictor) if settings.heat else None
+            heat = (
+                heat_of(_network_of_heat(predictor, checkpoint, config), predictor)
+                if settings.heat
+                else None
+            )
         _predict_images(predictor, scenes, names, world, output)
         if heat:
             _draw_heat(heat, manifest["data"], scenes, world, Path(output))
@@ -202,20 +293,39 @@ def run_predict(run: str, config: Config, world, images: list[str] | None, split
         paths = files(scene)
         maps.append(paths[0])
         placed[scene.name] = scene.place is not None
-        anew = predict(predictor, scene, paths, replace(classes, place=scene.place), settings.probabilities, network)
+        anew = predict(
+            predictor,
+            scene,
+            paths,
+            replace(classes, place=scene.place),
+            settings.probabilities,
+            network,
+        )
         if predictor.writes:
-            print(f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} pixels{'' if anew else ', is there already'}")
+            print(
+                f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} pixels{'' if anew else ', is there already'}"
+            )
     if world.rank == 0:
-        print(*notes_on_places(placed, settings.formats), *closing_of_prediction(output, maps, None if images else config.data.store), sep="\n")
+        print(
+            *notes_on_places(placed, settings.formats),
+            *closing_of_prediction(output, maps, None if images else config.data.store),
+            sep="\n",
+        )
     return 0
 
 
 def _network_of_heat(predictor: Predictor, checkpoint: Path, config: Config) -> nn.Module:
     """Return the plain network whose heat is drawn; a network of patches is the predictor's own."""
-    return predictor.filler.network if isinstance(predictor, PatchPredictor) else load_named(checkpoint, config.model)
+    return (
+        predictor.filler.network
+        if isinstance(predictor, PatchPredictor)
+        else load_named(checkpoint, config.model)
+    )
 
 
-def run_plot(what: str, paths: list[str], store: str | None, box: str | None, output: str | None) -> int:
+def run_plot(
+    what: str, paths: list[str], store: str | None, box: str | None, output: str | None
+) -> int:
     """Draw loss curves of runs, or predictions beside their images."""
     if what == "curves":
         folder = Path(paths[0]) if Path(paths[0]).is_dir() else Path(paths[0]).parent
@@ -226,7 +336,9 @@ def run_plot(what: str, paths: list[str], store: str | None, box: str | None, ou
     if store is None:
         raise ValueError("an overlay needs the image: give --store, the store that was predicted")
     for path in paths:
-        picture = output if output and len(paths) == 1 else str(Path(path).with_suffix(".overlay.png"))
+        picture = (
+            output if output and len(paths) == 1 else str(Path(path).with_suffix(".overlay.png"))
+        )
         _overlay(path, Store(store), box, picture)
         print(picture)
     return 0
@@ -236,15 +348,30 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     name = Path(path).stem
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
         if "classes" not in f:
-            raise ValueError(f"{path} is no prediction (it has no classes): give the NAME.h5 that 'distseg predict' wrote")
+            raise ValueError(
+                f"{path} is no prediction (it has no classes): give the NAME.h5 that 'distseg predict' wrote"
+            )
         classes = hdf5.dataset(f, "classes").open()
         if classes.shape != store.size(name) or classes.dtype != np.uint8:
             sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))
-            raise ValueError("{} has {} pixels of {}, but the image {} of the store {}: give the store that was predicted".format(path, next(sizes), classes.dtype, name, next(sizes)))
+            raise ValueError(
+                "{} has {} pixels of {}, but the image {} of the store {}: give the store that was predicted".format(
+                    path, next(sizes), classes.dtype, name, next(sizes)
+                )
+            )
         part = _box(box, classes.shape)
         found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
-    plot_overlay(rgb(store.read(name, part), store.nodata(name), store.valid(name, part)), truth, found, store.classes, store.colours, output, store.ignore, title=name)
+    plot_overlay(
+        rgb(store.read(name, part), store.nodata(name), store.valid(name, part)),
+        truth,
+        found,
+        store.classes,
+        store.colours,
+        output,
+        store.ignore,
+        title=name,
+    )
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:
@@ -255,11 +382,15 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
         ranges = [tuple(int(v) for v in part.split(":")) for part in text.split(",")]
         box = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
     except ValueError:
-        raise ValueError(f"--box is written as 100:900,0:675 (rows, columns), got {text!r}") from None
+        raise ValueError(
+            f"--box is written as 100:900,0:675 (rows, columns), got {text!r}"
+        ) from None
     if min(box.size, default=0) < 1:
         raise ValueError(f"--box {text} has no pixels: each range goes up, as in 100:900,0:675")
     if len(box.size) != len(size) or not Box.whole(size).contains(box):
-        raise ValueError(f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels")
+        raise ValueError(
+            f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels"
+        )
     return box
 
 
@@ -270,7 +401,9 @@ def _constants(manifest: dict) -> tuple[list[float], list[float]]:
 
 def _check_classes(store: Store, manifest: dict, run: str) -> None:
     if store.classes != manifest["data"]["classes"]:
-        raise ValueError(f"{run} was trained on the classes {manifest['data']['classes']}, but this store has {store.classes}: evaluate on a store of the same classes")
+        raise ValueError(
+            f"{run} was trained on the classes {manifest['data']['classes']}, but this store has {store.classes}: evaluate on a store of the same classes"
+        )
 
 
 def _check_types(store: Store, split: str, manifest: dict) -> None:
@@ -281,20 +414,31 @@ def _check_types(store: Store, split: str, manifest: dict) -> None:
 def run_prepare(arguments) -> int:
     """Write a store from folders or from the Blue Marble."""
     if arguments.size and arguments.source not in ("gigapixel", "ultramnist"):
-        raise ValueError(f"--size is for the sources gigapixel and ultramnist, not for {arguments.source}: leave it out")
+        raise ValueError(
+            f"--size is for the sources gigapixel and ultramnist, not for {arguments.source}: leave it out"
+        )
     if arguments.source == "ultramnist":
         from distseg.data.examples.ultramnist import prepare_ultramnist
 
         least, most = _numbers("--digits", arguments.digits, "-", 2)
         counts = _numbers("--images", arguments.images, ",", 3)
         prepare_ultramnist(
-            arguments.output, arguments.size or Size((512, 512)), counts, (least, most), arguments.seed, arguments.overwrite, arguments.sum_below, arguments.noise
+            arguments.output,
+            arguments.size or Size((512, 512)),
+            counts,
+            (least, most),
+            arguments.seed,
+            arguments.overwrite,
+            arguments.sum_below,
+            arguments.noise,
         )
         return 0
     if arguments.source == "gigapixel":
         from distseg.data.examples.gigapixel import prepare_gigapixel
 
-        prepare_gigapixel(arguments.output, arguments.size or Size((16000, 64000)), overwrite=arguments.overwrite)
+        prepare_gigapixel(
+            arguments.output, arguments.size or Size((16000, 64000)), overwrite=arguments.overwrite
+        )
         return 0
     if arguments.source == "blue-marble":
         from distseg.data.examples.blue_marble import prepare_blue_marble
@@ -305,13 +449,28 @@ def run_prepare(arguments) -> int:
     if arguments.labels is not None:
         from distseg.data.labelled import prepare_labelled
 
-        table, classes = None if arguments.labels == "folders" else arguments.labels, arguments.classes and arguments.classes.split(",")
-        prepare_labelled(arguments.source, table, arguments.output, classes, _shares(arguments.split), arguments.seed, arguments.overwrite, nodata, arguments.alpha)
+        table, classes = (
+            None if arguments.labels == "folders" else arguments.labels,
+            arguments.classes and arguments.classes.split(","),
+        )
+        prepare_labelled(
+            arguments.source,
+            table,
+            arguments.output,
+            classes,
+            _shares(arguments.split),
+            arguments.seed,
+            arguments.overwrite,
+            nodata,
+            arguments.alpha,
+        )
         return 0
     from distseg.data.prepare import prepare_folder
 
     if arguments.classes is None:
-        raise ValueError("prepare needs --classes, the names in the order of their labels, such as background,road")
+        raise ValueError(
+            "prepare needs --classes, the names in the order of their labels, such as background,road"
+        )
     prepare_folder(
         arguments.source,
         arguments.masks,
@@ -334,7 +493,9 @@ def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
     parts = text.split(between)
     parts = parts * 2 if count == 2 and len(parts) == 1 else parts
     if len(parts) != count or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"{flag} is written as {'3-5' if count == 2 else '2000,250,500'}, got {text!r}")
+        raise ValueError(
+            f"{flag} is written as {'3-5' if count == 2 else '2000,250,500'}, got {text!r}"
+        )
     return list(map(int, parts))
 
 
@@ -364,7 +525,9 @@ def _values(text: str | None) -> dict[int, int] | None:
     values: dict[int, int] = {}
     for value, label in pairs:
         if value in values:
-            raise ValueError(f"--values {text} says twice what {value} stands for, {values[value]} and {label}: leave one of them out")
+            raise ValueError(
+                f"--values {text} says twice what {value} stands for, {values[value]} and {label}: leave one of them out"
+            )
         values[value] = label
     return values
 
@@ -375,7 +538,9 @@ def _shares(text: str) -> tuple[float, ...]:
     except ValueError:
         shares = ()
     if len(shares) != 3 or not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}")
+        raise ValueError(
+            f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}"
+        )
     return shares
 
 

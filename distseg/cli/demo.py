@@ -28,7 +28,9 @@ def main() -> None:
     options = _options()
     began = time.monotonic()
     if not CONFIG.exists():
-        sys.exit(f"distseg demo: {CONFIG} is not here: run it from the root of the project's checkout (make demo)")
+        sys.exit(
+            f"distseg demo: {CONFIG} is not here: run it from the root of the project's checkout (make demo)"
+        )
     if not STORE.exists():
         _distseg("prepare", "blue-marble", STORE)
     _distseg("train", CONFIG, *options.more, ranks=RANKS)
@@ -42,7 +44,9 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="distseg demo", description=__doc__.splitlines()[0])
-    parser.add_argument("more", nargs="*", help="Flags for distseg train, such as --train.epochs 1 (after --).")
+    parser.add_argument(
+        "more", nargs="*", help="Flags for distseg train, such as --train.epochs 1 (after --)."
+    )
     return parser.parse_args()
 
 
@@ -51,12 +55,24 @@ def _distseg(*arguments, ranks: int = 1) -> None:
     command = [sys.executable, "-m", "distseg", *map(str, arguments)]
     if ranks > 1:
         command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *command]
-    print("\n$ " + shlex.join(["distseg" if part == "distseg" else part for part in command if part not in (sys.executable, "-m")]), flush=True)
+    print(
+        "\n$ "
+        + shlex.join(
+            [
+                "distseg" if part == "distseg" else part
+                for part in command
+                if part not in (sys.executable, "-m")
+            ]
+        ),
+        flush=True,
+    )
     settings = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     environment = {**dict.fromkeys(settings, "1"), **os.environ}
     code = subprocess.run(command, env=environment).returncode
     if code:
-        sys.exit(f"distseg demo: '{arguments[0]}' failed with exit code {code}; its message is above")
+        sys.exit(
+            f"distseg demo: '{arguments[0]}' failed with exit code {code}; its message is above"
+        )
 
 
 def _overlays() -> list[Path]:

@@ -30,7 +30,9 @@ FORMATS = ("safetensors", "torch", "onnx")
 _ASIDE = 32  # pixels, of which sizes are multiples where nothing is known of a network
 
 
-def export(run: str, own: ModelConfig, output: str, formats: Sequence[str] | None = None) -> list[Path]:
+def export(
+    run: str, own: ModelConfig, output: str, formats: Sequence[str] | None = None
+) -> list[Path]:
     """Write the network of a run's best checkpoint, or of a given one; return the files.
 
     Args:
@@ -46,27 +48,53 @@ def export(run: str, own: ModelConfig, output: str, formats: Sequence[str] | Non
     manifest = read_run_manifest(checkpoint)
     patches = of_patches(manifest)
     formats = formats or (["safetensors"] if patches else ["safetensors", "torch"])
-    if "onnx" in formats and (missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]):
-        raise ValueError(f"format onnx needs the package {missing[0]}: pip install onnx onnxscript, or leave onnx out of --formats")
+    if "onnx" in formats and (
+        missing := [
+            name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None
+        ]
+    ):
+        raise ValueError(
+            f"format onnx needs the package {missing[0]}: pip install onnx onnxscript, or leave onnx out of --formats"
+        )
     if patches and (others := [name for name in formats if name != "safetensors"]):
-        raise ValueError(f"{run} is a network of patches, of which every size of images has another number, so it can't be written as {others[0]}: export it to safetensors, or take distseg.load")
+        raise ValueError(
+            f"{run} is a network of patches, of which every size of images has another number, so it can't be written as {others[0]}: export it to safetensors, or take distseg.load"
+        )
     model = load_named(checkpoint, own)
     data, folder = manifest["data"], Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     unit = (1,) if patches else _unit(model, padded=own.pad is not None)
     least = 1 if own.pad is None else own.pad + 1
     program, files = None, [folder / "export.json"]
-    facts = {key: data[key] for key in ("classes", "mean", "std")} | {"bands": manifest["channels"][0], "outputs": manifest["channels"][1]}
-    write_json(files[0], facts | {"multiple": list(unit), "smallest": least, "network": own.name, "arguments": own.args, "checkpoint": str(checkpoint), "step": manifest["step"]})
+    facts = {key: data[key] for key in ("classes", "mean", "std")} | {
+        "bands": manifest["channels"][0],
+        "outputs": manifest["channels"][1],
+    }
+    write_json(
+        files[0],
+        facts
+        | {
+            "multiple": list(unit),
+            "smallest": least,
+            "network": own.name,
+            "arguments": own.args,
+            "checkpoint": str(checkpoint),
+            "step": manifest["step"],
+        },
+    )
     if "safetensors" in formats:
         with atomic_write(path := folder / "model.safetensors") as growing:
             write_tensors(growing, model.state_dict(), {"format": "pt"})
         files.append(path)
     for kind, name in (("torch", "model.pt2"), ("onnx", "model.onnx")):
         if kind in formats:
-            program = program or _program(normalised(model, manifest), manifest["channels"][0], unit, least)
+            program = program or _program(
+                normalised(model, manifest), manifest["channels"][0], unit, least
+            )
             with atomic_write(path := folder / name) as growing, _quiet():
-                torch.export.save(program, growing) if kind == "torch" else _write_onnx(program, growing)
+                torch.export.save(program, growing) if kind == "torch" else _write_onnx(
+                    program, growing
+                )
             files.append(path)
     return files
 
@@ -85,11 +113,15 @@ def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
         stride = reach_for(network, True).stride
     except ValueError:
         stride = (_ASIDE,) * dims
-    return tuple(math.lcm(n, network.multiple if hasattr(network, "multiple") else 1) for n in stride)
+    return tuple(
+        math.lcm(n, network.multiple if hasattr(network, "multiple") else 1) for n in stride
+    )
 
 
 @torch.no_grad()
-def _program(model: nn.Module, bands: int, unit: Sequence[int], least: int = 1) -> torch.export.ExportedProgram:
+def _program(
+    model: nn.Module, bands: int, unit: Sequence[int], least: int = 1
+) -> torch.export.ExportedProgram:
     """Make a program by torch.export, and hold it against the module on images of another number and size.
 
     Args:
@@ -100,7 +132,9 @@ def _program(model: nn.Module, bands: int, unit: Sequence[int], least: int = 1) 
     cells = tuple(-(-64 // n) for n in unit)
     image = torch.rand(2, bands, *size(*(n + 1 for n in cells)))
     shape = {0: torch.export.Dim("images", min=1)}
-    for d, (n, name) in enumerate(zip(unit, ("height", "width", "depth") if len(unit) < 3 else ("depth", "height", "width"))):
+    for d, (n, name) in enumerate(
+        zip(unit, ("height", "width", "depth") if len(unit) < 3 else ("depth", "height", "width"))
+    ):
         count = torch.export.Dim(f"{name}_cells", min=least)
         shape[d + 2] = n * count if n > 1 else count
     try:
@@ -109,14 +143,25 @@ def _program(model: nn.Module, bands: int, unit: Sequence[int], least: int = 1) 
             other = torch.rand(1, bands, *size(*(n + 2 + d for d, n in enumerate(cells))))
             found, wanted = program.module()(other), model(other)
     except Exception as e:  # by whatever a network does that PyTorch can't follow
-        raise ValueError(f"torch.export can't follow this network ({type(e).__name__}: {' '.join(str(e).split())[:300]}): export its weights alone, --formats safetensors") from e
+        raise ValueError(
+            f"torch.export can't follow this network ({type(e).__name__}: {' '.join(str(e).split())[:300]}): export its weights alone, --formats safetensors"
+        ) from e
     if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())):
-        raise ValueError("what torch.export makes of this network gives other logits on another size of image: export its weights alone, --formats safetensors")
+        raise ValueError(
+            "what torch.export makes of this network gives other logits on another size of image: export its weights alone, --formats safetensors"
+        )
     return program
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
-    torch.onnx.export(program, f=str(path), input_names=["image"], output_names=["logits"], external_data=False, verbose=False)
+    torch.onnx.export(
+        program,
+        f=str(path),
+        input_names=["image"],
+        output_names=["logits"],
+        external_data=False,
+        verbose=False,
+    )
 
 
 @contextmanager

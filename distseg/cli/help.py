@@ -12,8 +12,14 @@ from distseg.config.file import sections
 
 EXAMPLES = {
     "train": ("mpirun -n 4 distseg train CONFIG.yaml --data.store s.h5 --train.output runs/mine",),
-    "evaluate": ("distseg evaluate runs/mine", "distseg evaluate runs/mine --data.store s.h5 --split val"),
-    "predict": ("distseg predict runs/mine --images a.tif b.tif", "mpirun -n 4 distseg predict runs/mine"),
+    "evaluate": (
+        "distseg evaluate runs/mine",
+        "distseg evaluate runs/mine --data.store s.h5 --split val",
+    ),
+    "predict": (
+        "distseg predict runs/mine --images a.tif b.tif",
+        "mpirun -n 4 distseg predict runs/mine",
+    ),
     "export": ("distseg export runs/mine --formats safetensors torch onnx",),
     "verify": ("mpirun -n 4 distseg verify --image 97x131 --mesh.tiles 2x2",),
     "profile": ("mpirun -n 4 distseg profile CONFIG.yaml --image 512x512 --mesh.stages 4",),
@@ -47,7 +53,11 @@ def head(command: str, own: Mapping[str, str]) -> str:
     first = {f"--{name}": documents[name] for name in FIRST.get(command, ())}
     for flag, text in (own | first).items():
         lines += _entry(flag, text)
-    lines += ["", "A setting is a field of the config file too (section: {field: value}). All of them:", ""]
+    lines += [
+        "",
+        "A setting is a field of the config file too (section: {field: value}). All of them:",
+        "",
+    ]
     return "\n".join(lines)
 
 

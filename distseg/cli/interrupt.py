@@ -18,7 +18,10 @@ _SOON = 0.02  # seconds
 @contextmanager
 def interruptible():
     """Inside, an interrupt ends what is done, whatever that is. Only a main thread with Python's own handler can have that."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         yield
         return
     signal.signal(signal.SIGINT, _interrupt)

@@ -15,7 +15,10 @@ _REPAIR = "Start all ranks with the same command, files and installation"
 
 
 @contextmanager
-def job(settle: Callable[[], tuple[Config, dict]], stacks: Callable[[Config], str | None] = lambda config: None) -> Iterator[tuple[Config, dict, object]]:
+def job(
+    settle: Callable[[], tuple[Config, dict]],
+    stacks: Callable[[Config], str | None] = lambda config: None,
+) -> Iterator[tuple[Config, dict, object]]:
     """Inside, the command runs: yields its settings, its own flags, and the communicator of all ranks. Collective.
 
     Args:

@@ -23,7 +23,14 @@ from distseg.cli.interrupt import interruptible
 from distseg.cli.job import job
 from distseg.comm.launch import JointFailure, as_program, end_as_one
 from distseg.comm.signals import listening
-from distseg.config.file import Setting, check_value, read_settings, sections, settings_of, suggestion
+from distseg.config.file import (
+    Setting,
+    check_value,
+    read_settings,
+    sections,
+    settings_of,
+    suggestion,
+)
 from distseg.config.settings import Config, ModelConfig
 from distseg.config.sizes import Size, parse_bytes
 from distseg.report.disk import check_replaceable
@@ -66,7 +73,11 @@ def main(arguments: list[str] | None = None) -> None:
             end_as_one(lambda: _command(arguments))
     except OSError as e:  # its last words could not be written, as to a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"distseg: error: the output can not be written ({e.strerror}): write it elsewhere", file=sys.stderr, flush=True)
+        print(
+            f"distseg: error: the output can not be written ({e.strerror}): write it elsewhere",
+            file=sys.stderr,
+            flush=True,
+        )
         sys.exit(2)
 
 
@@ -106,7 +117,11 @@ def _joint(read: Callable) -> Callable:
 def _parser(command: str, sections: bool = True) -> ArgumentParser:
     parser = ArgumentParser(prog=f"distseg {command}", exit_on_error=False, default_env=False)
     if sections:
-        parser.add_argument("--config", action="config", help="A YAML file with the sections below; may also stand first, without a flag.")
+        parser.add_argument(
+            "--config",
+            action="config",
+            help="A YAML file with the sections below; may also stand first, without a flag.",
+        )
         for section in fields(Config):
             parser.add_class_arguments(section.default_factory, section.name)
     return parser
@@ -122,7 +137,11 @@ def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = 
         arguments, given = ["--help"], []
     typed = {argument.partition("=")[0] for argument in arguments}
     arguments, read = _without_files(arguments)
-    places = {setting.name: setting.place for setting in [*given, *read] if f"--{setting.name}" not in typed}
+    places = {
+        setting.name: setting.place
+        for setting in [*given, *read]
+        if f"--{setting.name}" not in typed
+    }
     return _parse_plain(parser, [*(setting.flag for setting in given), *arguments], places)
 
 
@@ -131,16 +150,27 @@ def _print_head(parser: ArgumentParser) -> None:
     from distseg.cli.help import head
 
     _, command, *run = parser.prog.split()
-    words = " ".join(["distseg", command, *(run or ["[CONFIG.yaml]"]), "[--section.field VALUE ...]"])
+    words = " ".join(
+        ["distseg", command, *(run or ["[CONFIG.yaml]"]), "[--section.field VALUE ...]"]
+    )
     known = {f"--{name}" for name in settings_flags()} | {"--help", "--config", "--print_config"}
-    own = {flag: action.help or "" for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag.rstrip("+") not in known}
+    own = {
+        flag: action.help or ""
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--") and flag.rstrip("+") not in known
+    }
     print(f"usage: {words}\n\n{head(command, own)}")
     parser.usage = SUPPRESS
 
 
 def settings_flags() -> list[str]:
     """Return the names of all flags that stand for sections of the config or their fields."""
-    return [name for section, names in sections().items() for name in (section, *(f"{section}.{field}" for field in names))]
+    return [
+        name
+        for section, names in sections().items()
+        for name in (section, *(f"{section}.{field}" for field in names))
+    ]
 
 
 def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
@@ -149,7 +179,9 @@ def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
     for argument in rest:
         flag, equals, path = argument.partition("=")
         if flag.startswith("--") and flag[2:] in sections():
-            raise ValueError(f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or a config file first")
+            raise ValueError(
+                f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or a config file first"
+            )
         if flag != "--config":
             found.append(argument)
             continue
@@ -164,20 +196,43 @@ def _example(section: str) -> str:
 
 
 def _config(parsed: Namespace) -> Config:
-    return Config(**{section.name: section.default_factory(**vars(parsed[section.name])) for section in fields(Config)})
+    return Config(
+        **{
+            section.name: section.default_factory(**vars(parsed[section.name]))
+            for section in fields(Config)
+        }
+    )
 
 
 def _own(parsed: Namespace) -> dict:
     """The flags that are a command's own."""
-    return {name: value for name, value in vars(parsed).items() if name not in sections() and name != "config"}
+    return {
+        name: value
+        for name, value in vars(parsed).items()
+        if name not in sections() and name != "config"
+    }
 
 
 def _verify(arguments: list[str]) -> int:
     parser = _parser("verify")
-    parser.add_argument("--image", type=Size | None, default=None, help="Size of random images, such as 97x131.")
-    parser.add_argument("--tolerance", type=float, default=1e-12, help="Largest relative error that passes.")
-    parser.add_argument("--dump", type=str | None, default=None, help="Write weights, input, labels and gradients to this safetensors file.")
-    parser.add_argument("--steps", type=int, default=2, help="Optimizer steps; what one leaves behind shows in the next.")
+    parser.add_argument(
+        "--image", type=Size | None, default=None, help="Size of random images, such as 97x131."
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-12, help="Largest relative error that passes."
+    )
+    parser.add_argument(
+        "--dump",
+        type=str | None,
+        default=None,
+        help="Write weights, input, labels and gradients to this safetensors file.",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=2,
+        help="Optimizer steps; what one leaves behind shows in the next.",
+    )
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
 
     @_joint
@@ -185,7 +240,9 @@ def _verify(arguments: list[str]) -> int:
         parsed = _parse(parser, arguments)
         _check_count("--steps", parsed.steps)
         if not 0 <= parsed.tolerance < math.inf:
-            raise ValueError(f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}")
+            raise ValueError(
+                f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}"
+            )
         _check_file(parsed.dump, "--dump")
         return _config(parsed), _own(parsed)
 
@@ -196,17 +253,37 @@ def _verify(arguments: list[str]) -> int:
         device = set_up(comm, config.run.device, config.run.threads).device
         report = verify.verify(config, comm, flags["image"], flags["dump"], device, flags["steps"])
         if report is not None:
-            report.update(tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"]))
-            print(json.dumps(report) if flags["json"] else verify.summary(report, flags["tolerance"]), flush=True)
+            report.update(
+                tolerance=flags["tolerance"], passed=verify.passed(report, flags["tolerance"])
+            )
+            print(
+                json.dumps(report) if flags["json"] else verify.summary(report, flags["tolerance"]),
+                flush=True,
+            )
         good = comm.bcast(report is not None and report["passed"], root=0)
         return 0 if good else 1
 
 
 def _profile(arguments: list[str]) -> int:
     parser = _parser("profile")
-    parser.add_argument("--image", type=Size | None, default=None, help="Size of random images, such as 97x131; by default the store's first step.")
-    parser.add_argument("--steps", type=int, default=3, help="Optimizer steps; the last one is watched, those before it warm up.")
-    parser.add_argument("--output", type=str, default="profile", help="Folder for timeline.png and trace.json (ui.perfetto.dev).")
+    parser.add_argument(
+        "--image",
+        type=Size | None,
+        default=None,
+        help="Size of random images, such as 97x131; by default the store's first step.",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="Optimizer steps; the last one is watched, those before it warm up.",
+    )
+    parser.add_argument(
+        "--output",
+        type=str,
+        default="profile",
+        help="Folder for timeline.png and trace.json (ui.perfetto.dev).",
+    )
 
     @_joint
     def settle() -> tuple[Config, dict]:
@@ -220,7 +297,10 @@ def _profile(arguments: list[str]) -> int:
 
         found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
         if found is not None:
-            print(f"{found.text()}\n\n{flags['output']}/timeline.png, {flags['output']}/trace.json", flush=True)
+            print(
+                f"{found.text()}\n\n{flags['output']}/timeline.png, {flags['output']}/trace.json",
+                flush=True,
+            )
     return 0
 
 
@@ -246,17 +326,58 @@ def _plan(arguments: list[str]) -> int:
     from distseg.runtime.schedule import SCHEDULES
 
     parser = _parser("plan", sections=False)
-    parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of a job: distseg plan CONFIG --program --image 512x512.")
+    parser.add_argument(
+        "--program",
+        action="store_true",
+        help="Print what each rank does in a step of a job: distseg plan CONFIG --program --image 512x512.",
+    )
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
-    parser.add_argument("--model", type=str, default="summit-small", help="A name of distseg models, or package.module:function.")
-    parser.add_argument("--tile", type=Size, default=Size("1434"), help="Size of the window in the pipeline, such as 1434 or 512x768.")
-    parser.add_argument("--micro-batches", type=int, default=2, help="Micro-batches of an optimizer step.")
+    parser.add_argument(
+        "--model",
+        type=str,
+        default="summit-small",
+        help="A name of distseg models, or package.module:function.",
+    )
+    parser.add_argument(
+        "--tile",
+        type=Size,
+        default=Size("1434"),
+        help="Size of the window in the pipeline, such as 1434 or 512x768.",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, help="Micro-batches of an optimizer step."
+    )
     parser.add_argument("--batch", type=int, default=1, help="Windows of a micro-batch.")
-    parser.add_argument("--memory", type=str | None, default=None, help="What a stage may take, such as 16GB or 15.5GiB; no limit by default.")
-    parser.add_argument("--recompute", choices=["never", "except_last", "always"], default="never", help="Which activations to compute again.")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="gpipe", help="Order of the forward and backward passes.")
-    parser.add_argument("--costs", choices=["modelled", "measured"], default="modelled", help="By arithmetic, or timed here.")
-    parser.add_argument("--device", type=str | None, default=None, help="Of modelled costs: v100 (the default) or cpu, this one.")
+    parser.add_argument(
+        "--memory",
+        type=str | None,
+        default=None,
+        help="What a stage may take, such as 16GB or 15.5GiB; no limit by default.",
+    )
+    parser.add_argument(
+        "--recompute",
+        choices=["never", "except_last", "always"],
+        default="never",
+        help="Which activations to compute again.",
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=list(SCHEDULES),
+        default="gpipe",
+        help="Order of the forward and backward passes.",
+    )
+    parser.add_argument(
+        "--costs",
+        choices=["modelled", "measured"],
+        default="modelled",
+        help="By arithmetic, or timed here.",
+    )
+    parser.add_argument(
+        "--device",
+        type=str | None,
+        default=None,
+        help="Of modelled costs: v100 (the default) or cpu, this one.",
+    )
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
     parsed = _parse_plain(parser, arguments)
     for flag in ("stages", "micro_batches", "batch"):
@@ -266,7 +387,9 @@ def _plan(arguments: list[str]) -> int:
     report.check_stages(parsed.model, parsed.stages)
     policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
     limit = parse_bytes(parsed.memory)
-    costs = report.costs_of(parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device)
+    costs = report.costs_of(
+        parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device
+    )
     found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
     print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
     return 0
@@ -275,8 +398,15 @@ def _plan(arguments: list[str]) -> int:
 def _program(arguments: list[str]) -> int:
     """The operations of each rank of a config's pipeline, as text."""
     parser = _parser("plan")
-    parser.add_argument("--program", action="store_true", help="Print what each rank does in a step of this job.")
-    parser.add_argument("--image", type=Size | None, default=None, help="Size of the images, such as 512x512; by default the store's first step.")
+    parser.add_argument(
+        "--program", action="store_true", help="Print what each rank does in a step of this job."
+    )
+    parser.add_argument(
+        "--image",
+        type=Size | None,
+        default=None,
+        help="Size of the images, such as 512x512; by default the store's first step.",
+    )
     parsed = _parse(parser, arguments)
     from distseg.cli.plan_text import programs
     from distseg.models.capture.capture import as_network
@@ -284,7 +414,9 @@ def _program(arguments: list[str]) -> int:
 
     config, model, images = prepare(_config(parsed), parsed.image)
     for rank, (legend, operations) in enumerate(programs(config, as_network(model), images.size)):
-        print(f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the pipeline\n{legend}\n\n{operations}")
+        print(
+            f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the pipeline\n{legend}\n\n{operations}"
+        )
     return 0
 
 
@@ -322,7 +454,9 @@ def _submit(arguments: list[str]) -> int:
 def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN")
     parser.add_argument("--split", type=str, default="test", help="Which images.")
-    parser.add_argument("--output", type=str | None, default=None, help="Write the scores to this JSON file.")
+    parser.add_argument(
+        "--output", type=str | None, default=None, help="Write the scores to this JSON file."
+    )
 
     @_joint
     def settle() -> tuple[Config, dict]:
@@ -339,16 +473,39 @@ def _evaluate(arguments: list[str]) -> int:
 
 def _predict(arguments: list[str]) -> int:
     parser = _parser("predict RUN")
-    parser.add_argument("--images", type=str, nargs="+", default=None, help="Image files; by default the store's images of --split.")
-    parser.add_argument("--split", type=str | None, default=None, help="Which of the store's images; test by default.")
-    parser.add_argument("--output", type=str, default="predictions", help="Folder for the class maps, NAME.h5 and NAME.png.")
-    parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in --images, such as -9999 or nan; by default what a TIFF file says of itself.")
+    parser.add_argument(
+        "--images",
+        type=str,
+        nargs="+",
+        default=None,
+        help="Image files; by default the store's images of --split.",
+    )
+    parser.add_argument(
+        "--split",
+        type=str | None,
+        default=None,
+        help="Which of the store's images; test by default.",
+    )
+    parser.add_argument(
+        "--output",
+        type=str,
+        default="predictions",
+        help="Folder for the class maps, NAME.h5 and NAME.png.",
+    )
+    parser.add_argument(
+        "--nodata",
+        type=str | None,
+        default=None,
+        help="The number that stands for no data in --images, such as -9999 or nan; by default what a TIFF file says of itself.",
+    )
 
     @_joint
     def settle() -> tuple[Config, dict]:
         config, flags = _parse_run(parser, arguments)
         if flags["images"] is not None and flags["split"] is not None:
-            raise ValueError(f"--split {flags['split']} is of the store, but --images names the images: leave one of them out")
+            raise ValueError(
+                f"--split {flags['split']} is of the store, but --images names the images: leave one of them out"
+            )
         check_folder(flags["output"], "--output")
         return config, flags
 
@@ -356,14 +513,30 @@ def _predict(arguments: list[str]) -> int:
         from distseg.cli.commands import run_predict
 
         _tell(flags["left"], comm)
-        return run_predict(flags["run"], config, comm, flags["images"], flags["split"] or "test", flags["output"], flags["nodata"])
+        return run_predict(
+            flags["run"],
+            config,
+            comm,
+            flags["images"],
+            flags["split"] or "test",
+            flags["output"],
+            flags["nodata"],
+        )
 
 
 @_joint
 def _export(arguments: list[str]) -> int:
     parser = _parser("export RUN")
-    parser.add_argument("--output", type=str, default="exported", help="Folder for export.json and the files.")
-    parser.add_argument("--formats", nargs="+", choices=["safetensors", "torch", "onnx"], default=None, help="model.safetensors, model.pt2 (torch.export), model.onnx; by default safetensors and torch, of PatchGD safetensors.")
+    parser.add_argument(
+        "--output", type=str, default="exported", help="Folder for export.json and the files."
+    )
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=["safetensors", "torch", "onnx"],
+        default=None,
+        help="model.safetensors, model.pt2 (torch.export), model.onnx; by default safetensors and torch, of PatchGD safetensors.",
+    )
     config, flags = _parse_run(parser, arguments)
     check_folder(flags["output"], "--output")
     from distseg.cli.export import export
@@ -386,21 +559,52 @@ def _check(arguments: list[str]) -> int:
 @_joint
 def _plot(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg plot", exit_on_error=False)
-    parser.add_argument("what", choices=["curves", "overlay"], help="curves: of the logs of runs; overlay: image, truth, prediction, errors.")
-    parser.add_argument("paths", nargs="+", help="curves: run folders; overlay: prediction files NAME.h5.")
-    parser.add_argument("--store", type=str | None, default=None, help="The store with the image and its labels (overlay).")
-    parser.add_argument("--box", type=str | None, default=None, help="Part to draw as rows and columns, such as 100:900,0:675 (overlay).")
-    parser.add_argument("--output", type=str | None, default=None, help="The picture; by default curves.png in the first run, NAME.overlay.png beside each prediction.")
+    parser.add_argument(
+        "what",
+        choices=["curves", "overlay"],
+        help="curves: of the logs of runs; overlay: image, truth, prediction, errors.",
+    )
+    parser.add_argument(
+        "paths", nargs="+", help="curves: run folders; overlay: prediction files NAME.h5."
+    )
+    parser.add_argument(
+        "--store",
+        type=str | None,
+        default=None,
+        help="The store with the image and its labels (overlay).",
+    )
+    parser.add_argument(
+        "--box",
+        type=str | None,
+        default=None,
+        help="Part to draw as rows and columns, such as 100:900,0:675 (overlay).",
+    )
+    parser.add_argument(
+        "--output",
+        type=str | None,
+        default=None,
+        help="The picture; by default curves.png in the first run, NAME.overlay.png beside each prediction.",
+    )
     parsed = _parse_plain(parser, arguments)
     for flag in ("store", "box") if parsed.what == "curves" else ():
         if parsed[flag] is not None:
-            raise ValueError(f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, or plot overlay")
+            raise ValueError(
+                f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, or plot overlay"
+            )
     if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
-        raise ValueError(f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one")
+        raise ValueError(
+            f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one"
+        )
     for path in parsed.paths:
         if not (os.path.isfile(path) or parsed.what == "curves" and os.path.isdir(path)):
-            kind = "the folder of a run, or a log" if parsed.what == "curves" else "a prediction, NAME.h5"
-            raise ValueError(f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: {parsed.what} are drawn from {kind}")
+            kind = (
+                "the folder of a run, or a log"
+                if parsed.what == "curves"
+                else "a prediction, NAME.h5"
+            )
+            raise ValueError(
+                f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: {parsed.what} are drawn from {kind}"
+            )
     _check_file(parsed.output, "--output")
     from distseg.cli.commands import run_plot
 
@@ -424,38 +628,126 @@ def _runs(arguments: list[str]) -> int:
 @_joint
 def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
-    parser.add_argument("source", help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), or the folder of images.")
+    parser.add_argument(
+        "source",
+        help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), or the folder of images.",
+    )
     parser.add_argument("output", help="The HDF5 store to write.")
-    parser.add_argument("--size", type=Size | None, default=None, help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.")
-    parser.add_argument("--images", type=str, default="2000,250,500", help="Of ultramnist: how many of train, val and test.")
-    parser.add_argument("--digits", type=str, default="3-5", help="Of ultramnist: how many an image has.")
-    parser.add_argument("--sum-below", dest="sum_below", type=int | None, default=None, help="Of ultramnist: only sums below this, equally many images of each; the PatchGD paper has 10.")
-    parser.add_argument("--noise", type=int, default=16, help="Of ultramnist: the background is drawn evenly below this, of 255; the PatchGD paper has none, 0.")
-    parser.add_argument("--masks", type=str | None, default=None, help="The folder of masks; files pair by name.")
-    parser.add_argument("--labels", type=str | None, default=None, help="Where each image has one label: a CSV file with the columns image, label and perhaps split; or folders, if they lie in folders named after classes.")
-    parser.add_argument("--classes", type=str | None, default=None, help="Names in the order of their labels: background,road,building.")
-    parser.add_argument("--values", type=str | None, default=None, help="Mask values that stand for other labels: 255=1,128=2.")
-    parser.add_argument("--ignore", type=int, default=255, help="Label of pixels that count nowhere.")
-    parser.add_argument("--nodata", type=str | None, default=None, help="The number that stands for no data in images, such as -9999 or nan; by default what a TIFF file says of itself.")
-    parser.add_argument("--alpha", choices=["mask", "band"], default=None, help="Transparency of images: mask, pixels where it is 0 have no data (the default); or a band like others.")
-    parser.add_argument("--absent", type=str | None, default=None, help="Classes that may have no pixel in the masks: road,tree.")
-    parser.add_argument("--split", type=str, default="0.8,0.1,0.1", help="Shares of train, val, test, where there are no folders of these names.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the split, and of ultramnist's images.")
+    parser.add_argument(
+        "--size",
+        type=Size | None,
+        default=None,
+        help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.",
+    )
+    parser.add_argument(
+        "--images",
+        type=str,
+        default="2000,250,500",
+        help="Of ultramnist: how many of train, val and test.",
+    )
+    parser.add_argument(
+        "--digits", type=str, default="3-5", help="Of ultramnist: how many an image has."
+    )
+    parser.add_argument(
+        "--sum-below",
+        dest="sum_below",
+        type=int | None,
+        default=None,
+        help="Of ultramnist: only sums below this, equally many images of each; the PatchGD paper has 10.",
+    )
+    parser.add_argument(
+        "--noise",
+        type=int,
+        default=16,
+        help="Of ultramnist: the background is drawn evenly below this, of 255; the PatchGD paper has none, 0.",
+    )
+    parser.add_argument(
+        "--masks", type=str | None, default=None, help="The folder of masks; files pair by name."
+    )
+    parser.add_argument(
+        "--labels",
+        type=str | None,
+        default=None,
+        help="Where each image has one label: a CSV file with the columns image, label and perhaps split; or folders, if they lie in folders named after classes.",
+    )
+    parser.add_argument(
+        "--classes",
+        type=str | None,
+        default=None,
+        help="Names in the order of their labels: background,road,building.",
+    )
+    parser.add_argument(
+        "--values",
+        type=str | None,
+        default=None,
+        help="Mask values that stand for other labels: 255=1,128=2.",
+    )
+    parser.add_argument(
+        "--ignore", type=int, default=255, help="Label of pixels that count nowhere."
+    )
+    parser.add_argument(
+        "--nodata",
+        type=str | None,
+        default=None,
+        help="The number that stands for no data in images, such as -9999 or nan; by default what a TIFF file says of itself.",
+    )
+    parser.add_argument(
+        "--alpha",
+        choices=["mask", "band"],
+        default=None,
+        help="Transparency of images: mask, pixels where it is 0 have no data (the default); or a band like others.",
+    )
+    parser.add_argument(
+        "--absent",
+        type=str | None,
+        default=None,
+        help="Classes that may have no pixel in the masks: road,tree.",
+    )
+    parser.add_argument(
+        "--split",
+        type=str,
+        default="0.8,0.1,0.1",
+        help="Shares of train, val, test, where there are no folders of these names.",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Of the split, and of ultramnist's images."
+    )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
     parsed = _parse_plain(parser, arguments)
     made = ("blue-marble", "gigapixel", "ultramnist")
-    for flag in ("masks", "labels", "classes", "values", "ignore", "alpha", "split", *(["seed"] if parsed.source != "ultramnist" else [])) if parsed.source in made else ():
+    for flag in (
+        (
+            "masks",
+            "labels",
+            "classes",
+            "values",
+            "ignore",
+            "alpha",
+            "split",
+            *(["seed"] if parsed.source != "ultramnist" else []),
+        )
+        if parsed.source in made
+        else ()
+    ):
         if parsed[flag] != parser.get_default(flag):
-            raise ValueError(f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out")
+            raise ValueError(
+                f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out"
+            )
     for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():
         if parsed[flag] != parser.get_default(flag):
-            raise ValueError(f"--{flag.replace('_', '-')} is for the source ultramnist, not for {parsed.source}: leave it out")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} is for the source ultramnist, not for {parsed.source}: leave it out"
+            )
     for flag in ("masks", "values", "ignore", "absent") if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):
-            raise ValueError(f"--{flag} is about masks, but --labels gives each image one label: leave one of them out")
+            raise ValueError(
+                f"--{flag} is about masks, but --labels gives each image one label: leave one of them out"
+            )
     for flag in ("values", "ignore") if parsed.masks is None else ():
         if parsed[flag] != parser.get_default(flag):
-            raise ValueError(f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out")
+            raise ValueError(
+                f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out"
+            )
     _check_file(parsed.output, "the store")
     from distseg.cli.commands import run_prepare
 
@@ -469,24 +761,40 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
     from distseg.training.checkpoint.files import find, read_manifest
-    from distseg.training.run_config import check_head, check_model, check_named, left_behind, taken_over
+    from distseg.training.run_config import (
+        check_head,
+        check_model,
+        check_named,
+        left_behind,
+        taken_over,
+    )
 
     run, *flags = arguments
     checkpoint = find(run)  # once: training may write a better one meanwhile
     trained = read_manifest(checkpoint).get("config")
     taken = taken_over(trained, run)
-    if not any(flag.partition("=")[0] in ("--model.name", "--config") for flag in flags) and all(flag.startswith("-") for flag in flags[:1]):
+    if not any(flag.partition("=")[0] in ("--model.name", "--config") for flag in flags) and all(
+        flag.startswith("-") for flag in flags[:1]
+    ):
         check_named(trained, ModelConfig.name, run)
     parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json"))
     config = _config(parsed)
     check_model(trained, config.model, run)
     check_head(trained, config.patchgd.head, run)
-    return config, {"run": str(checkpoint), "left": left_behind(trained, asdict(Config())), **_own(parsed)}
+    return config, {
+        "run": str(checkpoint),
+        "left": left_behind(trained, asdict(Config())),
+        **_own(parsed),
+    }
 
 
 def _tell(left: list[str], comm) -> None:
     if left and comm.rank == 0:
-        print(f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; flags set them for this one", file=sys.stderr, flush=True)
+        print(
+            f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; flags set them for this one",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _check_count(flag: str, value: int) -> None:
@@ -515,12 +823,18 @@ def check_folder(path: str, what: str, whole: str | None = None) -> None:
         raise ValueError(f"{what} is {path!r}, which names no folder: give a path")
     there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if not there.is_dir():
-        raise ValueError(f"{what} is {whole or path}, but {there} is a file: name a path that does not go through it")
+        raise ValueError(
+            f"{what} is {whole or path}, but {there} is a file: name a path that does not go through it"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of yours, or change its permissions")
+        raise ValueError(
+            f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of yours, or change its permissions"
+        )
 
 
-def _parse_plain(parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}) -> Namespace:
+def _parse_plain(
+    parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}
+) -> Namespace:
     """Arguments parsed.
 
     Args:
@@ -560,7 +874,9 @@ def _in_a_line(error: Exception) -> str:
     given = re.search(r"Given value:(.*)$", text) or re.search(r"Got value:(.*)$", text)
     if not kinds:
         return f"{flag}: {_cut(text)}"
-    words = dict.fromkeys(_KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds)
+    words = dict.fromkeys(
+        _KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds
+    )
     return f"{flag} takes {' or '.join(words)}, got {_cut(given[1].strip() if given else '')!r}"
 
 

@@ -26,7 +26,15 @@ from distseg.runtime.schedule import orders
 from distseg.runtime.stage_program import operations
 from distseg.tiling.tile import TilePlacement, owned_tiles
 from distseg.training.conflicts import check_settings
-from distseg.training.engine import activations_of, is_cut, make_exchange, make_streaming_executor, owned_per_rank, read_around, streaming_order
+from distseg.training.engine import (
+    activations_of,
+    is_cut,
+    make_exchange,
+    make_streaming_executor,
+    owned_per_rank,
+    read_around,
+    streaming_order,
+)
 from distseg.training.step import InTiles
 
 
@@ -50,28 +58,68 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
     """
     check_settings(config, model)
     if config.pipeline.placement == "devices":
-        raise ValueError("pipeline.placement is devices: torchgpipe orders what it does by itself; plan line or v")
-    reach = used_reach(reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial)
-    exchange = make_exchange(config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False)
+        raise ValueError(
+            "pipeline.placement is devices: torchgpipe orders what it does by itself; plan line or v"
+        )
+    reach = used_reach(
+        reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial
+    )
+    exchange = make_exchange(
+        config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False
+    )
     partition = partition_of(config, model, image, read_around(config, reach, exchange))
-    owned = owned_tiles(image, config.mesh.tiles, owned_per_rank(config), (0,) * len(image), read_around(config, reach, exchange))
-    places = [TilePlacement(tuple(image), tile, window, tuple(range(config.data.images)), ()) for tile, window in owned]
+    owned = owned_tiles(
+        image,
+        config.mesh.tiles,
+        owned_per_rank(config),
+        (0,) * len(image),
+        read_around(config, reach, exchange),
+    )
+    places = [
+        TilePlacement(tuple(image), tile, window, tuple(range(config.data.images)), ())
+        for tile, window in owned
+    ]
     loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
     for rank in range(config.mesh.stages):
         if is_streamed(config):
             yield _streaming(config, model, exchange, partition, places, loss, rank)
         else:
-            yield _stages(config, model, exchange, partition or Partition.whole(), places, loss, rank)
+            yield _stages(
+                config, model, exchange, partition or Partition.whole(), places, loss, rank
+            )
 
 
-def _streaming(config: Config, model: nn.Module, exchange: Exchange, partition: Partition | None, places: list[TilePlacement], loss: Loss, rank: int) -> tuple[str, str]:
-    activations = activations_of(model, exchange, "bf16" if config.train.precision == "bf16" else "fp32", bool(config.train.channels_last))
-    budget = None if config.run.memory is None else budget_of(config.run.memory, _base(config, model), "weights and what the optimizer keeps")
-    executor = make_streaming_executor(config, exchange, activations, budget, partition, _Rank(rank, config.mesh.stages))
+def _streaming(
+    config: Config,
+    model: nn.Module,
+    exchange: Exchange,
+    partition: Partition | None,
+    places: list[TilePlacement],
+    loss: Loss,
+    rank: int,
+) -> tuple[str, str]:
+    activations = activations_of(
+        model,
+        exchange,
+        "bf16" if config.train.precision == "bf16" else "fp32",
+        bool(config.train.channels_last),
+    )
+    budget = (
+        None
+        if config.run.memory is None
+        else budget_of(
+            config.run.memory, _base(config, model), "weights and what the optimizer keeps"
+        )
+    )
+    executor = make_streaming_executor(
+        config, exchange, activations, budget, partition, _Rank(rank, config.mesh.stages)
+    )
     executor.folder = None  # of which no room is asked for
     every = [places] * config.train.accumulate
     works = [executor.work(places, m) for m in range(len(every))]
-    step = InTiles(executor, None, loss, streaming_order(config, loss.linear, bool(exchange.stored)))
+    step = InTiles(
+        executor, None, loss, streaming_order(config, loss.linear, bool(exchange.stored))
+    )
     mine = [f"segment {n}: {executor.name_of(works[0].segments[n])}" for n in works[0].mine]
     return "\n".join(mine), text([*step.before(works), *step.program(works, every)])
 
@@ -87,17 +135,34 @@ def _base(config: Config, model: nn.Module) -> float:
 
 
 def _stages(
-    config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[TilePlacement], loss: Loss, rank: int
+    config: Config,
+    model: nn.Module,
+    exchange: Exchange | None,
+    partition: Partition,
+    places: list[TilePlacement],
+    loss: Loss,
+    rank: int,
 ) -> tuple[str, str]:
     flat = is_flat(model)
     raise_jointly = config.spatial.exchanges or flat and bool(_live(config, model))
     units = config.train.accumulate * (1 if raise_jointly else len(places))
     order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
-    legend = _legend(config, model, exchange, partition, places, rank) if flat else ["stage 0: the whole network"]
+    legend = (
+        _legend(config, model, exchange, partition, places, rank)
+        if flat
+        else ["stage 0: the whole network"]
+    )
     return "\n".join(legend), text(operations(order, partition.edges, config.pipeline.recompute))
 
 
-def _legend(config: Config, model: nn.Module, exchange: Exchange | None, partition: Partition, places: list[TilePlacement], rank: int) -> Iterator[str]:
+def _legend(
+    config: Config,
+    model: nn.Module,
+    exchange: Exchange | None,
+    partition: Partition,
+    places: list[TilePlacement],
+    rank: int,
+) -> Iterator[str]:
     """What a pass through each stage does on its way."""
     names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None

@@ -63,9 +63,20 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
     one = Size((1,) * len(config.predict.tile))
-    spatial = replace(config.spatial, tiles_per_rank=one, streaming="in_memory", exchange_every="all", fuse_below=0)
+    spatial = replace(
+        config.spatial,
+        tiles_per_rank=one,
+        streaming="in_memory",
+        exchange_every="all",
+        fuse_below=0,
+    )
     memory = config.run.memory
-    config = replace(config, mesh=replace(config.mesh, stages=stages, tiles=one), spatial=spatial, run=replace(config.run, memory=None))
+    config = replace(
+        config,
+        mesh=replace(config.mesh, stages=stages, tiles=one),
+        spatial=spatial,
+        run=replace(config.run, memory=None),
+    )
     with raise_jointly(world):
         check_there(config.pipeline)
         check_settings(config)
@@ -83,7 +94,15 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     # Weights come last, into the numbers that the network computes with.
     with raise_jointly(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
-        tiled = own_part(model, partition, mesh.stage, reach, context, config.model.seed, whole=config.spatial.halo is None)
+        tiled = own_part(
+            model,
+            partition,
+            mesh.stage,
+            reach,
+            context,
+            config.model.seed,
+            whole=config.spatial.halo is None,
+        )
     place_stages(tiled, partition, devices, precision, channels_last)
     phase(f"loading {checkpoint}")
     with raise_jointly(world):
@@ -101,7 +120,18 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
         for line in short_of_room(memory, base) if world.rank == 0 else ():
             print(line)
     predictor = Predictor(
-        tiled, mesh.replicas, devices, run_in, config.predict.tile, config.predict.scratch, channels_last, pipeline, outputs, exact, ranks_on_node(world), room
+        tiled,
+        mesh.replicas,
+        devices,
+        run_in,
+        config.predict.tile,
+        config.predict.scratch,
+        channels_last,
+        pipeline,
+        outputs,
+        exact,
+        ranks_on_node(world),
+        room,
     )
     return predictor, manifest
 
@@ -115,15 +145,30 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
     found = []
     if ranks % mesh.stages:
         if mesh.stages != trained.get("mesh", {}).get("stages"):
-            raise ValueError(f"mesh.stages is {mesh.stages}, which does not divide {ranks} process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out")
-        found.append(f"note: the {mesh.stages} stages of the training do not divide {ranks} process{'es' * (ranks > 1)}, so each has all of the network")
+            raise ValueError(
+                f"mesh.stages is {mesh.stages}, which does not divide {ranks} process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out"
+            )
+        found.append(
+            f"note: the {mesh.stages} stages of the training do not divide {ranks} process{'es' * (ranks > 1)}, so each has all of the network"
+        )
     if mesh.tiles.volume > 1 or mesh.samples > 1:
-        what = " and ".join(f"mesh.{name} {value}" for name, value, more in (("samples", mesh.samples, mesh.samples > 1), ("tiles", mesh.tiles, mesh.tiles.volume > 1)) if more)
-        found.append(f"note: {what}: without effect here, tiles (predict.tile) are dealt to all ranks")
+        what = " and ".join(
+            f"mesh.{name} {value}"
+            for name, value, more in (
+                ("samples", mesh.samples, mesh.samples > 1),
+                ("tiles", mesh.tiles, mesh.tiles.volume > 1),
+            )
+            if more
+        )
+        found.append(
+            f"note: {what}: without effect here, tiles (predict.tile) are dealt to all ranks"
+        )
     return found
 
 
-def _load_patches(run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool) -> tuple[PatchPredictor | MapPredictor, dict]:
+def _load_patches(
+    run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool
+) -> tuple[PatchPredictor | MapPredictor, dict]:
     """The same of a network of patches."""
     with raise_jointly(world):
         checkpoint = find(run)
@@ -132,14 +177,25 @@ def _load_patches(run: str, config: Config, world, device: torch.device, precisi
         network = network_of(config, *manifest["channels"])
         told = (device, precision, channels_last, config.patchgd.at_once)
         by_pixels = isinstance(network, PatchUNet)
-        filler = MapFiller(network, Context(), *told) if by_pixels else Filler(network, Context(), Context(), *told)
+        filler = (
+            MapFiller(network, Context(), *told)
+            if by_pixels
+            else Filler(network, Context(), Context(), *told)
+        )
         if world.rank == 0:
             load_weights(checkpoint, network)
     broadcast(network, world)
     return (MapPredictor if by_pixels else PatchPredictor)(filler, world), manifest
 
 
-def predict(predictor: Predictor, scene: ImageSource, paths: Sequence[Path], classes: Classes, probabilities: bool = False, network: str = "") -> bool:
+def predict(
+    predictor: Predictor,
+    scene: ImageSource,
+    paths: Sequence[Path],
+    classes: Classes,
+    probabilities: bool = False,
+    network: str = "",
+) -> bool:
     """Write the class map of an image, and on request the probability of each class, to files (:mod:`distseg.data.class_files`).
 
     The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the files appear when they are whole.
@@ -156,15 +212,30 @@ def predict(predictor: Predictor, scene: ImageSource, paths: Sequence[Path], cla
     predictor.check(scene.size)
     every = predictor.tiles_of(scene.size)
     likely = predictor.outputs if probabilities else 0
-    identity = identity_of({"network": network, "source": scene.source, "classes": classes.names, "no data": classes.nodata}, scene.size, every, likely)
+    identity = identity_of(
+        {
+            "network": network,
+            "source": scene.source,
+            "classes": classes.names,
+            "no data": classes.nodata,
+        },
+        scene.size,
+        every,
+        likely,
+    )
     partial = None
     if first and not are_there(paths, identity):
-        partial = PartialMap(paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely)
+        partial = PartialMap(
+            paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely
+        )
     numbers = predictor.agree(partial.missing if partial else None)
     if numbers is None:
         return False
     if first and partial.taken_up and len(numbers) < len(every):
-        print(f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already", flush=True)
+        print(
+            f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already",
+            flush=True,
+        )
     number_of = {tile: number for number, tile in enumerate(every)}
     mine = predictor(scene, numbers) if numbers else iter(())
     if not predictor.last:
@@ -176,7 +247,9 @@ def predict(predictor: Predictor, scene: ImageSource, paths: Sequence[Path], cla
             for number in range(rounds):
                 heartbeat(f"round {number + 1} of {rounds}")
                 done = next(mine, None)
-                parts = ranks.gather(None if done is None else _part(scene, *done, classes.nodata, probabilities))
+                parts = ranks.gather(
+                    None if done is None else _part(scene, *done, classes.nodata, probabilities)
+                )
                 for tile, found, likelihood in filter(None, parts or []):
                     partial.write(number_of[tile], found, likelihood)
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
@@ -189,7 +262,9 @@ def predict(predictor: Predictor, scene: ImageSource, paths: Sequence[Path], cla
     return first
 
 
-def _part(scene: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool) -> tuple[Box, np.ndarray, np.ndarray | None]:
+def _part(
+    scene: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool
+) -> tuple[Box, np.ndarray, np.ndarray | None]:
     """Return a tile, its classes and, on request, their probabilities; ``nodata`` and nan where the image has no data."""
     found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
     hidden = scene.without_data(tile)

@@ -61,7 +61,12 @@ class Profile:
     def factor(self) -> float:
         """How much longer than modelled all passes took together."""
         modelled = sum(self.expected.values())
-        return sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected) / modelled if modelled else 1.0
+        return (
+            sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected)
+            / modelled
+            if modelled
+            else 1.0
+        )
 
     def passes(self) -> dict[tuple[str, str], tuple[int, float]]:
         """How many passes there were by kind and by what was computed, and their seconds, of all ranks."""
@@ -80,7 +85,16 @@ class Profile:
         for (kind, what), modelled in self.expected.items():
             count, seconds = measured.get((kind, what), (0, 0.0))
             if count:
-                rows.append({"pass": kind, "of": what, "times": count, "measured [ms]": 1e3 * seconds / count, "modelled [ms]": 1e3 * factor * modelled / count, "ratio": seconds / (factor * modelled)})
+                rows.append(
+                    {
+                        "pass": kind,
+                        "of": what,
+                        "times": count,
+                        "measured [ms]": 1e3 * seconds / count,
+                        "modelled [ms]": 1e3 * factor * modelled / count,
+                        "ratio": seconds / (factor * modelled),
+                    }
+                )
         return rows
 
     def rows(self) -> list[dict[str, float | str]]:
@@ -96,9 +110,22 @@ class Profile:
         """The table for a terminal, in milliseconds, with shares of the step."""
         rows = self.rows()
         kinds = [*(kind for kind in KINDS if any(row[kind] > 0 for row in rows)), "other"]
-        lines = [{"rank": row["rank"], **{f"{kind} [ms]": 1e3 * row[kind] for kind in kinds}, **self._shares(row)} for row in rows]
+        lines = [
+            {
+                "rank": row["rank"],
+                **{f"{kind} [ms]": 1e3 * row[kind] for kind in kinds},
+                **self._shares(row),
+            }
+            for row in rows
+        ]
         means = {kind: sum(row[kind] for row in rows) / len(rows) for kind in (*KINDS, "other")}
-        lines.append({"rank": "mean share", **{f"{kind} [ms]": self._share(means[kind]) for kind in kinds}, **self._shares(means)})
+        lines.append(
+            {
+                "rank": "mean share",
+                **{f"{kind} [ms]": self._share(means[kind]) for kind in kinds},
+                **self._shares(means),
+            }
+        )
         head = f"{self.title}, {self.details}\nstep {1e3 * self.seconds:.4g} ms; bubble: share of the step in which a rank waits for other stages"
         return "\n\n".join([head, table(lines), *self._comparison()])
 
@@ -111,7 +138,10 @@ class Profile:
             yield f"simulated from these: {1e3 * of.makespan:.4g} ms without sums of gradients and the update; bubble {', '.join(f'{idle:.1%}' for idle in of.idle)} by rank"
 
     def _shares(self, times: dict) -> dict[str, str]:
-        return {"computing": self._share(sum(times[kind] for kind in COMPUTING)), "bubble": self._share(times["wait"])}
+        return {
+            "computing": self._share(sum(times[kind] for kind in COMPUTING)),
+            "bubble": self._share(times["wait"]),
+        }
 
     def _share(self, seconds: float) -> str:
         return f"{seconds / self.seconds:.1%}"
@@ -123,7 +153,9 @@ def _pass(span: Span) -> tuple[str, str]:
     return span.kind, f"stage {action[2]}" if action else span.name
 
 
-def own_seconds(spans: Sequence[Span], by: Callable[[Span], Hashable] = lambda span: span.kind) -> Counter:
+def own_seconds(
+    spans: Sequence[Span], by: Callable[[Span], Hashable] = lambda span: span.kind
+) -> Counter:
     """Seconds of one rank's spans, by default by kind; what lies inside another span counts for the inner one alone."""
     found: Counter = Counter()
     around: list[Span] = []
@@ -142,10 +174,15 @@ def row_names(shape: MeshShape) -> list[str]:
     sizes = {"sample": shape.samples, "tile": shape.tiles.volume, "stage": shape.stages}
     places = zip(*np.unravel_index(range(shape.size), tuple(sizes.values())))
     split = [axis for axis, size in sizes.items() if size > 1]
-    return [" ".join(f"{axis} {at}" for axis, at in zip(sizes, place) if axis in split) or "rank 0" for place in places]
+    return [
+        " ".join(f"{axis} {at}" for axis, at in zip(sizes, place) if axis in split) or "rank 0"
+        for place in places
+    ]
 
 
-def profile(config: Config, world, image: Size | None = None, steps: int = 3, output: str = "profile") -> Profile | None:
+def profile(
+    config: Config, world, image: Size | None = None, steps: int = 3, output: str = "profile"
+) -> Profile | None:
     """Run ``steps`` optimizer steps and watch the last; writes ``timeline.png`` and ``trace.json``. Collective.
 
     Args:
@@ -160,7 +197,9 @@ def profile(config: Config, world, image: Size | None = None, steps: int = 3, ou
         if steps < 1:
             raise ValueError(f"--steps is at least 1, got {steps}")
         if config.pipeline.placement == "devices":
-            raise ValueError("pipeline.placement is devices: torchgpipe's threads can't be watched; profile line or v, where ranks hold the stages")
+            raise ValueError(
+                "pipeline.placement is devices: torchgpipe's threads can't be watched; profile line or v, where ranks hold the stages"
+            )
         config, plain, images = prepare(config, image)
         model = as_network(plain)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
@@ -171,7 +210,9 @@ def profile(config: Config, world, image: Size | None = None, steps: int = 3, ou
     engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
     with raise_jointly(world):
         own = own_pieces(config, mesh, images, engine.reading)
-        expected, simulated = (None, None) if costs is None else _expected(engine, costs, images.size, own)
+        expected, simulated = (
+            (None, None) if costs is None else _expected(engine, costs, images.size, own)
+        )
     for _ in range(steps - 1):
         engine.backward(own)
         engine.update(config.optim.lr)
@@ -185,23 +226,40 @@ def profile(config: Config, world, image: Size | None = None, steps: int = 3, ou
         if parts is not None:
             spans, seconds, modelled = zip(*parts)
             every = None if None in modelled else sum(map(Counter, modelled), Counter())
-            found = Profile(*_title(engine), tuple(row_names(mesh.shape)), tuple(s for part in spans for s in part), max(seconds), every, simulated)
+            found = Profile(
+                *_title(engine),
+                tuple(row_names(mesh.shape)),
+                tuple(s for part in spans for s in part),
+                max(seconds),
+                every,
+                simulated,
+            )
             spans, names = _laid_over(found)
             plot_timeline(spans, Path(output) / "timeline.png", found.title, names)
             write_trace(found.spans, Path(output) / "trace.json", rows=found.names)
     return found
 
 
-def _expected(engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[TileBatch]]) -> tuple[Passes, Callable[[float], Simulation] | None]:
+def _expected(
+    engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[TileBatch]]
+) -> tuple[Passes, Callable[[float], Simulation] | None]:
     """What this rank's passes are expected to take, and how the pipeline's step is simulated, where there is one."""
     if engine.streaming:
         way, given = engine.streaming, engine.streaming.given(own)
-        return of_tiles(costs, way.executor, image, [*way.before(given.works), *way.program(given.works, given.places)], given.works), None
+        return of_tiles(
+            costs,
+            way.executor,
+            image,
+            [*way.before(given.works), *way.program(given.works, given.places)],
+            given.works,
+        ), None
     way = engine.gradient_step.way
     units = way.given(own)
     pixels = sum(piece.place.window.pixels for unit in units for piece in unit.pieces) / len(units)
     partition = engine.pipeline.partition
-    passes = StagePasses(costs, partition, way.orders_of(len(units)), engine.pipeline.recompute, pixels)
+    passes = StagePasses(
+        costs, partition, way.orders_of(len(units)), engine.pipeline.recompute, pixels
+    )
     return passes.of_rank(engine.mesh.stage), passes.simulated if partition.stages > 1 else None
 
 
@@ -211,7 +269,10 @@ def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
         return found.spans, [*found.names]
     below = found.simulated(found.factor)
     spans = [replace(span, rank=len(found.names) + span.rank) for span in below.spans]
-    return [*found.spans, *spans], [*found.names, *(f"simulated, stage {rank}" for rank in range(below.ranks))]
+    return [*found.spans, *spans], [
+        *found.names,
+        *(f"simulated, stage {rank}" for rank in range(below.ranks)),
+    ]
 
 
 def watch(engine: Engine, world) -> Trace:
@@ -221,13 +282,19 @@ def watch(engine: Engine, world) -> Trace:
     engine.pipeline.trace = trace
     engine.mesh.waits.span = trace.span
     engine.reducer = _TracedReducer(engine.reducer, trace)
-    engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")  # the loss and the gradient's norm over all stages
+    engine.mesh.pipeline = TracedComm(
+        engine.mesh.pipeline, trace, "wait"
+    )  # the loss and the gradient's norm over all stages
     for name in ("norm_comm", "batch_comm", "groups_comm"):
-        setattr(engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange"))
+        setattr(
+            engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange")
+        )
     if engine.streaming:
         engine.streaming.executor.span = trace.span
     if engine.gradient_step.head:
-        engine.gradient_step.head.replicas = TracedComm(engine.gradient_step.head.replicas, trace, "reduce")  # the loss's table
+        engine.gradient_step.head.replicas = TracedComm(
+            engine.gradient_step.head.replicas, trace, "reduce"
+        )  # the loss's table
     return trace
 
 
@@ -257,6 +324,17 @@ def _clock(device: torch.device) -> Callable[[], float]:
 def _title(engine: Engine) -> tuple[str, str]:
     """Mesh and schedule; what else a reader wants to know."""
     config = engine.config
-    schedule = f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}" if engine.partition else ""
-    recompute = f", recompute {config.pipeline.recompute}" if engine.partition and not engine.streaming else ""
-    return f"{engine.mesh.shape}{schedule}", f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}"
+    schedule = (
+        f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}"
+        if engine.partition
+        else ""
+    )
+    recompute = (
+        f", recompute {config.pipeline.recompute}"
+        if engine.partition and not engine.streaming
+        else ""
+    )
+    return (
+        f"{engine.mesh.shape}{schedule}",
+        f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}",
+    )

@@ -24,7 +24,9 @@ def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
         return x.detach().to(home or x.device, torch.float64).unsqueeze(0)
     send = _host(x)
     received = np.empty((comm.size, *send.shape))
-    waits_of(comm).wait(comm.Iallgather(send, received), f"numbers of all {comm.size} ranks that share them")
+    waits_of(comm).wait(
+        comm.Iallgather(send, received), f"numbers of all {comm.size} ranks that share them"
+    )
     return upload(torch.from_numpy(received), home or x.device)
 
 

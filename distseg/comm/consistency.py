@@ -24,7 +24,10 @@ def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
     Raises:
         JointFailure: on all ranks, naming what differs, both values and both ranks, then the ``repair``.
     """
-    told = {name: "x".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in facts.items()}  # sizes as users write them
+    told = {
+        name: "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for name, value in facts.items()
+    }  # sizes as users write them
     if len(set(comm.allgather(_digest(json.dumps(told, sort_keys=True))))) == 1:
         return
     found = differences(comm.allgather(told))
@@ -38,16 +41,24 @@ def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
     found = []
     for name in names:
         first = of_ranks[0].get(name, "missing")
-        others = [rank for rank, facts in enumerate(of_ranks) if facts.get(name, "missing") != first]
+        others = [
+            rank for rank, facts in enumerate(of_ranks) if facts.get(name, "missing") != first
+        ]
         if others:
             more = f" (and on {len(others) - 1} more)" if len(others) > 1 else ""
-            found.append(f"{name} is {first} on rank 0 and {of_ranks[others[0]].get(name, 'missing')} on rank {others[0]}{more}")
+            found.append(
+                f"{name} is {first} on rank 0 and {of_ranks[others[0]].get(name, 'missing')} on rank {others[0]}{more}"
+            )
     return found
 
 
 def settings(sections: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     """``{"optim": {"lr": 0.1}}`` -> ``{"optim.lr": "0.1"}``."""
-    return {f"{section}.{field}": str(value) for section, fields in sections.items() for field, value in fields.items()}
+    return {
+        f"{section}.{field}": str(value)
+        for section, fields in sections.items()
+        for field, value in fields.items()
+    }
 
 
 @lru_cache
@@ -59,7 +70,11 @@ def versions() -> dict[str, str]:
 
     sources = sorted(p for p in Path(__file__).parents[1].rglob("*") if p.suffix in (".py", ".cpp"))
     code = _digest(*(p.read_bytes() for p in sources))
-    return {"distseg": f"{__version__} ({code[:12]})", "torch": version("torch"), "python": platform.python_version()}
+    return {
+        "distseg": f"{__version__} ({code[:12]})",
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def _digest(*parts: str | bytes) -> str:

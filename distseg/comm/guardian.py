@@ -26,7 +26,14 @@ import sys
 import time
 
 PAGE, TEXT = 4096, 500
-MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = 0, 8, 16, 24, 24 + TEXT, 24 + 2 * TEXT  # where what stands in the page
+MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = (
+    0,
+    8,
+    16,
+    24,
+    24 + TEXT,
+    24 + 2 * TEXT,
+)  # where what stands in the page
 DEPUTY_WAITS = 1.0  # seconds that rank 1's guardian leaves to rank 0's
 GONE_AFTER = 5.0  # seconds that a launcher gets to notice the end of a process
 CONNECTED_WITHIN = 20.0  # seconds
@@ -89,7 +96,9 @@ class Rank:
 
     def dump(self) -> str:
         """The stacks of its threads, from its fault handler; after that it stands still."""
-        if self.state == "T":  # to tell its stack it has to run again: not before those that wait for it stand still
+        if (
+            self.state == "T"
+        ):  # to tell its stack it has to run again: not before those that wait for it stand still
             time.sleep(STILL_WITHIN)
         before = os.fstat(self.stacks).st_size
         self._signal(signal.SIGQUIT, _to_main_thread)
@@ -139,10 +148,16 @@ class Member:
 
     def hear(self, told: dict) -> None:
         self.connected, self.lost, self.unheard = True, False, 0.0
-        self.still, self.where, self.state = float(told["still"]), str(told["where"]), str(told["state"])
+        self.still, self.where, self.state = (
+            float(told["still"]),
+            str(told["where"]),
+            str(told["state"]),
+        )
 
     def line(self) -> str:
-        state = {"T": ", is stopped (SIGSTOP)", "D": ", waits for a disk", "Z": ", has ended"}.get(self.state, "")
+        state = {"T": ", is stopped (SIGSTOP)", "D": ", waits for a disk", "Z": ", has ended"}.get(
+            self.state, ""
+        )
         if self.lost:
             state = ", its process is gone"
         elif self.unheard > self.still:
@@ -173,12 +188,16 @@ def report(reason: str, members: list[Member], folder: str | None) -> str:
     lines = [f"distseg: error: {reason}, so the job is ended. Where its ranks stood:"]
     lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
     lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
-    lines.append("  If it only was busy, set run.timeout higher; a run that was training goes on with --train.resume true.")
+    lines.append(
+        "  If it only was busy, set run.timeout higher; a run that was training goes on with --train.resume true."
+    )
     return "\n".join(lines)
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
@@ -235,7 +254,9 @@ class Guardian:
         last = time.monotonic()
         while True:
             tick = min(1.0, max(0.02, self.rank.limit / 8)) if self.rank.limit else 1.0
-            guests = [*self.guests.values(), *self.strangers] if self.members else []  # others may be here before this one knows of them
+            guests = (
+                [*self.guests.values(), *self.strangers] if self.members else []
+            )  # others may be here before this one knows of them
             readers = [sys.stdin, *filter(None, [self.listener]), *self.monitors, *guests]
             ready, _, _ = select.select(readers, [], [], max(0.0, last + tick - time.monotonic()))
             self._listen(ready)
@@ -274,7 +295,11 @@ class Guardian:
         if told == []:
             return  # half a line
         self.strangers.remove(lines)
-        if told and told[0].get("secret") == self.secret and told[0].get("rank") in range(len(self.members)):
+        if (
+            told
+            and told[0].get("secret") == self.secret
+            and told[0].get("rank") in range(len(self.members))
+        ):
             self.guests[told[0]["rank"]] = lines
             self._hear(told[0]["rank"], told)
         else:
@@ -320,7 +345,17 @@ class Guardian:
     def _open(self) -> None:
         """Listen for other guardians, and tell the rank where."""
         self.listener = socket.create_server(("", 0), backlog=4096)
-        print(json.dumps({"host": socket.gethostname(), "addresses": _addresses(), "port": self.listener.getsockname()[1], "secret": self.secret}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "host": socket.gethostname(),
+                    "addresses": _addresses(),
+                    "port": self.listener.getsockname()[1],
+                    "secret": self.secret,
+                }
+            ),
+            flush=True,
+        )
 
     def _join(self, told: dict) -> None:
         self.folder, self.number = told["folder"], told["rank"]
@@ -344,7 +379,12 @@ class Guardian:
     # what is decided
 
     def _told(self) -> dict:
-        return {"rank": self.number, "still": self.rank.still, "where": self.rank.where, "state": self.rank.state}
+        return {
+            "rank": self.number,
+            "still": self.rank.still,
+            "where": self.rank.where,
+            "state": self.rank.state,
+        }
 
     def _tick(self, seconds: float) -> None:
         if not self.rank.is_there():
@@ -376,11 +416,15 @@ class Guardian:
             if self.number > 1 or not members:
                 members = [Member(self.number, socket.gethostname())]
                 members[0].hear(self._told())
-            self.folder = self.folder and os.path.join(self.folder, time.strftime("hang-%Y%m%d-%H%M%S"))
+            self.folder = self.folder and os.path.join(
+                self.folder, time.strftime("hang-%Y%m%d-%H%M%S")
+            )
             print(report(reason, members, self.folder), file=sys.stderr, flush=True)
             for lines in self.guests.values():
                 lines.send({"end": True, "folder": self.folder})
-        killed_at = time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN  # not earlier: at the first death the launcher ends the others
+        killed_at = (
+            time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN
+        )  # not earlier: at the first death the launcher ends the others
         stacks = self.rank.dump()
         if os.fork() == 0:  # a disk that hangs must not keep the rank alive
             self._keep(stacks)
@@ -403,7 +447,11 @@ def _connected(member: dict, deadline: float) -> Lines | None:
     """A connection to a guardian, by the first of its addresses that answers."""
     for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
         try:
-            return Lines(socket.create_connection((address, member["port"]), max(0.1, min(5.0, deadline - time.monotonic()))))
+            return Lines(
+                socket.create_connection(
+                    (address, member["port"]), max(0.1, min(5.0, deadline - time.monotonic()))
+                )
+            )
         except OSError:
             continue
     return None
@@ -412,14 +460,18 @@ def _connected(member: dict, deadline: float) -> Lines | None:
 def _addresses() -> list[str]:
     """Those under which other nodes may reach this one."""
     try:
-        found = [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        found = [
+            entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        ]
     except OSError:
         found = []
     return [socket.gethostname(), *dict.fromkeys(found)]
 
 
 def main() -> None:
-    memory, stacks, number, watched = map(int, sys.argv[1:])  # the last is told, as a process that ends at once would leave another parent
+    memory, stacks, number, watched = map(
+        int, sys.argv[1:]
+    )  # the last is told, as a process that ends at once would leave another parent
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # they are for the rank
     Guardian(Rank(mmap.mmap(memory, PAGE), stacks, watched), number).run()

@@ -33,7 +33,9 @@ class Copy(NamedTuple):
     box: Box
 
 
-def copies_to(target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]) -> list[Copy]:
+def copies_to(
+    target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
+) -> list[Copy]:
     """What a tile gets from others.
 
     Args:
@@ -43,16 +45,26 @@ def copies_to(target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequ
     spans = [w[t] for w, t in zip(wanted, target)]
     if any(a >= b for a, b in spans):
         return []
-    sources = product(*(range(bisect_right(c, a) - 1, bisect_left(c, b)) for c, (a, b) in zip(cuts, spans)))
+    sources = product(
+        *(range(bisect_right(c, a) - 1, bisect_left(c, b)) for c, (a, b) in zip(cuts, spans))
+    )
     return [Copy(s, tuple(target), _common(s, cuts, spans)) for s in sources if s != tuple(target)]
 
 
-def copies_from(source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]) -> list[Copy]:
+def copies_from(
+    source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
+) -> list[Copy]:
     """What others get from a tile."""
     own = [c[s : s + 2] for c, s in zip(cuts, source)]
-    near = [[t for t, (a, b) in enumerate(w) if max(a, o[0]) < min(b, o[1])] for w, o in zip(wanted, own)]
+    near = [
+        [t for t, (a, b) in enumerate(w) if max(a, o[0]) < min(b, o[1])]
+        for w, o in zip(wanted, own)
+    ]
     targets = (t for t in product(*near) if t != tuple(source))
-    return [Copy(tuple(source), t, _common(source, cuts, [w[i] for w, i in zip(wanted, t)])) for t in targets]
+    return [
+        Copy(tuple(source), t, _common(source, cuts, [w[i] for w, i in zip(wanted, t)]))
+        for t in targets
+    ]
 
 
 def _common(source, cuts, spans) -> Box:
@@ -94,12 +106,29 @@ class HaloExchange:
         self, mail: Mail, frames: list[Frame], sends: dict[int, list[tuple[int, Box]]], receives: dict[int, list[tuple[int, Box]]],
         here: list[tuple[int, int, Box]], like: Tensor, batches: list[int], fill: float, tag: int, name: str, last: bool,
     ):  # fmt: skip
-        self.mail, self.frames, self.fill, self.tag, self.name, self.last = mail, frames, fill, tag, name, last
+        self.mail, self.frames, self.fill, self.tag, self.name, self.last = (
+            mail,
+            frames,
+            fill,
+            tag,
+            name,
+            last,
+        )
         self.channels, self.dtype, self.itemsize = like.shape[1], like.dtype, like.element_size()
-        strip = lambda at, box, origin: Strip(at, box.relative_to(origin).slices, (batches[at], self.channels, *box.size))
-        self.sends = {rank: [strip(at, box, frames[at].held) for at, box in strips] for rank, strips in sends.items()}
-        self.receives = {rank: [strip(at, box, frames[at].make) for at, box in strips] for rank, strips in receives.items()}
-        self.here = [(strip(a, box, frames[a].held), strip(b, box, frames[b].make)) for a, b, box in here]
+        strip = lambda at, box, origin: Strip(
+            at, box.relative_to(origin).slices, (batches[at], self.channels, *box.size)
+        )
+        self.sends = {
+            rank: [strip(at, box, frames[at].held) for at, box in strips]
+            for rank, strips in sends.items()
+        }
+        self.receives = {
+            rank: [strip(at, box, frames[at].make) for at, box in strips]
+            for rank, strips in receives.items()
+        }
+        self.here = [
+            (strip(a, box, frames[a].held), strip(b, box, frames[b].make)) for a, b, box in here
+        ]
 
     @property
     def waits(self) -> Waits:
@@ -108,7 +137,9 @@ class HaloExchange:
     @property
     def idle(self) -> bool:
         """Whether every tile has all it wants."""
-        return not (self.sends or self.receives or self.here) and all(frame.make == frame.held for frame in self.frames)
+        return not (self.sends or self.receives or self.here) and all(
+            frame.make == frame.held for frame in self.frames
+        )
 
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """(B, C, *held.size) each -> (B, C, *make.size) each."""
@@ -129,7 +160,9 @@ class HaloExchange:
         """Send the gradients of others' cells on their way."""
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
-    def finish_adjoint(self, gs: Sequence[Tensor], arriving, in_place: bool = False) -> list[Tensor]:
+    def finish_adjoint(
+        self, gs: Sequence[Tensor], arriving, in_place: bool = False
+    ) -> list[Tensor]:
         """The gradients once the others' part is added; ``in_place`` into ``gs``, of which the results may then be views."""
         dxs = [self._own_part(g, frame, in_place) for g, frame in zip(gs, self.frames)]
         for source, target in self.here:
@@ -149,7 +182,9 @@ class HaloExchange:
         for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, frame.make.size)):
             y.narrow(2 + dim, 0, a).fill_(self.fill)
             y.narrow(2 + dim, b, n - b).fill_(self.fill)
-        y[(..., *common.relative_to(frame.make).slices)] = x[(..., *common.relative_to(frame.held).slices)]
+        y[(..., *common.relative_to(frame.make).slices)] = x[
+            (..., *common.relative_to(frame.held).slices)
+        ]
         return y
 
     def _own_part(self, g: Tensor, frame: Frame, in_place: bool) -> Tensor:
@@ -161,13 +196,24 @@ class HaloExchange:
         if common != frame.held:
             dx.zero_()
         if common.pixels:
-            dx[(..., *common.relative_to(frame.held).slices)] = g[(..., *common.relative_to(frame.make).slices)]
+            dx[(..., *common.relative_to(frame.held).slices)] = g[
+                (..., *common.relative_to(frame.make).slices)
+            ]
         return dx
 
     # messages
 
-    def _start(self, tensors: Sequence[Tensor], going: dict[int, list[Strip]], coming: dict[int, list[Strip]], tag: int) -> dict[int, Receipt]:
-        arriving = {rank: self.mail.receive_bytes(self._bytes(strips), rank, tag) for rank, strips in coming.items()}
+    def _start(
+        self,
+        tensors: Sequence[Tensor],
+        going: dict[int, list[Strip]],
+        coming: dict[int, list[Strip]],
+        tag: int,
+    ) -> dict[int, Receipt]:
+        arriving = {
+            rank: self.mail.receive_bytes(self._bytes(strips), rank, tag)
+            for rank, strips in coming.items()
+        }
         packed = {}
         for rank, strips in going.items():
             packed[rank] = self.mail.room(self._bytes(strips))
@@ -178,7 +224,10 @@ class HaloExchange:
 
     def _finish(self, arriving: dict[int, Receipt], strips: dict[int, list[Strip]], what: str):
         for rank, receipt in arriving.items():
-            buffer = receipt.tensor(f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles", "halo")
+            buffer = receipt.tensor(
+                f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles",
+                "halo",
+            )
             here = buffer.to(self.mail.device, non_blocking=True)
             yield rank, self._parts(here, strips[rank])
             self.mail.done(buffer)
@@ -193,7 +242,10 @@ class HaloExchange:
             count = math.prod(strip.shape)
             part = values[offset : offset + count]
             b, c, *size = strip.shape
-            yield strip, part.view(b, *size, c).movedim(-1, 1) if self.last else part.view(strip.shape)
+            yield (
+                strip,
+                part.view(b, *size, c).movedim(-1, 1) if self.last else part.view(strip.shape),
+            )
             offset += count
 
 

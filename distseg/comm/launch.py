@@ -44,7 +44,9 @@ def world():
     if ours:
         os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
-        raise (ValueError if process.size is None else JointFailure)(wrong)  # the size all ranks know; a rank alone may be the only one to see it
+        raise (ValueError if process.size is None else JointFailure)(
+            wrong
+        )  # the size all ranks know; a rank alone may be the only one to see it
     return MPI.COMM_WORLD
 
 
@@ -140,7 +142,9 @@ def _device(device: str, local_rank: int, local_size: int) -> torch.device:
 
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
-        raise ValueError("run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto, or load the CUDA build of torch")
+        raise ValueError(
+            "run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto, or load the CUDA build of torch"
+        )
     if not gpus:
         return torch.device("cpu")
     chosen = torch.device("cuda", local_rank % gpus)
@@ -218,7 +222,9 @@ def resident_memory() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (
+            0 if sys.platform == "darwin" else 10
+        )
 
 
 _program = False
@@ -320,6 +326,10 @@ def _abort(error: BaseException) -> None:
 
 def _text(error: BaseException) -> str:
     """A user's mistake in one line; our own with its traceback."""
-    if isinstance(error, (ValueError, OSError)) or isinstance(error, ImportError) and "pip install" in str(error):
+    if (
+        isinstance(error, (ValueError, OSError))
+        or isinstance(error, ImportError)
+        and "pip install" in str(error)
+    ):
         return str(error)
     return "".join(traceback.format_exception(error)).strip()

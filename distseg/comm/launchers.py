@@ -59,7 +59,11 @@ _SRUN = (
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", repair=_TORCHRUN),
     Launcher(
-        "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
     ),
     Launcher(
         "Open MPI's mpirun",
@@ -83,7 +87,12 @@ LAUNCHERS = (
         "MVP_COMM_WORLD_LOCAL_SIZE",
     ),
     Launcher(
-        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", beside="MPI_LOCALRANKID"
+        "mpiexec",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        beside="MPI_LOCALRANKID",
     ),  # MPICH's Hydra, Intel MPI
     Launcher(
         "PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
@@ -91,10 +100,20 @@ LAUNCHERS = (
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     Launcher(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", repair=_SRUN
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        repair=_SRUN,
     ),
     Launcher("a launcher with PMIx", "PMIX_RANK"),  # prterun, PALS for Open MPI
-    Launcher("PALS's mpiexec", "PALS_RANKID", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"),
+    Launcher(
+        "PALS's mpiexec",
+        "PALS_RANKID",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+    ),
     Launcher("aprun", "ALPS_APP_PE"),
 )
 
@@ -105,7 +124,9 @@ def identify(environment: Mapping[str, str] = os.environ) -> Process:
     return _found(environment)[1]
 
 
-def contradiction(ranks: int, library: str, environment: Mapping[str, str] = os.environ) -> str | None:
+def contradiction(
+    ranks: int, library: str, environment: Mapping[str, str] = os.environ
+) -> str | None:
     """What can not be where MPI sees ``ranks`` ranks: the error's text, or None if nothing speaks against it.
 
     Where no launcher is recognised, MPI knows. Several processes of which each believes to be alone are the danger: a
@@ -129,12 +150,22 @@ def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
     number = lambda name: _leading_int(environment.get(name))
     for launcher in LAUNCHERS:
         rank, size = number(launcher.rank), number(launcher.size)
-        if rank is not None and size is not None and (not launcher.beside or launcher.beside in environment):
-            return launcher, Process(rank, size, number(launcher.local_rank), number(launcher.local_size))
+        if (
+            rank is not None
+            and size is not None
+            and (not launcher.beside or launcher.beside in environment)
+        ):
+            return launcher, Process(
+                rank, size, number(launcher.local_rank), number(launcher.local_size)
+            )
     for launcher in LAUNCHERS:
         rank = number(launcher.rank)
-        if rank or rank == 0 and not launcher.size:  # where the size is missing too, rank 0 is what a batch script has
-            return launcher, Process(rank, None, number(launcher.local_rank), number(launcher.local_size))
+        if (
+            rank or rank == 0 and not launcher.size
+        ):  # where the size is missing too, rank 0 is what a batch script has
+            return launcher, Process(
+                rank, None, number(launcher.local_rank), number(launcher.local_size)
+            )
     return None, LONE
 
 

@@ -30,10 +30,16 @@ class Form:
 
     @classmethod
     def of(cls, x: Tensor) -> "Form":
-        return cls(tuple(x.shape), x.dtype, not x.is_contiguous() and x.is_contiguous(memory_format=channels_last(x.dim())))
+        return cls(
+            tuple(x.shape),
+            x.dtype,
+            not x.is_contiguous() and x.is_contiguous(memory_format=channels_last(x.dim())),
+        )
 
     def empty(self, device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
+        return torch.empty(
+            self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format
+        )
 
     @property
     def bytes(self) -> int:
@@ -112,7 +118,11 @@ class Mail:
 
     def room(self, size: int) -> Tensor:
         """Flat bytes to pack a message into, for :meth:`send`, which takes them back."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device) if self.staged else self.buffers.take(size)
+        return (
+            torch.empty(size, dtype=torch.uint8, device=self.device)
+            if self.staged
+            else self.buffers.take(size)
+        )
 
     def send(self, x: Tensor, to: int, tag: int, packed: bool = False) -> None:
         """Start to send a dense tensor, which must not change before :meth:`flush`; ``packed``: it is :meth:`room`."""
@@ -131,7 +141,10 @@ class Mail:
         settled(self.device)
         for rank, x, buffer in leaving:
             self._sending.append(_Sent(self.comm.Isend(message(x), rank, tag), x, buffer))
-            self.bytes_sent, self.messages_sent = self.bytes_sent + x.numel() * x.element_size(), self.messages_sent + 1
+            self.bytes_sent, self.messages_sent = (
+                self.bytes_sent + x.numel() * x.element_size(),
+                self.messages_sent + 1,
+            )
         self.progress()
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
@@ -147,7 +160,13 @@ class Mail:
 
         return self.receive_bytes(form.bytes, source, tag, make)
 
-    def receive_bytes(self, size: int, source: int, tag: int, make: Callable[[Tensor], Tensor] = lambda buffer: buffer) -> Receipt:
+    def receive_bytes(
+        self,
+        size: int,
+        source: int,
+        tag: int,
+        make: Callable[[Tensor], Tensor] = lambda buffer: buffer,
+    ) -> Receipt:
         """Post a receive into a buffer, to be given back by :meth:`done`."""
         buffer = self.buffers.take(size)
         return Receipt(self.waits, self.comm.Irecv(message(buffer), source, tag), buffer, make)
@@ -158,7 +177,10 @@ class Mail:
 
     def begin_send(self, values: Tensor, to: int, tag: int) -> Message:
         """Start to send a dense tensor of the host's memory, of which its owner sees to it himself."""
-        self.bytes_sent, self.messages_sent = self.bytes_sent + values.numel() * values.element_size(), self.messages_sent + 1
+        self.bytes_sent, self.messages_sent = (
+            self.bytes_sent + values.numel() * values.element_size(),
+            self.messages_sent + 1,
+        )
         return Message(self.comm.Isend(message(values), to, tag), values)
 
     def begin_receive(self, room: Tensor, source: int, tag: int) -> Message:

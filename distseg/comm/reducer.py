@@ -100,7 +100,10 @@ class Gradients:
 def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:
     first = group[0]
     size = sum(q.numel() for q in group) * first.element_size()
-    return (p.dtype, p.device) == (first.dtype, first.device) and size + p.numel() * p.element_size() <= _BUCKET
+    return (p.dtype, p.device) == (
+        first.dtype,
+        first.device,
+    ) and size + p.numel() * p.element_size() <= _BUCKET
 
 
 class LoneReducer:
@@ -125,7 +128,9 @@ class MpiReducer:
         under_way: deque[Callable[[], None]] = deque()
         for bucket in buckets:
             under_way.append(self._start(bucket))
-            if not bucket.is_cuda or len(under_way) > 1:  # of one device's buckets one is copied while another travels
+            if (
+                not bucket.is_cuda or len(under_way) > 1
+            ):  # of one device's buckets one is copied while another travels
                 under_way.popleft()()
         while under_way:
             under_way.popleft()()
@@ -168,9 +173,15 @@ class HorovodReducer:
     def sum(self, buckets: list[Tensor]) -> None:
         import horovod.torch as hvd
 
-        wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]  # none: a pipeline stage may have no weights
-        for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):  # one operation is of one device
-            hvd.grouped_allreduce_(list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set)
+        wires = [
+            b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets
+        ]  # none: a pipeline stage may have no weights
+        for number, (_, group) in enumerate(
+            groupby(wires, key=lambda wire: wire.device)
+        ):  # one operation is of one device
+            hvd.grouped_allreduce_(
+                list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set
+            )
         for bucket, wire in zip(buckets, wires):
             if wire is not bucket:
                 bucket.copy_(wire)
@@ -195,9 +206,15 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
     Raises:
         ValueError: Horovod asked for by name, but on some rank it is not installed, or not built for ``device``.
     """
-    lacks = None if kind == "mpi" or (kind == "auto" and mesh.replicas.size == 1) else _first(mesh.world.allgather(horovod_lacks(device)))
+    lacks = (
+        None
+        if kind == "mpi" or (kind == "auto" and mesh.replicas.size == 1)
+        else _first(mesh.world.allgather(horovod_lacks(device)))
+    )
     if kind == "horovod" and lacks:
-        raise ValueError(f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod (docs/install.md)")
+        raise ValueError(
+            f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod (docs/install.md)"
+        )
     if mesh.replicas.size == 1:
         return LoneReducer()
     if kind == "mpi" or lacks:
@@ -250,8 +267,14 @@ def _process_set(mesh, device: str):
 
     # A rank that is missing is named, and ends the job as in our own waits, instead of holding it until its time limit.
     limit = math.ceil(mesh.waits.timeout)
-    stall = dict(zip(_STALL, (str(min(60, limit or 60)), str(limit))))  # it ends no job sooner than it checks
-    for name, value in {**stall, "HOROVOD_CYCLE_TIME": _CYCLE[device], "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}.items():
+    stall = dict(
+        zip(_STALL, (str(min(60, limit or 60)), str(limit)))
+    )  # it ends no job sooner than it checks
+    for name, value in {
+        **stall,
+        "HOROVOD_CYCLE_TIME": _CYCLE[device],
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    }.items():
         os.environ.setdefault(name, value)
     if not hvd.is_initialized():
         before = _threads()

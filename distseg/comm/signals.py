@@ -25,10 +25,17 @@ def listening() -> Iterator[type[Signals]]:
 
     In a program they do nothing afterwards either: while Python and MPI take their time to end, its exit code stays.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(_SAVE[0]) is _on_save:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(_SAVE[0]) is _on_save
+    ):
         yield Signals
         return
-    before = {number: signal.signal(number, handler) for numbers, handler in ((_SAVE, _on_save), (_END, _on_end)) for number in numbers}
+    before = {
+        number: signal.signal(number, handler)
+        for numbers, handler in ((_SAVE, _on_save), (_END, _on_end))
+        for number in numbers
+    }
     Signals.saves = Signals.ends = 0
     try:
         yield Signals

@@ -36,7 +36,9 @@ def settled(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def upload(x: Tensor, device: torch.device, dtype: torch.dtype | None = None, last: bool = False) -> Tensor:
+def upload(
+    x: Tensor, device: torch.device, dtype: torch.dtype | None = None, last: bool = False
+) -> Tensor:
     """A tensor of the host's memory on a device, there with its channels ``last``, without waiting for the stream; ``x`` may go at once."""
     x = x if dtype is None else x.to(dtype)
     if torch.device(device).type != "cuda" or x.is_cuda:
@@ -62,7 +64,10 @@ class Buffers:
         """(size,) bytes that nothing queued touches, so that MPI may write them."""
         room = 1 << max(0, size - 1).bit_length()  # as images come in many sizes
         free = self._free[room]
-        done = next((i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query()), None)
+        done = next(
+            (i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query()),
+            None,
+        )
         buffer = self._made(room) if done is None else free.pop(done)[0]
         return buffer[:size]
 

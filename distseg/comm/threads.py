@@ -59,7 +59,9 @@ def choose_threads(
     cores, quota = fair_cores([limits.cores for limits in node], me), fair_quota(node, me)
     count = max(1, int(min(cores, quota) + 1e-9))
     if quota < cores:
-        return Threads(count, f"the control group allows {quota:.3g} of {len(node[me].cores)} cores")
+        return Threads(
+            count, f"the control group allows {quota:.3g} of {len(node[me].cores)} cores"
+        )
     shared = f"{len(node[me].cores)} core{'s' if len(node[me].cores) > 1 else ''}"
     ranks = sum(bool(limits.cores & node[me].cores) for limits in node)
     return Threads(count, f"{shared} shared by {ranks} ranks" if ranks > 1 else shared)
@@ -89,7 +91,9 @@ def own_limits() -> CpuLimits:
     """Return the limits of this process."""
     cores = frozenset(os.sched_getaffinity(0))
     text, namespace = _read("/proc/self/cgroup"), _namespace()
-    return CpuLimits(cores, {f"{namespace}{k}": v for k, v in cpu_quotas(text or "", _read).items()})
+    return CpuLimits(
+        cores, {f"{namespace}{k}": v for k, v in cpu_quotas(text or "", _read).items()}
+    )
 
 
 def cpu_quotas(cgroups: str, read: Callable[[str], str | None]) -> dict[str, float]:

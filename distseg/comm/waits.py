@@ -137,7 +137,9 @@ class Waits:
 
     def finish(self, action: str) -> None:
         """Do what may wait until this action and was not done before."""
-        while piece := next((piece for piece in self._pieces or () if piece.action == action), None):
+        while piece := next(
+            (piece for piece in self._pieces or () if piece.action == action), None
+        ):
             self._pieces.remove(piece)
             with torch.no_grad():
                 piece.work()

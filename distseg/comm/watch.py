@@ -118,11 +118,22 @@ def join(comm, folder: str | Path | None = None) -> None:
     Args:
         folder: where the stacks of a job that was ended are written; its parent is there.
     """
-    here = None if _page is None else {"host": socket.gethostname()} if comm.size == 1 else _ask_address()
+    here = (
+        None
+        if _page is None
+        else {"host": socket.gethostname()}
+        if comm.size == 1
+        else _ask_address()
+    )
     every = comm.allgather(here)
     if here is not None:
         hosts = [one["host"] if one else "?" for one in every]
-        _tell(join=hosts, monitors=every[:2], rank=comm.rank, folder=None if folder is None else str(Path(folder).absolute()))
+        _tell(
+            join=hosts,
+            monitors=every[:2],
+            rank=comm.rank,
+            folder=None if folder is None else str(Path(folder).absolute()),
+        )
 
 
 def _start(rank: int) -> None:
@@ -136,7 +147,10 @@ def _start(rank: int) -> None:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(memory, stacks), text=True,
         )  # fmt: skip
     except OSError as e:  # no more processes: the work itself may still do
-        print(f"distseg: rank {rank} has no guardian ({e}): should it hang, nobody ends it", file=sys.stderr)
+        print(
+            f"distseg: rank {rank} has no guardian ({e}): should it hang, nobody ends it",
+            file=sys.stderr,
+        )
         return
     _page = mmap.mmap(memory, PAGE)
     sys.meta_path.insert(0, Imports)

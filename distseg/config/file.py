@@ -24,7 +24,10 @@ from distseg.config.settings import Config
 
 MOST_BYTES = 2**18  # a config has some thousand
 _DEEPEST = 4  # root, section, list, and one more to be named by its line
-_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")}
+_TAGS = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
+}
 _WORD = re.compile(r"[\w.+-]+")  # needs no quotes in a list
 
 
@@ -43,13 +46,19 @@ class Setting:
 
 def sections() -> dict[str, tuple[str, ...]]:
     """The fields of each section of :class:`Config`."""
-    return {section.name: tuple(field.name for field in fields(section.default_factory)) for section in fields(Config)}
+    return {
+        section.name: tuple(field.name for field in fields(section.default_factory))
+        for section in fields(Config)
+    }
 
 
 def is_mapping(name: str) -> bool:
     """Whether a setting is names with values."""
     section, _, field = name.partition(".")
-    return "Dict[" in Config.__dataclass_fields__[section].default_factory.__dataclass_fields__[field].type
+    return (
+        "Dict["
+        in Config.__dataclass_fields__[section].default_factory.__dataclass_fields__[field].type
+    )
 
 
 def read_settings(path: str) -> list[Setting]:
@@ -64,11 +73,15 @@ def read_settings(path: str) -> list[Setting]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
-        raise ValueError(f"{path}, line {mark.line + 1 if mark else 1}: this is no YAML ({' '.join(filter(None, (e.context, e.problem)))})") from None
+        raise ValueError(
+            f"{path}, line {mark.line + 1 if mark else 1}: this is no YAML ({' '.join(filter(None, (e.context, e.problem)))})"
+        ) from None
     except yaml.YAMLError as e:
         raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from None
     if root is None:
-        raise ValueError(f"{path} is empty: write sections such as 'model:' with fields, or leave the file out")
+        raise ValueError(
+            f"{path} is empty: write sections such as 'model:' with fields, or leave the file out"
+        )
     return list(_settings(path, root))
 
 
@@ -83,21 +96,40 @@ def settings_of(tree: dict, place: str) -> list[Setting]:
         _check_name(place, section, tuple(sections()))
         for field, value in _items(f"{place}: {section}", content or {}):
             _check_name(place, f"{section}.{field}", _known(section))
-            if not (_plain(value) or isinstance(value, dict) and is_mapping(f"{section}.{field}") and all(map(_plain, value.values()))):
-                raise ValueError(f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is a number, text or a list of them")
-            found.append(Setting(f"{section}.{field}", value if isinstance(value, str) else json.dumps(value), place))
+            if not (
+                _plain(value)
+                or isinstance(value, dict)
+                and is_mapping(f"{section}.{field}")
+                and all(map(_plain, value.values()))
+            ):
+                raise ValueError(
+                    f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is a number, text or a list of them"
+                )
+            found.append(
+                Setting(
+                    f"{section}.{field}",
+                    value if isinstance(value, str) else json.dumps(value),
+                    place,
+                )
+            )
     return found
 
 
 def _items(place: str, tree) -> list[tuple]:
     if not isinstance(tree, dict):
-        raise ValueError(f"{place} holds {_short(json.dumps(tree))} where fields with values belong")
+        raise ValueError(
+            f"{place} holds {_short(json.dumps(tree))} where fields with values belong"
+        )
     return list(tree.items())
 
 
 def _plain(value) -> bool:
     scalar = (str, bool, int, float, type(None))
-    return isinstance(value, scalar) or isinstance(value, list) and all(isinstance(v, scalar) for v in value)
+    return (
+        isinstance(value, scalar)
+        or isinstance(value, list)
+        and all(isinstance(v, scalar) for v in value)
+    )
 
 
 def check_value(name: str, text: str) -> None:
@@ -111,9 +143,13 @@ def check_value(name: str, text: str) -> None:
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"{name} is {_short(text)}, which is nested or refers to itself: give a number, text or a list of them")
+                raise ValueError(
+                    f"{name} is {_short(text)}, which is nested or refers to itself: give a number, text or a list of them"
+                )
     except yaml.YAMLError:
         return  # text
 
@@ -137,17 +173,25 @@ def _read(path: str) -> str:
     try:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):
-            raise ValueError(f"config file {path!r} is a {'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file")
+            raise ValueError(
+                f"config file {path!r} is a {'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file"
+            )
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except OSError as e:
-        raise ValueError(f"config file {path!r} can not be read ({e.strerror}): name a YAML file, such as jobs/own.yaml") from None
+        raise ValueError(
+            f"config file {path!r} can not be read ({e.strerror}): name a YAML file, such as jobs/own.yaml"
+        ) from None
     if len(raw) > MOST_BYTES:
-        raise ValueError(f"config file {path!r} has more than {MOST_BYTES} bytes, a config has some thousand: name another file")
+        raise ValueError(
+            f"config file {path!r} has more than {MOST_BYTES} bytes, a config has some thousand: name another file"
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise ValueError(f"config file {path!r} is not UTF-8 text (byte {e.start} is {raw[e.start]:#04x}): save it as UTF-8, or name another file") from None
+        raise ValueError(
+            f"config file {path!r} is not UTF-8 text (byte {e.start} is {raw[e.start]:#04x}): save it as UTF-8, or name another file"
+        ) from None
 
 
 def _check_size(path: str, text: str) -> None:
@@ -155,12 +199,18 @@ def _check_size(path: str, text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = f"{path}, line {event.start_mark.line + 1}"
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > _DEEPEST:
-            raise ValueError(f"{line}: values are nested deeper than a config's can be: sections have fields, and fields numbers, text or lists")
+            raise ValueError(
+                f"{line}: values are nested deeper than a config's can be: sections have fields, and fields numbers, text or lists"
+            )
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in _TAGS and tag != "!":
-            raise ValueError(f"{line}: the tag {_short(tag)} is refused, a config has plain values only: leave it out")
+            raise ValueError(
+                f"{line}: the tag {_short(tag)} is refused, a config has plain values only: leave it out"
+            )
 
 
 def _settings(path: str, root: yaml.Node) -> Iterator[Setting]:
@@ -176,7 +226,9 @@ def _settings(path: str, root: yaml.Node) -> Iterator[Setting]:
 def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
     """The keys of a mapping, each once, with their values and lines."""
     if not isinstance(node, yaml.MappingNode):
-        raise ValueError(f"{path}, line {node.start_mark.line + 1}: here is no {what.partition(' ')[2]}: write NAME: VALUE, indented below its section")
+        raise ValueError(
+            f"{path}, line {node.start_mark.line + 1}: here is no {what.partition(' ')[2]}: write NAME: VALUE, indented below its section"
+        )
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
@@ -184,7 +236,9 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
         if not isinstance(key, yaml.ScalarNode):
             raise ValueError(f"{place}: {what} has a name, not a list")
         if key.value in seen:
-            raise ValueError(f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: leave one of them out")
+            raise ValueError(
+                f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: leave one of them out"
+            )
         seen[key.value] = line
         yield key.value, value, place
 
@@ -196,7 +250,10 @@ def _known(section: str) -> tuple[str, ...]:
 def _check_name(place: str, name: str, known: tuple[str, ...]) -> None:
     if name not in known:
         what = "setting" if "." in str(name) else "section"
-        others = suggestion(str(name), known) or f": choose {', '.join(k.rpartition('.')[2] for k in known)}"
+        others = (
+            suggestion(str(name), known)
+            or f": choose {', '.join(k.rpartition('.')[2] for k in known)}"
+        )
         raise ValueError(f"{place}: {_short(str(name))} is no {what}{others}")
 
 
@@ -204,12 +261,30 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
     """As it would stand behind a flag."""
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
-    if isinstance(node, yaml.SequenceNode) and all(isinstance(v, yaml.ScalarNode) for v in node.value):
-        return "[" + ", ".join(text if _WORD.fullmatch(text) else json.dumps(text) for text in map(_scalar, node.value)) + "]"
+    if isinstance(node, yaml.SequenceNode) and all(
+        isinstance(v, yaml.ScalarNode) for v in node.value
+    ):
+        return (
+            "["
+            + ", ".join(
+                text if _WORD.fullmatch(text) else json.dumps(text)
+                for text in map(_scalar, node.value)
+            )
+            + "]"
+        )
     if isinstance(node, yaml.MappingNode) and is_mapping(name):
-        written = {key: _inner(value, f"{place}: {name}", key) for key, value, place in _fields(place.rpartition(", line ")[0], node, f"a name of {name}")}
-        return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
-    raise ValueError(f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a list of them")
+        written = {
+            key: _inner(value, f"{place}: {name}", key)
+            for key, value, place in _fields(
+                place.rpartition(", line ")[0], node, f"a name of {name}"
+            )
+        }
+        return (
+            "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
+        )
+    raise ValueError(
+        f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a list of them"
+    )
 
 
 def _inner(node: yaml.Node, place: str, name: str) -> str:
@@ -220,7 +295,9 @@ def _inner(node: yaml.Node, place: str, name: str) -> str:
         return "[" + ", ".join(_inner(value, place, name) for value in node.value) + "]"
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
-    raise ValueError(f"{place}: {name} holds fields, but a value here is a number, text or a list of them")
+    raise ValueError(
+        f"{place}: {name} holds fields, but a value here is a number, text or a list of them"
+    )
 
 
 def _scalar(node: yaml.ScalarNode) -> str:

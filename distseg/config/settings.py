@@ -40,7 +40,9 @@ def _at_least(section, least: int, *names: str) -> None:
         if not value >= least:
             raise ValueError(f"{_name(section, name)} is at least {least}, got {value}")
         if not value <= _LARGEST:
-            raise ValueError(f"{_name(section, name)} is {value}, which no file and no program holds: give a smaller number")
+            raise ValueError(
+                f"{_name(section, name)} is {value}, which no file and no program holds: give a smaller number"
+            )
 
 
 def _between(section, least: float, most: float, *names: str) -> None:
@@ -56,7 +58,9 @@ def _path(section, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError(f"{_name(section, name)} is {value!r}, which is no path: name one, or leave it out")
+            raise ValueError(
+                f"{_name(section, name)} is {value!r}, which is no path: name one, or leave it out"
+            )
 
 
 def _each_once(section, name: str) -> None:
@@ -64,7 +68,9 @@ def _each_once(section, name: str) -> None:
     values = getattr(section, name)
     twice = [value for value in values if values.count(value) > 1]
     if twice:
-        raise ValueError(f"{_name(section, name)} has {twice[0]} more than once ({', '.join(values)}): give each once")
+        raise ValueError(
+            f"{_name(section, name)} has {twice[0]} more than once ({', '.join(values)}): give each once"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,20 +106,47 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.args is not None and ":" not in self.name:
-            raise ValueError(f"model.args are those of your own function, package.module:function, but model.name is {self.name}: use the fields of model, such as model.depth")
+            raise ValueError(
+                f"model.args are those of your own function, package.module:function, but model.name is {self.name}: use the fields of model, such as model.depth"
+            )
         if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
-            raise ValueError(f"model.pad is {self.pad}, but it is the multiple of pixels, from 2 to 256, that a network of your own wants; distseg's take images of any size")
+            raise ValueError(
+                f"model.pad is {self.pad}, but it is the multiple of pixels, from 2 to 256, that a network of your own wants; distseg's take images of any size"
+            )
         for field in ("inputs", "outputs"):
-            if getattr(self, field) is not None and (":" not in self.name or not getattr(self, field)):
-                raise ValueError(f"model.{field} is {getattr(self, field)}, but it tells the {field} of a network of your own, package.module:function, and model.name is {self.name}: leave it out")
+            if getattr(self, field) is not None and (
+                ":" not in self.name or not getattr(self, field)
+            ):
+                raise ValueError(
+                    f"model.{field} is {getattr(self, field)}, but it tells the {field} of a network of your own, package.module:function, and model.name is {self.name}: leave it out"
+                )
         if self.outputs is not None:  # YAML reads 0 as a number
-            object.__setattr__(self, "outputs", {str(name): float(weight) for name, weight in self.outputs.items()})
-        if wrong := {name: weight for name, weight in (self.outputs or {}).items() if not 0 < weight < math.inf}:
+            object.__setattr__(
+                self, "outputs", {str(name): float(weight) for name, weight in self.outputs.items()}
+            )
+        if wrong := {
+            name: weight
+            for name, weight in (self.outputs or {}).items()
+            if not 0 < weight < math.inf
+        }:
             name, weight = next(iter(wrong.items()))
-            raise ValueError(f"model.outputs has {weight:g} for {name}, but the weight of a loss is a number above 0: leave that output out, or give it one")
+            raise ValueError(
+                f"model.outputs has {weight:g} for {name}, but the weight of a loss is a number above 0: leave that output out, or give it one"
+            )
         if self.inputs is not None and min(self.inputs) < 1:
             raise ValueError(f"model.inputs is {self.inputs}, but each input has at least one band")
-        _between(self, -_LARGEST, _LARGEST, "seed", "depth", "num_convs", "base_channels", "in_channels", "out_channels", "groups")
+        _between(
+            self,
+            -_LARGEST,
+            _LARGEST,
+            "seed",
+            "depth",
+            "num_convs",
+            "base_channels",
+            "in_channels",
+            "out_channels",
+            "groups",
+        )
 
 
 def output_weights(model: ModelConfig) -> tuple[float, ...]:
@@ -155,7 +188,9 @@ class PipelineConfig:
     def __post_init__(self):
         self._check_devices()
         if self.balance is not None and min(self.balance, default=0) < 1:
-            raise ValueError(f"pipeline.balance gives the layers of each stage, at least one each, got {self.balance}")
+            raise ValueError(
+                f"pipeline.balance gives the layers of each stage, at least one each, got {self.balance}"
+            )
 
     def _check_devices(self):
         if self.placement != "devices":
@@ -198,7 +233,9 @@ class SpatialConfig:
         _path(self, "scratch")
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
-            raise ValueError(f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}")
+            raise ValueError(
+                f"spatial.exchange_every is a whole number of layers from 1 on, level or all, got {every!r}"
+            )
         object.__setattr__(self, "exchange_every", every)
 
     @property
@@ -237,7 +274,9 @@ class LossConfig:
         if not all(0 <= weight < math.inf for weight in weights):
             raise ValueError(f"loss.class_weights are numbers of at least 0, got {weights}")
         if not any(weights):
-            raise ValueError(f"loss.class_weights are {weights}, so nothing would count: give a class a weight above 0, or leave them out")
+            raise ValueError(
+                f"loss.class_weights are {weights}, so nothing would count: give a class a weight above 0, or leave them out"
+            )
 
 
 @dataclass(frozen=True)
@@ -291,17 +330,27 @@ class OptimConfig:
     """Epochs after which parts of the network begin to learn, such as ``{encoder: 2}``; names as for ``rates``."""
 
     def __post_init__(self):
-        if wrong := {part: factor for part, factor in (self.rates or {}).items() if not 0 <= factor < math.inf}:
+        if wrong := {
+            part: factor
+            for part, factor in (self.rates or {}).items()
+            if not 0 <= factor < math.inf
+        }:
             part, factor = wrong.popitem()
-            raise ValueError(f"optim.rates has {factor} for {part}, but a factor of the learning rate is a number of at least 0")
+            raise ValueError(
+                f"optim.rates has {factor} for {part}, but a factor of the learning rate is a number of at least 0"
+            )
         if wrong := {part: epochs for part, epochs in (self.thaw or {}).items() if epochs < 0}:
             part, epochs = wrong.popitem()
-            raise ValueError(f"optim.thaw has {epochs} for {part}, but a part thaws after a number of epochs of at least 0")
+            raise ValueError(
+                f"optim.thaw has {epochs} for {part}, but a part thaws after a number of epochs of at least 0"
+            )
         _between(self, 0, 1, "warmup", "momentum")
         _at_least(self, 0, "lr", "weight_decay")
         _at_least(self, 1, "decay_factor")
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none")
+            raise ValueError(
+                f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none"
+            )
 
 
 @dataclass(frozen=True)
@@ -345,9 +394,21 @@ class TrainConfig:
 
     def __post_init__(self):
         _at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
-        if not isinstance(self.resume, bool) and not re.fullmatch(r"best|last|step-\d{8,}", str(self.resume)):
-            raise ValueError(f"train.resume is true, false, best, last or a name such as step-00000600, got {self.resume!r}")
-        _at_least(self, 0, "check_replicas", "validate_every", "max_minutes", "job_minutes", "checkpoint_minutes")
+        if not isinstance(self.resume, bool) and not re.fullmatch(
+            r"best|last|step-\d{8,}", str(self.resume)
+        ):
+            raise ValueError(
+                f"train.resume is true, false, best, last or a name such as step-00000600, got {self.resume!r}"
+            )
+        _at_least(
+            self,
+            0,
+            "check_replicas",
+            "validate_every",
+            "max_minutes",
+            "job_minutes",
+            "checkpoint_minutes",
+        )
         _between(self, -_LARGEST, _LARGEST, "seed")
         _path(self, "output", "init")
 
@@ -387,15 +448,25 @@ class PatchgdConfig:
     def __post_init__(self):
         _extents(self, "patch", "step", "grid")
         if ":" not in self.head and self.head not in _HEADS:
-            raise ValueError(f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function as package.module:function")
+            raise ValueError(
+                f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function as package.module:function"
+            )
         _at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
         _at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
-            raise ValueError(f"patchgd.sampled is a share up to 1, or a whole number of patches, got {self.sampled}")
+            raise ValueError(
+                f"patchgd.sampled is a share up to 1, or a whole number of patches, got {self.sampled}"
+            )
         if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
-            raise ValueError(f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner iterations (patchgd.inner): give at most as many")
-        if self.step is not None and (len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))):
-            raise ValueError(f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim")
+            raise ValueError(
+                f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner iterations (patchgd.inner): give at most as many"
+            )
+        if self.step is not None and (
+            len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))
+        ):
+            raise ValueError(
+                f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: give at most as much along each dim"
+            )
 
 
 _FORMATS = {"h5": "hdf5", "tif": "tiff"}  # names of predict.formats after files' endings
@@ -407,7 +478,9 @@ class PredictConfig:
     """Tile of evaluation and prediction; memory follows from it. With run.memory tiles are as large as fit instead."""
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
-    formats: List[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(default_factory=lambda: ["hdf5", "png"])
+    formats: List[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(
+        default_factory=lambda: ["hdf5", "png"]
+    )
     """Of class maps: NAME.h5 (hdf5), tiled NAME.tif (tiff; keeps where on earth the image lies; without probabilities), NAME.png in the classes' colours (of images up to 16384x16384)."""
     heat: bool = False
     """Of networks for whole images: also draw where the answer comes from, NAME.heat.png (docs/whole_images.md)."""
@@ -417,7 +490,9 @@ class PredictConfig:
     def __post_init__(self):
         _extents(self, "tile")
         if not self.formats:
-            raise ValueError("predict.formats is empty, so nothing would be written: choose hdf5, tiff or png")
+            raise ValueError(
+                "predict.formats is empty, so nothing would be written: choose hdf5, tiff or png"
+            )
         object.__setattr__(self, "formats", [_FORMATS.get(form, form) for form in self.formats])
         _each_once(self, "formats")
         _path(self, "scratch")

@@ -19,7 +19,9 @@ class Size(tuple):
         if any(isinstance(v, float) and v != n for v, n in zip(given, values)):
             raise ValueError(f"sizes and grids are whole numbers, got {'x'.join(map(str, given))}")
         if not values or min(values) < 1:
-            raise ValueError(f"sizes and grids are positive, got {'x'.join(map(str, values)) or 'nothing'}")
+            raise ValueError(
+                f"sizes and grids are positive, got {'x'.join(map(str, values)) or 'nothing'}"
+            )
         return super().__new__(cls, values)
 
     @staticmethod
@@ -40,7 +42,18 @@ class Size(tuple):
         return math.prod(self)
 
 
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_bytes(text: str | int | None) -> float | None:

@@ -34,7 +34,9 @@ class Turn:
         if self.quarters:
             array = np.rot90(array, self.quarters, axes=(-2, -1))
         dims = len(self.flips)
-        return np.ascontiguousarray(np.flip(array, [d - dims for d, flip in enumerate(self.flips) if flip]))
+        return np.ascontiguousarray(
+            np.flip(array, [d - dims for d, flip in enumerate(self.flips) if flip])
+        )
 
     def source(self, box: Box, size) -> Box:
         """The box of a crop of ``size`` whose turned content is ``box`` of the turned crop."""
@@ -59,12 +61,18 @@ class Colour:
 
     def apply(self, pixels: np.ndarray) -> np.ndarray:
         """(C, *size) float32."""
-        gains, offsets = (np.asarray(v, dtype=np.float32).reshape(-1, *(1,) * (pixels.ndim - 1)) for v in (self.gains, self.offsets))
+        gains, offsets = (
+            np.asarray(v, dtype=np.float32).reshape(-1, *(1,) * (pixels.ndim - 1))
+            for v in (self.gains, self.offsets)
+        )
         return pixels * gains + offsets
 
 
 def _mirrored(box: Box, size, flips) -> Box:
-    ranges = [(n - b, n - a) if flip else (a, b) for a, b, n, flip in zip(box.start, box.stop, size, flips)]
+    ranges = [
+        (n - b, n - a) if flip else (a, b)
+        for a, b, n, flip in zip(box.start, box.stop, size, flips)
+    ]
     return Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
 
 

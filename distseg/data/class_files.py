@@ -47,7 +47,9 @@ class Classes:
         return found
 
 
-def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int], probabilities: bool) -> list[Path]:
+def paths_of(
+    folder: Path, name: str, formats: Sequence[str], size: Sequence[int], probabilities: bool
+) -> list[Path]:
     """The files of an image's result. A PNG of a volume or a giant is left out.
 
     Raises:
@@ -55,17 +57,29 @@ def paths_of(folder: Path, name: str, formats: Sequence[str], size: Sequence[int
     """
     check_name(name, "a class map is named after its image")
     if probabilities and "hdf5" not in formats:
-        raise ValueError(f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: add hdf5, or leave probabilities out")
+        raise ValueError(
+            f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: add hdf5, or leave probabilities out"
+        )
     if "tiff" in formats:
         if len(size) != 2:
-            raise ValueError(f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of predict.formats")
+            raise ValueError(
+                f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of predict.formats"
+            )
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
-        raise ValueError(f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, for a PNG: add hdf5 to predict.formats")
+        raise ValueError(
+            f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, for a PNG: add hdf5 to predict.formats"
+        )
     return [folder / f"{name}{_SUFFIXES[form]}" for form in formats if form != "png" or drawn]
 
 
-def write(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance: Callable[[int], None]) -> None:
+def write(
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    classes: Classes,
+    identity: str,
+    advance: Callable[[int], None],
+) -> None:
     """``arrays``: classes (*size) uint8 and perhaps probabilities (C, *size) float16; ``advance`` is told the pixels that are written."""
     with atomic_write(path) as growing:
         _WRITE[path.suffix](growing, arrays, classes, identity, advance)
@@ -87,7 +101,9 @@ def _identity_in(path: Path) -> str:
     except Exception:  # whatever a decoder throws: not ours
         found = None
     if not isinstance(found, str):
-        raise FileExistsError(f"{path} is there and is no class map that distseg wrote: move it, or name another --output")
+        raise FileExistsError(
+            f"{path} is there and is no class map that distseg wrote: move it, or name another --output"
+        )
     return found
 
 
@@ -95,7 +111,9 @@ def _chunk_rows(size: tuple[int, ...]) -> Iterator[slice]:
     return (strip.slices[0] for strip in strips(Box.whole(size), 0, _EDGE))
 
 
-def _write_hdf5(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
+def _write_hdf5(
+    path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
+) -> None:
     with open(path, "r+b") as file, hdf5.Growing(path, file.fileno()) as growing:
         f, found = growing.file, arrays["classes"]
         chunks = tuple(min(_EDGE, n) for n in found.shape)
@@ -105,11 +123,28 @@ def _write_hdf5(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, 
         if classes.place is not None:
             f.attrs["geotiff_tags"] = json.dumps(classes.place.to_json())
             if (transform := classes.place.transform) is not None:
-                f.attrs["transform"] = transform  # x = a column + b row + c, y = d column + e row + f
+                f.attrs["transform"] = (
+                    transform  # x = a column + b row + c, y = d column + e row + f
+                )
         f.attrs[_KEY] = identity
-        f.create_dataset("classes", found.shape, "u1", chunks=chunks, compression="gzip", compression_opts=1, fletcher32=True)
+        f.create_dataset(
+            "classes",
+            found.shape,
+            "u1",
+            chunks=chunks,
+            compression="gzip",
+            compression_opts=1,
+            fletcher32=True,
+        )
         if "probabilities" in arrays:
-            f.create_dataset("probabilities", arrays["probabilities"].shape, "f2", chunks=(1, *chunks), compression="lzf", fletcher32=True)
+            f.create_dataset(
+                "probabilities",
+                arrays["probabilities"].shape,
+                "f2",
+                chunks=(1, *chunks),
+                compression="lzf",
+                fletcher32=True,
+            )
         for rows in _chunk_rows(found.shape):
             f["classes"][rows] = found[rows]
             if "probabilities" in arrays:
@@ -124,7 +159,9 @@ def _read_hdf5(path: Path) -> str | None:
         return found if isinstance(found, str) else None
 
 
-def _write_tiff(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
+def _write_tiff(
+    path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
+) -> None:
     found = arrays["classes"]
 
     def tiles() -> Iterator[np.ndarray]:
@@ -137,9 +174,27 @@ def _write_tiff(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, 
             advance(found[rows].size)
 
     about = json.dumps({"class_names": classes.names, _KEY: identity})
-    tags = [(NODATA_TAG, 2, 0, str(classes.nodata), True), *(classes.place.extra_tags if classes.place else ())]
-    form = dict(shape=found.shape, dtype=np.uint8, tile=(_EDGE, _EDGE), compression="deflate", bigtiff=found.size > 2**31)
-    _tifffile().imwrite(path, tiles(), **form, photometric="palette", colormap=classes.palette.T.astype(np.uint16) * 257, description=about, metadata=None, extratags=tags)
+    tags = [
+        (NODATA_TAG, 2, 0, str(classes.nodata), True),
+        *(classes.place.extra_tags if classes.place else ()),
+    ]
+    form = dict(
+        shape=found.shape,
+        dtype=np.uint8,
+        tile=(_EDGE, _EDGE),
+        compression="deflate",
+        bigtiff=found.size > 2**31,
+    )
+    _tifffile().imwrite(
+        path,
+        tiles(),
+        **form,
+        photometric="palette",
+        colormap=classes.palette.T.astype(np.uint16) * 257,
+        description=about,
+        metadata=None,
+        extratags=tags,
+    )
 
 
 def _read_tiff(path: Path) -> str | None:
@@ -154,7 +209,9 @@ def _tifffile() -> ModuleType:
     return tifffile
 
 
-def _write_png(path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance) -> None:
+def _write_png(
+    path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
+) -> None:
     """A pixel a pixel, in the classes' colours."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo

@@ -31,7 +31,9 @@ _DONE = 1 << 32  # in the record, beside a tile's checksum
 def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: int) -> str:
     """A digest of all that a result depends on: what it is ``about``, as JSON, and how the image is cut."""
     cut = [(tile.start, tile.stop) for tile in tiles]
-    return hashlib.sha256(json.dumps([about, size, cut, likely], sort_keys=True, default=int).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([about, size, cut, likely], sort_keys=True, default=int).encode()
+    ).hexdigest()
 
 
 class PartialMap:
@@ -48,10 +50,22 @@ class PartialMap:
         NoRoom: the disk has no room for the arrays, before anything is computed.
     """
 
-    def __init__(self, folder: Path, identity: str, size: tuple[int, ...], tiles: list[Box], likely: int = 0):
-        self.folder, self.identity, self.size, self.tiles, self.likely = folder, identity, size, tiles, likely
+    def __init__(
+        self, folder: Path, identity: str, size: tuple[int, ...], tiles: list[Box], likely: int = 0
+    ):
+        self.folder, self.identity, self.size, self.tiles, self.likely = (
+            folder,
+            identity,
+            size,
+            tiles,
+            likely,
+        )
         pixels = int(np.prod(size))
-        self._bytes = {"classes": pixels, "probabilities": 2 * likely * pixels, "done": 8 * len(tiles)}
+        self._bytes = {
+            "classes": pixels,
+            "probabilities": 2 * likely * pixels,
+            "done": 8 * len(tiles),
+        }
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink() or folder.exists() and not folder.is_dir():
             raise FileExistsError(
@@ -76,7 +90,9 @@ class PartialMap:
         """The numbers of the tiles that are not done."""
         return [int(i) for i in np.flatnonzero(self._record == 0)]
 
-    def write(self, number: int, classes: np.ndarray, probabilities: np.ndarray | None = None) -> None:
+    def write(
+        self, number: int, classes: np.ndarray, probabilities: np.ndarray | None = None
+    ) -> None:
         """Tile ``number``: (*tile.size) uint8, (likely, *tile.size) float16."""
         at = self.tiles[number].slices
         self._arrays["classes"][at] = classes
@@ -96,7 +112,12 @@ class PartialMap:
         self._waiting.clear()
         self._flushed = time.monotonic()
 
-    def pack(self, paths: Sequence[Path], classes: class_files.Classes, advance: Callable[[int], None] = lambda pixels: None) -> None:
+    def pack(
+        self,
+        paths: Sequence[Path],
+        classes: class_files.Classes,
+        advance: Callable[[int], None] = lambda pixels: None,
+    ) -> None:
         """Write the result to files, by the format of each one's ending, and remove the folder."""
         self.flush()
         assert not self.missing
@@ -155,7 +176,11 @@ class PartialMap:
         try:
             with os.fdopen(opened_plain(self.folder / "identity", os.O_RDONLY), "rb") as file:
                 same = file.read(2 * len(self.identity)) == self.identity.encode()
-            sizes = ((self.folder / name).stat().st_size == count for name, count in self._bytes.items() if count)
+            sizes = (
+                (self.folder / name).stat().st_size == count
+                for name, count in self._bytes.items()
+                if count
+            )
             return same and all(sizes)
         except FileExistsError:
             raise
@@ -166,18 +191,24 @@ class PartialMap:
         self._clear()
         needed = sum(self._bytes.values())
         try:
-            require_disk_space(self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way")
+            require_disk_space(
+                self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way"
+            )
             with room_told(self.folder, needed=needed):
                 for name, count in self._bytes.items():
                     self._make(name, count)
-                self._make("identity", 0, self.identity.encode())  # last: without it the folder counts for nothing
+                self._make(
+                    "identity", 0, self.identity.encode()
+                )  # last: without it the folder counts for nothing
         except NoRoom:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def _make(self, name: str, count: int, content: bytes = b"") -> None:
         """A file of ``count`` bytes that the disk has room for, or with a content."""
-        with os.fdopen(opened_plain(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "wb") as file:
+        with os.fdopen(
+            opened_plain(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "wb"
+        ) as file:
             if count:
                 os.posix_fallocate(file.fileno(), 0, count)
             file.write(content)

@@ -25,15 +25,21 @@ class Focus:
 
     def __init__(self, store: Store, split: str, name: str):
         if name not in store.classes:
-            raise ValueError(f"data.focus_class is {name!r}, which is no class of {store.path}: choose {', '.join(store.classes)}")
+            raise ValueError(
+                f"data.focus_class is {name!r}, which is no class of {store.path}: choose {', '.join(store.classes)}"
+            )
         if store.of_images:
-            raise ValueError(f"data.focus_class is {name!r}, but {store.path} has a label for each image, so that its crops have no pixels of a class: leave it out")
+            raise ValueError(
+                f"data.focus_class is {name!r}, but {store.path} has a label for each image, so that its crops have no pixels of a class: leave it out"
+            )
         self._blocks = lru_cache(_IMAGES_KEPT)(self._read_weights)
         self._store, self._class = store, store.classes.index(name)
         self._names = [image for image in store.split(split) if store.has_labels(image)]
         self._weights = np.cumsum([self._blocks(image)[0][-1] for image in self._names])
         if not self._names or not self._weights[-1]:
-            raise ValueError(f"data.focus_class is {name!r}, of which the split {split!r} of {store.path} has no pixel: choose another class")
+            raise ValueError(
+                f"data.focus_class is {name!r}, of which the split {split!r} of {store.path} has no pixel: choose another class"
+            )
 
     def pixel(self, image: float, block: float, pixel: float) -> tuple[str, tuple[int, ...]]:
         """Image and position for three random numbers in [0, 1)."""
@@ -41,7 +47,10 @@ class Focus:
         weights, shape = self._blocks(name)
         cell = np.unravel_index(_drawn(weights, block), shape)
         start = tuple(int(c) * self._store.block for c in cell)
-        box = Box(start, tuple(min(a + self._store.block, n) for a, n in zip(start, self._store.size(name))))
+        box = Box(
+            start,
+            tuple(min(a + self._store.block, n) for a, n in zip(start, self._store.size(name))),
+        )
         found = np.argwhere(self._store.labels(name, box) == self._class)
         inside = found[int(pixel * len(found))]
         return name, tuple(int(a + i) for a, i in zip(start, inside))

@@ -13,7 +13,13 @@ from distseg.data.formats.readers import SUFFIXES
 from distseg.data.store.layout import check_name
 
 SPLITS = ("train", "val", "test")
-_MEANT = {"training": "train", "valid": "val", "validation": "val", "testing": "test", **{name: name for name in SPLITS}}
+_MEANT = {
+    "training": "train",
+    "valid": "val",
+    "validation": "val",
+    "testing": "test",
+    **{name: name for name in SPLITS},
+}
 # Of files that hold images, or masks, but have no reader.
 _OTHERS = frozenset(
     ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k .jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef .nii "
@@ -43,7 +49,12 @@ def check_folders(images: Path, masks: Path | None) -> None:
 
 def unread(images: Path, masks: Path | None) -> list[str]:
     """Files that look like images by their names, but that nothing here can read."""
-    return [entry.path for place in _places(images, masks) for entry in _listed(place) if _suffix(entry.name) in _OTHERS]
+    return [
+        entry.path
+        for place in _places(images, masks)
+        for entry in _listed(place)
+        if _suffix(entry.name) in _OTHERS
+    ]
 
 
 def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
@@ -56,9 +67,13 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
     if masks is None:
         return [(path, None) for path in left.values()]
     right = image_files(masks)
-    lonely = _lonely(left, right, f"images of {images} have no mask") + _lonely(right, left, f"masks of {masks} have no image")
+    lonely = _lonely(left, right, f"images of {images} have no mask") + _lonely(
+        right, left, f"masks of {masks} have no image"
+    )
     if lonely:
-        raise ValueError(f"{' and '.join(lonely)}: an image and its mask have the same name, but for the ending")
+        raise ValueError(
+            f"{' and '.join(lonely)}: an image and its mask have the same name, but for the ending"
+        )
     return [(left[stem], right[stem]) for stem in left]
 
 
@@ -81,7 +96,10 @@ def _places(images: Path, masks: Path | None) -> list[Path]:
 def _listed(folder: Path) -> list[os.DirEntry]:
     """What is in a folder and not hidden, in order of the names."""
     with os.scandir(folder) as entries:
-        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+        return sorted(
+            (entry for entry in entries if not entry.name.startswith(".")),
+            key=lambda entry: entry.name,
+        )
 
 
 def _suffix(name: str) -> str:
@@ -93,10 +111,14 @@ def image_files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     found: dict[str, Path] = {}
-    for path in [folder / entry.name for entry in _listed(folder) if _suffix(entry.name) in SUFFIXES]:
+    for path in [
+        folder / entry.name for entry in _listed(folder) if _suffix(entry.name) in SUFFIXES
+    ]:
         check_name(path.stem, str(folder))
         if path.stem in found:
-            raise ValueError(f"{found[path.stem]} and {path} differ in their endings only: remove one")
+            raise ValueError(
+                f"{found[path.stem]} and {path} differ in their endings only: remove one"
+            )
         found[path.stem] = path
     if not found:
         raise ValueError(f"the folder {folder} holds no image ({' '.join(SUFFIXES)})")
@@ -109,9 +131,15 @@ def _lonely(these: dict[str, Path], those: dict[str, Path], what: str) -> list[s
 
 
 def _refuse_loose_files(root: Path, folders: list[str]) -> None:
-    loose = [entry.name for entry in _listed(root) if _suffix(entry.name) in SUFFIXES] if folders else []
+    loose = (
+        [entry.name for entry in _listed(root) if _suffix(entry.name) in SUFFIXES]
+        if folders
+        else []
+    )
     if loose:
-        raise ValueError(f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): move these into a folder")
+        raise ValueError(
+            f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): move these into a folder"
+        )
 
 
 def _refuse_folders(place: Path, read: set[Path]) -> None:
@@ -119,7 +147,11 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
     for entry in _listed(place):
         if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):
             meant = _MEANT.get(entry.name.lower())
-            repair = f"rename it {meant}" if meant not in (None, entry.name) else "move its images to where they are read, or the folder elsewhere"
+            repair = (
+                f"rename it {meant}"
+                if meant not in (None, entry.name)
+                else "move its images to where they are read, or the folder elsewhere"
+            )
             raise ValueError(
                 f"{entry.path} holds images, but would not be read: of folders are read {', '.join(SPLITS)}, "
                 f"right in the folder of images, and those of the same names in that of masks: {repair}"

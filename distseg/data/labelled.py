@@ -43,15 +43,39 @@ def prepare_labelled(
         split_of = assign_splits([str(path) for path, _, _ in found], splits, seed)
         found = [(path, label, split_of[str(path)]) for path, label, _ in found]
     check_train([split for _, _, split in found], root)
-    names = list(classes) if classes else sorted({label for _, label, _ in found}, key=lambda label: (_number(label), label))
+    names = (
+        list(classes)
+        if classes
+        else sorted({label for _, label, _ in found}, key=lambda label: (_number(label), label))
+    )
     if not classes and len(names) == 1:
-        raise ValueError(f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is nothing to learn: give images of others too, or name them all by --classes")
+        raise ValueError(
+            f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is nothing to learn: give images of others too, or name them all by --classes"
+        )
     labels = [_label(label, path, names) for path, label, _ in found]
-    prefix = {path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found}  # folders may have files of one name
-    pairs = [replace(opened(split, path, None, None, alpha), name=prefix[path]) for path, _, split in found]
+    prefix = {
+        path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found
+    }  # folders may have files of one name
+    pairs = [
+        replace(opened(split, path, None, None, alpha), name=prefix[path])
+        for path, _, split in found
+    ]
     check_alike(pairs)
     needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, pair.masked) for pair in pairs)
-    writer = StoreWriter(output, names, pairs[0].bands, provenance={"images": str(images), "labels": None if table is None else str(table), "seed": seed, "alpha": alpha}, overwrite=overwrite, expected=needed, numbers=len(names) == 1)
+    writer = StoreWriter(
+        output,
+        names,
+        pairs[0].bands,
+        provenance={
+            "images": str(images),
+            "labels": None if table is None else str(table),
+            "seed": seed,
+            "alpha": alpha,
+        },
+        overwrite=overwrite,
+        expected=needed,
+        numbers=len(names) == 1,
+    )
     require_disk_space(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
@@ -59,7 +83,9 @@ def prepare_labelled(
     store = Store(output)
     print("\n".join([summary(store), *notes_on_pairs(pairs)]))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):
-        print(f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if they measure something, give it a name, --classes NAME")
+        print(
+            f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if they measure something, give it a name, --classes NAME"
+        )
     return store
 
 
@@ -74,13 +100,23 @@ def _number(label: str) -> float:
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
     """(file, class, split) of each image."""
-    there = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    there = sorted(
+        path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
     if set(there) & set(SPLITS):
         if other := sorted(set(there) - set(SPLITS)):
-            raise ValueError(f"{root} has the folders {', '.join(sorted(set(there) & set(SPLITS)))}, which are splits, and {other[0]} beside them: put the classes into the splits")
-        return [(path, label, split) for split in there for path, label, _ in _from_folders(root / split)]
+            raise ValueError(
+                f"{root} has the folders {', '.join(sorted(set(there) & set(SPLITS)))}, which are splits, and {other[0]} beside them: put the classes into the splits"
+            )
+        return [
+            (path, label, split)
+            for split in there
+            for path, label, _ in _from_folders(root / split)
+        ]
     if not there:
-        raise ValueError(f"{root} has no folders: images with a label each lie in folders named after their classes, or have a table: --labels FILE.csv")
+        raise ValueError(
+            f"{root} has no folders: images with a label each lie in folders named after their classes, or have a table: --labels FILE.csv"
+        )
     return [(path, label, None) for label in there for path in image_files(root / label).values()]
 
 
@@ -92,33 +128,47 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
     try:
         text = table.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): write it anew, such as by iconv -f LATIN1 -t UTF-8") from None
+        raise ValueError(
+            f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): write it anew, such as by iconv -f LATIN1 -t UTF-8"
+        ) from None
     with io.StringIO(text, newline="") as file:
         lines = csv.DictReader(file, skipinitialspace=True)
         columns = lines.fieldnames or []
         if not {"image", "label"} <= set(columns) <= set(_COLUMNS):
-            raise ValueError(f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of labels has image, label and perhaps split")
+            raise ValueError(
+                f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of labels has image, label and perhaps split"
+            )
         found, seen = [], set()
         for number, line in enumerate(lines, 2):
             name, label, split = ((line.get(column) or "").strip() or None for column in _COLUMNS)
             if name not in files:
                 raise ValueError(f"{table}, line {number}: there is no image {name!r} in {root}")
             if files[name] in seen:
-                raise ValueError(f"{table}, line {number}: image {name!r} has a label already: give one to each")
+                raise ValueError(
+                    f"{table}, line {number}: image {name!r} has a label already: give one to each"
+                )
             if not label or "split" in columns and split not in SPLITS:
-                raise ValueError(f"{table}, line {number}: {'a split is train, val or test, got ' + repr(split) if label else 'the label is empty'}")
+                raise ValueError(
+                    f"{table}, line {number}: {'a split is train, val or test, got ' + repr(split) if label else 'the label is empty'}"
+                )
             seen.add(files[name])
             found.append((files[name], label, split))
     if left := sorted(set(files.values()) - seen):
-        raise ValueError(f"{len(left)} images of {root} have no line in {table}, such as {left[0].name}: give each a label, or move them elsewhere")
+        raise ValueError(
+            f"{len(left)} images of {root} have no line in {table}, such as {left[0].name}: give each a label, or move them elsewhere"
+        )
     return found
 
 
 def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
     if len(classes) > 1:
         if label not in classes:
-            raise ValueError(f"{path} has the label {label!r}, which is none of the classes {', '.join(classes)}: add it to --classes, or correct it")
+            raise ValueError(
+                f"{path} has the label {label!r}, which is none of the classes {', '.join(classes)}: add it to --classes, or correct it"
+            )
         return classes.index(label)
     if (value := _number(label)) == math.inf:
-        raise ValueError(f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are numbers: name all classes, or correct it")
+        raise ValueError(
+            f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are numbers: name all classes, or correct it"
+        )
     return value

@@ -16,16 +16,35 @@ from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, check_grid, 
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images
 
 
-def pieces(store: Store, samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField, pixels: bool = True, labels: bool = True) -> list[TileBatch]:
+def pieces(
+    store: Store,
+    samples: Sequence[Sample],
+    grid,
+    per_rank,
+    coordinates,
+    reach: ReceptiveField,
+    pixels: bool = True,
+    labels: bool = True,
+) -> list[TileBatch]:
     """What the rank at ``coordinates`` of a ``grid`` of ranks, each with ``per_rank`` tiles, reads of a micro-batch.
 
     Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row. ``pixels``, ``labels``:
     what to read at all.
     """
-    return [_read(store, those, place, pixels, labels) for those, place in _places(samples, grid, per_rank, coordinates, reach)]
+    return [
+        _read(store, those, place, pixels, labels)
+        for those, place in _places(samples, grid, per_rank, coordinates, reach)
+    ]
 
 
-def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, note_bytes: Callable[[int], None]) -> list[LazyTileBatch]:
+def blocks(
+    store: Store,
+    samples: Sequence[Sample],
+    grid,
+    coordinates,
+    stride,
+    note_bytes: Callable[[int], None],
+) -> list[LazyTileBatch]:
     """The same of a rank with a single tile, cut on the model's ``stride``, read part by part while the step goes on; ``note_bytes`` is told what was read."""
 
     def block(those: list[Sample], place: TilePlacement) -> LazyTileBatch:
@@ -43,24 +62,40 @@ def blocks(store: Store, samples: Sequence[Sample], grid, coordinates, stride, n
     return [block(*found) for found in _places(samples, grid, ones, coordinates, no_halo)]
 
 
-def _places(samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField) -> Iterator[tuple[list[Sample], TilePlacement]]:
+def _places(
+    samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField
+) -> Iterator[tuple[list[Sample], TilePlacement]]:
     positions: dict[tuple[int, ...], list[int]] = {}
     for position, sample in enumerate(samples):
         positions.setdefault(sample.size, []).append(position)
     for size, images in positions.items():
         for tile, window in owned_tiles(size, grid, per_rank, coordinates, reach):
-            yield [samples[i] for i in images], TilePlacement(size, tile, window, tuple(images), tuple(samples[i].number for i in images))
+            yield (
+                [samples[i] for i in images],
+                TilePlacement(
+                    size, tile, window, tuple(images), tuple(samples[i].number for i in images)
+                ),
+            )
 
 
-def _read(store: Store, samples: list[Sample], place: TilePlacement, pixels: bool, labels: bool) -> TileBatch:
+def _read(
+    store: Store, samples: list[Sample], place: TilePlacement, pixels: bool, labels: bool
+) -> TileBatch:
     return TileBatch(
-        torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None, read_labels(store, samples, place.tile) if labels else None, place
+        torch.from_numpy(read_pixels(store, samples, place.window)) if pixels else None,
+        read_labels(store, samples, place.tile) if labels else None,
+        place,
     )
 
 
 def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
     """(B, bands, *box.size) float32."""
-    return np.stack([_coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box)))) for s in samples])
+    return np.stack(
+        [
+            _coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box))))
+            for s in samples
+        ]
+    )
 
 
 def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
@@ -72,13 +107,20 @@ def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
 def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """(B, *box.size) uint8; of whole images (B, 1, ...), int64 or float32."""
     if store.of_images:
-        return labels_of_images(torch.tensor([store.label(s.image) for s in samples]), box, store.ignore)
-    return torch.from_numpy(np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples]))
+        return labels_of_images(
+            torch.tensor([store.label(s.image) for s in samples]), box, store.ignore
+        )
+    return torch.from_numpy(
+        np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples])
+    )
 
 
 def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
     """What so many pixels and labels of each sample take in the store."""
-    return sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels + len(samples) * labels
+    return (
+        sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels
+        + len(samples) * labels
+    )
 
 
 def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
@@ -134,7 +176,10 @@ class StepLoader:
     def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[TileBatch]]]:
         """The steps from ``first_step`` on, each a list of micro-batches, each a list of pieces."""
         samples = self._samples(number)
-        steps = ([self._pieces(m) for m in self._micro_batches(samples[k])] for k in range(first_step, len(samples)))
+        steps = (
+            [self._pieces(m) for m in self._micro_batches(samples[k])]
+            for k in range(first_step, len(samples))
+        )
         for step in prefetch(steps, self.data.prefetch):
             self.bytes_read += sum(count for _, count in step)
             self.steps_read += 1
@@ -151,10 +196,32 @@ class StepLoader:
     def _pieces(self, samples: list[Sample]) -> tuple[list[TileBatch] | list[LazyTileBatch], int]:
         """The pieces of a micro-batch and the bytes that were read for them."""
         if self.streaming:
-            return blocks(self.store, samples, self.grid, self.coordinates, self.reach.stride, self._note_bytes), 0
-        found = pieces(self.store, samples, self.grid, self.per_rank, self.coordinates, self.reach, self.pixels, self.labels)
+            return blocks(
+                self.store,
+                samples,
+                self.grid,
+                self.coordinates,
+                self.reach.stride,
+                self._note_bytes,
+            ), 0
+        found = pieces(
+            self.store,
+            samples,
+            self.grid,
+            self.per_rank,
+            self.coordinates,
+            self.reach,
+            self.pixels,
+            self.labels,
+        )
         return found, sum(
-            bytes_of(self.store, [samples[i] for i in p.place.images], self.pixels * p.place.window.pixels, self.labels * p.place.tile.pixels) for p in found
+            bytes_of(
+                self.store,
+                [samples[i] for i in p.place.images],
+                self.pixels * p.place.window.pixels,
+                self.labels * p.place.tile.pixels,
+            )
+            for p in found
         )
 
     def _note_bytes(self, count: int) -> None:
@@ -164,8 +231,12 @@ class StepLoader:
         fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
         for name in self.store.split(self.split):
             if not self.store.has_labels(name) and not self.store.of_images:
-                raise ValueError(f"image {name!r} of the split {self.split!r} of {self.store.path} has no labels: prepare the store with masks")
+                raise ValueError(
+                    f"image {name!r} of the split {self.split!r} of {self.store.path} has no labels: prepare the store with masks"
+                )
             try:
-                check_grid(crop_size(self.store.size(name), self.data.crop), fine, self.reach.stride)
+                check_grid(
+                    crop_size(self.store.size(name), self.data.crop), fine, self.reach.stride
+                )
             except ValueError as e:
                 raise ValueError(f"image {name!r} of {self.store.path}: {e}") from None

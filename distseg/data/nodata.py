@@ -29,7 +29,9 @@ def parse(text: str) -> int | float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"no data is told by a number, such as -9999, 0 or nan, got {text!r}") from None
+        raise ValueError(
+            f"no data is told by a number, such as -9999, 0 or nan, got {text!r}"
+        ) from None
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
@@ -53,7 +55,11 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
             return float(dtype.type(value)) if not _too_large(value, dtype) else None
-    fits = math.isfinite(value) and value == int(value) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+    fits = (
+        math.isfinite(value)
+        and value == int(value)
+        and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+    )
     return int(value) if fits else None
 
 
@@ -65,7 +71,9 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
     return found if found.any() else None
 
 
-def missing(pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None) -> np.ndarray | None:
+def missing(
+    pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None
+) -> np.ndarray | None:
     """Return which values of ``pixels`` (bands, *size) have no data, in their shape; None where all have.
 
     Args:

@@ -16,4 +16,9 @@ def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:
     for path, notes in files:
         for note in notes:
             with_note.setdefault(note, []).append(path)
-    return [f"note: {paths[0]} {note}" if len(paths) == 1 else f"note: {paths[0]} and {len(paths) - 1} more files: each {note}" for note, paths in with_note.items()]
+    return [
+        f"note: {paths[0]} {note}"
+        if len(paths) == 1
+        else f"note: {paths[0]} and {len(paths) - 1} more files: each {note}"
+        for note, paths in with_note.items()
+    ]

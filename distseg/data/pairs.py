@@ -32,10 +32,19 @@ class Pair:
     masked: bool = False  # a validity mask, or transparency, says where there is data
     notes: tuple[str, ...] = ()  # on the image
     mask_notes: tuple[str, ...] = ()
-    palette: np.ndarray | None = field(default=None, compare=False)  # of the mask, (entries, 3) uint8
+    palette: np.ndarray | None = field(
+        default=None, compare=False
+    )  # of the mask, (entries, 3) uint8
 
 
-def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: int, dims: int | None = None, alpha: str | None = None) -> list[Pair]:
+def find_pairs(
+    images: Path,
+    masks: Path | None,
+    shares: Sequence[float],
+    seed: int,
+    dims: int | None = None,
+    alpha: str | None = None,
+) -> list[Pair]:
     """All pairs of two folders, with their splits: by the folders train, val and test inside, or by ``shares``.
 
     Args:
@@ -46,7 +55,11 @@ def find_pairs(images: Path, masks: Path | None, shares: Sequence[float], seed: 
     """
     check_folders(images, masks)
     if folders := split_folders(images):
-        files = [(split, *pair) for split in folders for pair in paired(images / split, masks and masks / split)]
+        files = [
+            (split, *pair)
+            for split in folders
+            for pair in paired(images / split, masks and masks / split)
+        ]
     else:
         raise_jointly = paired(images, masks)
         split_of = assign_splits([image.stem for image, _ in raise_jointly], shares, seed)
@@ -64,7 +77,9 @@ def check_train(splits: Sequence[str], images: Path) -> None:
         splits: of all images, which lie in the folder ``images``.
     """
     if "train" not in splits:
-        raise ValueError(f"none of the {len(splits)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there")
+        raise ValueError(
+            f"none of the {len(splits)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there"
+        )
 
 
 def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> dict[str, str]:
@@ -74,10 +89,14 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     """
     shares = [*shares, *(0.0 for _ in SPLITS)][: len(SPLITS)]
     if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise ValueError(f"the shares of {', '.join(SPLITS)} are not negative and add up to 1, got {shares}")
+        raise ValueError(
+            f"the shares of {', '.join(SPLITS)} are not negative and add up to 1, got {shares}"
+        )
     counts = [int(share * len(names) + 1e-9) for share in shares]
     while sum(counts) < len(names):
-        counts[int(np.argmax([share * len(names) - count for share, count in zip(shares, counts)]))] += 1
+        counts[
+            int(np.argmax([share * len(names) - count for share, count in zip(shares, counts)]))
+        ] += 1
     for needy in (k for k, share in enumerate(shares) if share and not counts[k]):
         if max(counts) > 1:
             counts[counts.index(max(counts))] -= 1
@@ -86,14 +105,32 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     return dict(zip(order, np.repeat(SPLITS, counts).tolist()))
 
 
-def opened(split: str, image: Path, mask: Path | None, dims: int | None, alpha: str | None = None) -> Pair:
+def opened(
+    split: str, image: Path, mask: Path | None, dims: int | None, alpha: str | None = None
+) -> Pair:
     """What the headers of the files say."""
     reader, labels = open_image(image, dims, alpha=alpha or MASK), None
     if mask is not None:
         labels = open_mask(mask, len(reader.size))
         if labels.size != reader.size:
-            raise ValueError(f"{image} has {Size(reader.size)} pixels, but its mask {mask} has {Size(labels.size)}: they must lie on each other")
-    return Pair(image.stem, split, image, mask, reader.size, reader.bands, reader.dtype, reader.nodata, reader.colours, reader.masked, reader.notes, labels.notes if labels else (), labels and labels.palette)
+            raise ValueError(
+                f"{image} has {Size(reader.size)} pixels, but its mask {mask} has {Size(labels.size)}: they must lie on each other"
+            )
+    return Pair(
+        image.stem,
+        split,
+        image,
+        mask,
+        reader.size,
+        reader.bands,
+        reader.dtype,
+        reader.nodata,
+        reader.colours,
+        reader.masked,
+        reader.notes,
+        labels.notes if labels else (),
+        labels and labels.palette,
+    )
 
 
 def check_alike(pairs: list[Pair]) -> None:
@@ -101,15 +138,30 @@ def check_alike(pairs: list[Pair]) -> None:
     known: dict[str, Pair] = {}
     first: dict[str, tuple[Pair, object]] = {}
     for pair in pairs:
-        said = {"bands": pair.bands, "dims": len(pair.size), "type": str(pair.dtype), "colours": pair.colours}
+        said = {
+            "bands": pair.bands,
+            "dims": len(pair.size),
+            "type": str(pair.dtype),
+            "colours": pair.colours,
+        }
         for what, b in said.items():
             other, a = first.setdefault(what, (pair, b)) if b is not None else (pair, b)
             if a != b:
-                raise ValueError(f"the images differ in their {what}: {other.image} has {a}, {pair.image} has {b}; convert them to one form")
+                raise ValueError(
+                    f"the images differ in their {what}: {other.image} has {a}, {pair.image} has {b}; convert them to one form"
+                )
         if known.setdefault(pair.name, pair) is not pair:
-            raise ValueError(f"{known[pair.name].image} and {pair.image} have the same name: rename one")
+            raise ValueError(
+                f"{known[pair.name].image} and {pair.image} have the same name: rename one"
+            )
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
     """Return a line for each different note on images and masks."""
-    return notes_on([(path, notes) for pair in pairs for path, notes in ((pair.image, pair.notes), (pair.mask, pair.mask_notes))])
+    return notes_on(
+        [
+            (path, notes)
+            for pair in pairs
+            for path, notes in ((pair.image, pair.notes), (pair.mask, pair.mask_notes))
+        ]
+    )

@@ -7,7 +7,9 @@ import numpy as np
 from distseg.data.nodata import missing
 
 
-def rgb(pixels: np.ndarray, nodata: int | float | None = None, valid: np.ndarray | None = None) -> np.ndarray:
+def rgb(
+    pixels: np.ndarray, nodata: int | float | None = None, valid: np.ndarray | None = None
+) -> np.ndarray:
     """The first three bands (or the first one thrice) as (H, W, 3) uint8, stretched unless they are bytes already; dark without data."""
     bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
     if bands.dtype != np.uint8:

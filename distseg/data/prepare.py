@@ -25,7 +25,10 @@ from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
 from distseg.tiling.tile import Box, strips
 
-_STRIP_BYTES, _STRIP_PIXELS = 64 << 20, 4 << 20  # what counting classes takes is about 40 bytes a pixel
+_STRIP_BYTES, _STRIP_PIXELS = (
+    64 << 20,
+    4 << 20,
+)  # what counting classes takes is about 40 bytes a pixel
 _LONG = 1 << 30  # pixels of masks, from which on looking at them is shown
 
 
@@ -80,8 +83,19 @@ def prepare_folder(
         "alpha": alpha,
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
-    colours, notes = class_colours([(pair.mask, pair.palette) for pair in pairs], len(classes), values or {})
-    writer = StoreWriter(output, classes, bands or pairs[0].bands, ignore, provenance, overwrite, expected, colours=colours)
+    colours, notes = class_colours(
+        [(pair.mask, pair.palette) for pair in pairs], len(classes), values or {}
+    )
+    writer = StoreWriter(
+        output,
+        classes,
+        bands or pairs[0].bands,
+        ignore,
+        provenance,
+        overwrite,
+        expected,
+        colours=colours,
+    )
     require_disk_space(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
     _check_masks(pairs, classes, ignore, values or {}, absent)
     unused = set(values or {})
@@ -90,19 +104,32 @@ def prepare_folder(
             for pair in pairs:
                 unused -= copy_image(pair, writer, shown, values or {}, dims, nodata, alpha=alpha)
     store = Store(output)
-    print("\n".join([summary(store), *notes_on_pairs(pairs), *notes, *_notes_on_input(unread(*folders), unused)]))
+    print(
+        "\n".join(
+            [
+                summary(store),
+                *notes_on_pairs(pairs),
+                *notes,
+                *_notes_on_input(unread(*folders), unused),
+            ]
+        )
+    )
     return store
 
 
 def summary(store: Store) -> str:
     """A table: of each split the images, their sizes and pixels, the shares of classes among the labelled, of no data; and notes."""
     splits = sorted(store.splits, key=_split_order)
-    return "\n".join([store.path, table([_row(store, split) for split in splits]), *_notes(store, splits)])
+    return "\n".join(
+        [store.path, table([_row(store, split) for split in splits]), *_notes(store, splits)]
+    )
 
 
 def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
     """Boxes across the whole image along its first dim, of whole chunks, of about 64 MB and 4 million pixels at most."""
-    return strips(Box.whole(size), min(_STRIP_PIXELS, _STRIP_BYTES / pixel_bytes), chunk_edge(len(size)))
+    return strips(
+        Box.whole(size), min(_STRIP_PIXELS, _STRIP_BYTES / pixel_bytes), chunk_edge(len(size))
+    )
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
@@ -115,12 +142,16 @@ def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
     there = os.stat(output)
     for path in [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]:
         if os.path.samestat(there, os.stat(path)):
-            raise ValueError(f"the store {output} would replace {path}, which it is made of: choose another name for the store")
+            raise ValueError(
+                f"the store {output} would replace {path}, which it is made of: choose another name for the store"
+            )
 
 
 def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
     if bands is not None and len(bands) != pair.bands:
-        raise ValueError(f"{len(bands)} bands are named ({', '.join(bands)}), but {pair.image} has {pair.bands}")
+        raise ValueError(
+            f"{len(bands)} bands are named ({', '.join(bands)}), but {pair.image} has {pair.bands}"
+        )
 
 
 def _check_nodata(value: int | float | None, pair: Pair) -> None:
@@ -132,12 +163,18 @@ def _check_nodata(value: int | float | None, pair: Pair) -> None:
 
 
 def _check_masks(
-    pairs: Sequence[Pair], classes: Sequence[str], ignore: int, values: Mapping[int, int], absent: Sequence[str]
+    pairs: Sequence[Pair],
+    classes: Sequence[str],
+    ignore: int,
+    values: Mapping[int, int],
+    absent: Sequence[str],
 ) -> None:
     if all(pair.mask is None for pair in pairs):
         return
     pixels = sum(Size(pair.size).volume for pair in pairs)
-    with progress(len(pairs), "mask", "looking for each class, until it is found", enabled=pixels > _LONG) as shown:
+    with progress(
+        len(pairs), "mask", "looking for each class, until it is found", enabled=pixels > _LONG
+    ) as shown:
         Survey(pairs, classes, ignore, values, absent, shown).check()
 
 
@@ -151,7 +188,17 @@ def copy_image(
     """
     image = open_image(pair.image, dims, alpha=alpha or MASK)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
-    target = writer.add_image(pair.name, pair.size, pair.dtype, pair.split, labels=mask is not None, nodata=pair.nodata if nodata is None else nodata, label=label, masked=image.masked, place=image.place)
+    target = writer.add_image(
+        pair.name,
+        pair.size,
+        pair.dtype,
+        pair.split,
+        labels=mask is not None,
+        nodata=pair.nodata if nodata is None else nodata,
+        label=label,
+        masked=image.masked,
+        place=image.place,
+    )
     held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):
         labels, found = (None, set()) if mask is None else _labels(mask, box, values, writer.ignore)
@@ -168,7 +215,9 @@ def copy_image(
     return held
 
 
-def _labels(mask: Reader, box: Box, values: Mapping[int, int], ignore: int) -> tuple[np.ndarray, set[int]]:
+def _labels(
+    mask: Reader, box: Box, values: Mapping[int, int], ignore: int
+) -> tuple[np.ndarray, set[int]]:
     """Return the labels of a box, ``ignore`` where the mask's own validity mask has none, and which of ``values`` they were."""
     labels, valid = mask.read_valid(box)
     found, held = mapped(labels[0], values)
@@ -195,15 +244,32 @@ def _row(store: Store, split: str) -> dict:
     names = store.split(split)
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
     pixels = sum(Size(store.size(name)).volume for name in names)
-    row = {"split": split, "images": len(names), "size": " to ".join(str(Size(s)) for s in dict.fromkeys((sizes[0], sizes[-1]))), "pixels": pixels}
+    row = {
+        "split": split,
+        "images": len(names),
+        "size": " to ".join(str(Size(s)) for s in dict.fromkeys((sizes[0], sizes[-1]))),
+        "pixels": pixels,
+    }
     if store.of_images:
         labels = [store.label(name) for name in names]
         numbers = len(store.classes) == 1
-        row |= {store.classes[0]: f"{min(labels):.4g} to {max(labels):.4g}"} if numbers else {"classes": len(set(labels)), "images of a class": _from_to([labels.count(c) for c in set(labels)])}
+        row |= (
+            {store.classes[0]: f"{min(labels):.4g} to {max(labels):.4g}"}
+            if numbers
+            else {
+                "classes": len(set(labels)),
+                "images of a class": _from_to([labels.count(c) for c in set(labels)]),
+            }
+        )
     labelled = [store.class_counts(name) for name in names if store.has_labels(name)]
     if labelled:
         counts = np.sum(labelled, axis=0)
-        row.update({name: f"{count / max(1, counts.sum()):.3%}" for name, count in zip(store.classes, counts)})
+        row.update(
+            {
+                name: f"{count / max(1, counts.sum()):.3%}"
+                for name, count in zip(store.classes, counts)
+            }
+        )
         row["no label"] = f"{1 - counts.sum() / pixels:.3%}"
     if any(store.missing(name) for name in names):
         row["no data"] = f"{sum(store.missing(name) for name in names) / pixels:.3%}"
@@ -216,23 +282,34 @@ def _from_to(counts: Sequence[int]) -> str:
 
 def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:
     """What was given and is not in the store."""
-    notes = [f"note: no mask holds the value {value}, for which --values gives a label" for value in sorted(unused)]
+    notes = [
+        f"note: no mask holds the value {value}, for which --values gives a label"
+        for value in sorted(unused)
+    ]
     if files:
         names = some([repr(name) for name in files], most=5)
-        notes.append(f"note: not read, though like images or masks by name: {names} ({len(files)} in all); what is read: {' '.join(SUFFIXES)}")
+        notes.append(
+            f"note: not read, though like images or masks by name: {names} ({len(files)} in all); what is read: {' '.join(SUFFIXES)}"
+        )
     return notes
 
 
 def _notes(store: Store, splits: list[str]) -> list[str]:
     """What may surprise whoever trains on it: classes without a pixel."""
-    labelled = {split: [name for name in store.split(split) if store.has_labels(name)] for split in splits}
-    counts = {split: [store.class_counts(name) for name in names] for split, names in labelled.items()}
+    labelled = {
+        split: [name for name in store.split(split) if store.has_labels(name)] for split in splits
+    }
+    counts = {
+        split: [store.class_counts(name) for name in names] for split, names in labelled.items()
+    }
     totals = {split: np.sum(found, axis=0) for split, found in counts.items() if found}
     notes = []
     for k, name in enumerate(store.classes):
         without = [split for split, found in totals.items() if not found[k]]
         if totals and len(without) == len(totals):
-            notes.append(f"note: no pixel of the store is {name}: it can be neither learnt nor measured")
+            notes.append(
+                f"note: no pixel of the store is {name}: it can be neither learnt nor measured"
+            )
         elif without:
             what = "be learnt" if "train" in without else "be measured there"
             notes.append(f"note: no pixel of {' and '.join(without)} is {name}: it can not {what}")

@@ -58,7 +58,9 @@ class Rows:
         return [self.of(micro_batch, image) for image in range(self.images)]
 
 
-def epoch_samples(store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int) -> Sequence[list[Sample]]:
+def epoch_samples(
+    store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
+) -> Sequence[list[Sample]]:
     """The steps of an epoch, each of exactly ``batch`` samples; a step is computed when it is asked for.
 
     Whole images come in random order and start anew from its beginning to fill the last step. Crops are drawn
@@ -79,11 +81,15 @@ def crop_size(image, crop: Size | None) -> tuple[int, ...]:
 class Epoch(Sequence):
     """The steps of an epoch: ``epoch[step]`` is a list of samples."""
 
-    def __init__(self, store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int):
+    def __init__(
+        self, store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
+    ):
         self._store, self._data, self._batch, self._keys = store, data, batch, (seed, epoch)
         self._names = store.split(split)
         _check(store, self._names, data)
-        self._focus = Focus(store, split, data.focus_class) if data.focus_class is not None else None
+        self._focus = (
+            Focus(store, split, data.focus_class) if data.focus_class is not None else None
+        )
         self._order = rng.permutation(rng.key(seed, epoch, "order"), len(self._names))
         samples = len(self._names)
         if data.crop is not None:
@@ -98,7 +104,10 @@ class Epoch(Sequence):
         if not 0 <= step < self._steps:
             raise IndexError(step)  # which also ends a loop
         numbers = range(step * self._batch, (step + 1) * self._batch)
-        return [self._crop(number) if self._data.crop is not None else self._whole(number) for number in numbers]
+        return [
+            self._crop(number) if self._data.crop is not None else self._whole(number)
+            for number in numbers
+        ]
 
     def _whole(self, number: int) -> Sample:
         name = self._names[self._order[number % len(self._names)]]
@@ -106,13 +115,21 @@ class Epoch(Sequence):
         return Sample(name, Box.whole(size), turn, number, self._coloured(number))
 
     def _crop(self, number: int) -> Sample:
-        near, where, block, pixel, *place = rng.uniform(rng.key(*self._keys, number, "crop"), 4 + len(self._data.crop))
+        near, where, block, pixel, *place = rng.uniform(
+            rng.key(*self._keys, number, "crop"), 4 + len(self._data.crop)
+        )
         if self._focus is not None and near < self._data.focus_share:
             name, target = self._focus.pixel(where, block, pixel)
         else:
             name, target = self._names[int(np.searchsorted(self._shares, where, "right"))], None
         turn, size = self._turned(name, number)
-        return Sample(name, Box.whole(size).shifted(_origin(self._store.size(name), size, place, target)), turn, number, self._coloured(number))
+        return Sample(
+            name,
+            Box.whole(size).shifted(_origin(self._store.size(name), size, place, target)),
+            turn,
+            number,
+            self._coloured(number),
+        )
 
     def _coloured(self, number: int) -> Colour | None:
         if "colour" not in self._data.augment:
@@ -152,12 +169,19 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
     """Where a crop of ``size`` begins: anywhere in the image, or such that ``target`` is in its central half where the image allows."""
     if target is None:
         return tuple(int(u * (n - c + 1)) for u, n, c in zip(place, image, size))
-    return tuple(max(0, min(n - c, t - int((0.25 + u / 2) * c))) for u, n, c, t in zip(place, image, size, target))
+    return tuple(
+        max(0, min(n - c, t - int((0.25 + u / 2) * c)))
+        for u, n, c, t in zip(place, image, size, target)
+    )
 
 
 def _check(store: Store, names: list[str], data: DataConfig) -> None:
     if data.crop is None and data.focus_class is not None:
-        raise ValueError(f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set data.crop, or leave it out")
+        raise ValueError(
+            f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set data.crop, or leave it out"
+        )
     for name in names:
         if data.crop is not None and len(data.crop) != len(store.size(name)):
-            raise ValueError(f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims ({Size(store.size(name))})")
+            raise ValueError(
+                f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims ({Size(store.size(name))})"
+            )

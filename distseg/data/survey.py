@@ -50,7 +50,12 @@ class Survey:
         absent: Sequence[str] = (),
         shown: SilentProgress = SilentProgress(),
     ):
-        self.classes, self.ignore, self.values, self.absent = list(classes), ignore, dict(values), list(absent)
+        self.classes, self.ignore, self.values, self.absent = (
+            list(classes),
+            ignore,
+            dict(values),
+            list(absent),
+        )
         masks: dict[str, list[Pair]] = {}
         for pair in pairs:
             masks.setdefault(pair.split, []).extend([pair] if pair.mask is not None else [])
@@ -64,12 +69,16 @@ class Survey:
         """
         unknown = [name for name in self.absent if name not in self.classes]
         if unknown:
-            raise ValueError(f"--absent names {unknown[0]}, which is no class: there are {', '.join(self.classes)}")
+            raise ValueError(
+                f"--absent names {unknown[0]}, which is no class: there are {', '.join(self.classes)}"
+            )
         wanted = [k for k, name in enumerate(self.classes) if name not in self.absent]
         missing = [k for k in wanted if not any(self._holds(split, k) for split in self._splits)]
         seen = self._seen(self._splits)
         if missing and self._stray(seen):
-            raise ValueError(f"{self._no_pixel(missing)}; {self._meaning(seen)}. {self._repair(missing, seen)}")
+            raise ValueError(
+                f"{self._no_pixel(missing)}; {self._meaning(seen)}. {self._repair(missing, seen)}"
+            )
         if missing and len(seen) == 1:
             words = f"{self._no_pixel(missing)}: all masks hold the one value {min(seen)}"
             raise ValueError(f"{words}. {self._repair(missing, seen)}")
@@ -83,7 +92,11 @@ class Survey:
         if not others or self._holds(split, k) or not self._holds(split, self.ignore):
             return
         if not any(self._holds(other, self.ignore) for other in others):
-            name, here, there = self.classes[k], _listed(self._splits[split].seen), _listed(self._seen(others))
+            name, here, there = (
+                self.classes[k],
+                _listed(self._splits[split].seen),
+                _listed(self._seen(others)),
+            )
             raise ValueError(
                 f"the masks of the split {split} hold {here}, those of {' and '.join(others)} {there}: in {split} no pixel is {name}, "
                 f"and {self.ignore} is ignored. Give all masks the same values, or, if {name} is not in {split} indeed, "
@@ -111,15 +124,21 @@ class Survey:
     def _meaning(self, seen: set[int]) -> str:
         ignored = [value for value in self._stray(seen) if self._label(value) == self.ignore]
         unknown = [value for value in self._stray(seen) if value not in ignored]
-        kinds = [(some, what) for some, what in ((ignored, "ignored"), (unknown, "no class")) if some]
-        told = (f"{_listed(some)} {'is' if len(some) == 1 else 'are'} {what}" for some, what in kinds)
+        kinds = [
+            (some, what) for some, what in ((ignored, "ignored"), (unknown, "no class")) if some
+        ]
+        told = (
+            f"{_listed(some)} {'is' if len(some) == 1 else 'are'} {what}" for some, what in kinds
+        )
         return f"masks hold the value{'s' if len(seen) > 1 else ''} {_listed(seen)}, of which {' and '.join(told)}"
 
     def _repair(self, missing: list[int], seen: set[int]) -> str:
         """The flag that makes the masks say what must be meant, where that can be guessed, and the one to insist."""
         names = [self.classes[k] for k in missing]
         has = "has" if len(names) == 1 else "have"
-        insist = f"if {' and '.join(names)} really {has} no pixel, say so: --absent {','.join(names)}"
+        insist = (
+            f"if {' and '.join(names)} really {has} no pixel, say so: --absent {','.join(names)}"
+        )
         in_order = {value: label for label, value in enumerate(sorted(seen)) if value != label}
         if len(seen) == len(self.classes) and in_order:
             flag = ",".join(f"{value}={label}" for value, label in in_order.items())

@@ -14,7 +14,9 @@ from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
 
 
-def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False) -> np.ndarray | None:
+def evaluate(
+    predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
+) -> np.ndarray | None:
     """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``.
 
     Args:
@@ -27,10 +29,20 @@ def evaluate(predictor: Predictor, store: Store, split: str, world, stop: Callab
     def work(image: int, results) -> None:
         nonlocal total
         for tile, logits in results:
-            total += confusion(store.labels(names[image], tile), most_likely(logits), classes, store.ignore)
+            total += confusion(
+                store.labels(names[image], tile), most_likely(logits), classes, store.ignore
+            )
 
     scenes = [partial(store_scene, store, name) for name in names]
-    if not in_rounds(predictor, scenes, [store.size(name) for name in names], world, f"evaluate {split}", work, stop):
+    if not in_rounds(
+        predictor,
+        scenes,
+        [store.size(name) for name in names],
+        world,
+        f"evaluate {split}",
+        work,
+        stop,
+    ):
         return None
     return sum(world.allgather(total)).astype(np.int64)
 
@@ -42,9 +54,20 @@ def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict
     for c in classes:
         row = {"class": c, "pixels": next(iter(found.values()))["classes"][c]["pixels"]}
         for method, score in found.items():
-            row.update({f"{method} {kind}": score["classes"][c][kind] for kind in ("iou", "dice", "accuracy")})
+            row.update(
+                {
+                    f"{method} {kind}": score["classes"][c][kind]
+                    for kind in ("iou", "dice", "accuracy")
+                }
+            )
         rows.append(row)
     mean = {"class": "mean", "pixels": sum(row["pixels"] for row in rows)}
     for method, score in found.items():
-        mean.update({f"{method} iou": score["mean_iou"], f"{method} dice": score["mean_dice"], f"{method} accuracy": score["accuracy"]})
+        mean.update(
+            {
+                f"{method} iou": score["mean_iou"],
+                f"{method} dice": score["mean_dice"],
+                f"{method} accuracy": score["accuracy"],
+            }
+        )
     return [*rows, mean]

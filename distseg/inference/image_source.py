@@ -44,10 +44,23 @@ class ImageSource:
 
 def store_scene(store: Store, name: str) -> ImageSource:
     """An image of a store."""
-    return ImageSource(name, tuple(store.size(name)), lambda box: store.read_normalised(name, box), _file_identity(store.path), without_data=lambda box: store.without_data(name, box), place=store.place(name) if store.shrink == 1 else None)
+    return ImageSource(
+        name,
+        tuple(store.size(name)),
+        lambda box: store.read_normalised(name, box),
+        _file_identity(store.path),
+        without_data=lambda box: store.without_data(name, box),
+        place=store.place(name) if store.shrink == 1 else None,
+    )
 
 
-def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shrink: int = 1, scratch: str | None = None) -> ImageSource:
+def file_scene(
+    path: str,
+    manifest: dict,
+    nodata: int | float | None = None,
+    shrink: int = 1,
+    scratch: str | None = None,
+) -> ImageSource:
     """An image file, normalised with the constants of the store that the network was trained on.
 
     As in a store, it is 0 where there is no data. Transparency is no band, unless the network was trained with one more than the file has without it.
@@ -72,7 +85,9 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
             "leave it out, or name another number"
         )
     if reader.bands != len(mean):
-        raise ValueError(f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows")
+        raise ValueError(
+            f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows"
+        )
     check_type(path, reader.dtype, data)
     no_mean = f"data.shrink is {shrink}, but {path} has pixels without data, of which no mean can be taken: leave it out"
     if shrink > 1 and number is not None:
@@ -88,7 +103,9 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
                 f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, "
                 f"such as by the band's mean, or say that it stands for no data: --nodata={pixels[bad]}"
             )
-        return normalised(pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, number, valid)
+        return normalised(
+            pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, number, valid
+        )
 
     def without_data(box: Box) -> np.ndarray | None:
         if shrink > 1:
@@ -97,10 +114,21 @@ def file_scene(path: str, manifest: dict, nodata: int | float | None = None, shr
         found = missing(pixels, number, valid)
         return None if found is None else found.all(0)
 
-    told = ("" if number is None else f", no data is {number}") + (", transparency is no data" if reader.alpha is not None else "")
+    told = ("" if number is None else f", no data is {number}") + (
+        ", transparency is no data" if reader.alpha is not None else ""
+    )
     source = "; ".join(map(_file_identity, (path, *reader.sources))) + told
     known = number is not None or reader.masked
-    return ImageSource(Path(path).stem, tuple(n // shrink for n in reader.size), read, source, reader.decoding, reader.notes, without_data if known else everywhere, reader.place if shrink == 1 else None)
+    return ImageSource(
+        Path(path).stem,
+        tuple(n // shrink for n in reader.size),
+        read,
+        source,
+        reader.decoding,
+        reader.notes,
+        without_data if known else everywhere,
+        reader.place if shrink == 1 else None,
+    )
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:
@@ -111,14 +139,23 @@ def check_type(image: str, dtype: np.dtype, data: dict) -> None:
     """
     types = data.get("types")  # older runs do not know
     if types and str(dtype) not in types:
-        raise ValueError(f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, in whose range its numbers hardly are: convert the image to {types[0]}")
+        raise ValueError(
+            f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, in whose range its numbers hardly are: convert the image to {types[0]}"
+        )
 
 
 def network_identity(checkpoint: Path, config: Config, manifest: dict) -> str:
     """Tells a network's results from those of other weights, also of a run that was trained anew in its folder, and of other settings."""
     spatial = config.spatial
     settings = [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
-    return json.dumps([_file_identity(checkpoint / "manifest.json"), manifest["step"], manifest["config"]["model"], *settings])
+    return json.dumps(
+        [
+            _file_identity(checkpoint / "manifest.json"),
+            manifest["step"],
+            manifest["config"]["model"],
+            *settings,
+        ]
+    )
 
 
 def _file_identity(path: str | Path) -> str:

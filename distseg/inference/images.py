@@ -14,7 +14,12 @@ from distseg.inference.rounds import in_rounds
 
 
 def vectors_of(
-    predictor: Predictor, scenes: Sequence[Callable[[], ImageSource]], sizes: Sequence[Sequence[int]], world, what: str, stop: Callable[[], bool] = lambda: False
+    predictor: Predictor,
+    scenes: Sequence[Callable[[], ImageSource]],
+    sizes: Sequence[Sequence[int]],
+    world,
+    what: str,
+    stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray | None:
     """The network's vector of each image, (images, C'), the same on every rank. Collective over ``world``.
 
@@ -35,11 +40,26 @@ def vectors_of(
     return np.stack([every[image] for image in range(len(scenes))])
 
 
-def evaluate_images(predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False) -> dict | None:
+def evaluate_images(
+    predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
+) -> dict | None:
     """The scores (:func:`scores_of_images`) over the images of ``split``; None where it was stopped. Collective over ``world``."""
     names = store.split(split)
-    vectors = vectors_of(predictor, [lambda name=name: store_scene(store, name) for name in names], [store.size(name) for name in names], world, f"evaluate {split}", stop)
-    return None if vectors is None else scores_of_images(vectors, np.array([store.label(name) for name in names]), store.classes)
+    vectors = vectors_of(
+        predictor,
+        [lambda name=name: store_scene(store, name) for name in names],
+        [store.size(name) for name in names],
+        world,
+        f"evaluate {split}",
+        stop,
+    )
+    return (
+        None
+        if vectors is None
+        else scores_of_images(
+            vectors, np.array([store.label(name) for name in names]), store.classes
+        )
+    )
 
 
 def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict:
@@ -55,11 +75,21 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
     matrix = confusion(labels, likely.argmax(1), len(classes), ignore=-1)
     hit, truth, predicted = np.diag(matrix).astype(float), matrix.sum(1), matrix.sum(0)
     table = {
-        name: {"accuracy": ratio(hit[c], truth[c]), "precision": ratio(hit[c], predicted[c]), "auc": area_under_curve(likely[:, c], labels == c), "images": int(truth[c])}
+        name: {
+            "accuracy": ratio(hit[c], truth[c]),
+            "precision": ratio(hit[c], predicted[c]),
+            "auc": area_under_curve(likely[:, c], labels == c),
+            "images": int(truth[c]),
+        }
         for c, name in enumerate(classes)
     }
     over = lambda kind: mean(row[kind] for row in table.values() if row["images"])
-    means = {"accuracy": ratio(hit.sum(), matrix.sum()), "mean_accuracy": over("accuracy"), "auc": over("auc"), "kappa": quadratic_kappa(matrix)}
+    means = {
+        "accuracy": ratio(hit.sum(), matrix.sum()),
+        "mean_accuracy": over("accuracy"),
+        "auc": over("auc"),
+        "kappa": quadratic_kappa(matrix),
+    }
     return {"classes": table, **means, "confusion": matrix.tolist()}
 
 
@@ -93,4 +123,9 @@ def probabilities(vectors: np.ndarray) -> np.ndarray:
 def _of_numbers(found: np.ndarray, wanted: np.ndarray) -> dict:
     error = found - wanted
     deviation = ((wanted - wanted.mean()) ** 2).sum()
-    return {"mae": float(np.abs(error).mean()), "rmse": float((error**2).mean() ** 0.5), "r2": ratio(deviation - (error**2).sum(), deviation), "images": len(wanted)}
+    return {
+        "mae": float(np.abs(error).mean()),
+        "rmse": float((error**2).mean() ** 0.5),
+        "r2": ratio(deviation - (error**2).sum(), deviation),
+        "images": len(wanted),
+    }

@@ -64,7 +64,9 @@ def mean(values) -> float | None:
 
 def most_likely(logits: np.ndarray) -> np.ndarray:
     """Logits (C, *size) -> class map (*size) uint8; with one channel the class is 1 where the logit is positive."""
-    return (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)
+    return (
+        (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)
+    )
 
 
 def score_of(validation: dict) -> float | None:

@@ -27,7 +27,10 @@ def baseline(store: Store, split: str, world) -> np.ndarray:
     """The confusion matrix on ``split`` of a colour classifier fitted to the training split, (classes, classes). Collective."""
     classes, levels = len(store.classes), int(_BINS ** (1 / min(store.bands, _BANDS)))
     known = _counts(store, "train", levels, world)
-    lookup = max((_classifier(known, a) for a in _EXPONENTS), key=lambda table: _mean_iou(_confusion(known, table), classes))
+    lookup = max(
+        (_classifier(known, a) for a in _EXPONENTS),
+        key=lambda table: _mean_iou(_confusion(known, table), classes),
+    )
     return _confusion(_counts(store, split, levels, world), lookup)
 
 
@@ -66,7 +69,9 @@ def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
 def _classifier(counts: np.ndarray, exponent: float) -> np.ndarray:
     """The class of each colour, (colours,); a colour never seen is the most frequent class."""
     share = counts.sum(0) / max(1, counts.sum())
-    weight = np.where(share > 0, share ** (exponent - 1), 0)  # counts = share * p(colour | class) * N
+    weight = np.where(
+        share > 0, share ** (exponent - 1), 0
+    )  # counts = share * p(colour | class) * N
     found = (counts * weight).argmax(1)
     found[counts.sum(1) == 0] = share.argmax()
     return found

@@ -85,10 +85,22 @@ class Predictor:
         self, model: TiledModel, replicas, devices: Sequence[torch.device], autocast: Callable[[], ContextManager], tile: Size, scratch: str | None = None,
         channels_last: bool = False, pipeline: Pipeline | None = None, outputs: int | None = None, exact: bool = True, neighbours: int = 1, room: float | None = None,
     ):  # fmt: skip
-        self.model, self.replicas, self.devices, self.autocast = model, replicas, list(devices), autocast
-        self.tile, self.scratch, self.channels_last, self.pipeline = tile, scratch, channels_last, pipeline
+        self.model, self.replicas, self.devices, self.autocast = (
+            model,
+            replicas,
+            list(devices),
+            autocast,
+        )
+        self.tile, self.scratch, self.channels_last, self.pipeline = (
+            tile,
+            scratch,
+            channels_last,
+            pipeline,
+        )
         self.outputs, self.exact, self.neighbours = outputs, exact, neighbours
-        self.room = None if room is None else 2 ** (int(4 * math.log2(room)) / 4)  # so that another day's tiles are the same
+        self.room = (
+            None if room is None else 2 ** (int(4 * math.log2(room)) / 4)
+        )  # so that another day's tiles are the same
         self._workers = {replicas.size: replicas}
         self._sizes: dict[tuple[int, ...], Size] = {}
         self._layouts: dict[tuple, Layout] = {}
@@ -107,7 +119,9 @@ class Predictor:
     @property
     def windowed(self) -> bool:
         """Whether windows go through every layer whole."""
-        approximate = not self.exact or (self.model.context.per_window and self.model.live_in_training)
+        approximate = not self.exact or (
+            self.model.context.per_window and self.model.live_in_training
+        )
         return self.model.graph is None or approximate
 
     @property
@@ -117,7 +131,10 @@ class Predictor:
 
     def grid_of(self, size) -> Size:
         """The tiles of an image, of at most the configured size, or a stride cell more."""
-        steps = (n if t >= n else max(1, t // s) * s for t, s, n in zip(self._tile_of(size), self.model.reach.stride, size))
+        steps = (
+            n if t >= n else max(1, t // s) * s
+            for t, s, n in zip(self._tile_of(size), self.model.reach.stride, size)
+        )
         return Size(-(-n // step) for n, step in zip(size, steps))
 
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
@@ -125,7 +142,9 @@ class Predictor:
         borders = borders or [(0, n) for n in size]
         key = tuple(map(tuple, borders))
         if key not in self._layouts:
-            self._layouts = {key: Layout(self.model.graph, size, borders, "all").check_result(borders)}  # the last one: images often are of one size
+            self._layouts = {
+                key: Layout(self.model.graph, size, borders, "all").check_result(borders)
+            }  # the last one: images often are of one size
         return self._layouts[key]
 
     def _tiling(self, budget: float) -> BudgetTiling:
@@ -140,8 +159,12 @@ class Predictor:
             return self.tile
         size = tuple(size)
         if size not in self._sizes:
-            last = segments_of(self.model.graph, self.model.live_always, self._cut.ranges if self._cut else ())[-1]
-            self._sizes[size] = Size(self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1))
+            last = segments_of(
+                self.model.graph, self.model.live_always, self._cut.ranges if self._cut else ()
+            )[-1]
+            self._sizes[size] = Size(
+                self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1)
+            )
         return self._sizes[size]
 
     def check(self, size) -> None:
@@ -151,11 +174,15 @@ class Predictor:
             ValueError: naming the setting.
         """
         if len(self.tile) != len(size):
-            raise ValueError(f"predict.tile is {self.tile}, of {len(self.tile)} dims, but images have {len(size)}: give it as many numbers")
+            raise ValueError(
+                f"predict.tile is {self.tile}, of {len(self.tile)} dims, but images have {len(size)}: give it as many numbers"
+            )
         check_size(self.model.model, size)
         check_calls(self.model.model, size)
         if self.scratch not in (None, "memory") and not Path(self.scratch).is_dir():
-            raise ValueError(f"predict.scratch is {self.scratch}, which is no folder: make it, or name another")
+            raise ValueError(
+                f"predict.scratch is {self.scratch}, which is no folder: make it, or name another"
+            )
         if not (self.windowed or self.independent):
             self._check_norms(self.layout(size).sizes)
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
@@ -195,25 +222,56 @@ class Predictor:
         as many ranks as the image with the fewest tiles can use.
         """
         if self._dealt_singly:
-            every = [(image, n) for image, size in enumerate(sizes) for n in range(len(self.tiles_of(size)))]
-            parts = (every[len(every) * r // self.replicas.size : len(every) * (r + 1) // self.replicas.size] for r in range(self.replicas.size))
-            return 1, [[Share(image, [n for _, n in those]) for image, those in groupby(part, key=lambda item: item[0])] for part in parts]
-        raise_jointly = min((self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1)
+            every = [
+                (image, n)
+                for image, size in enumerate(sizes)
+                for n in range(len(self.tiles_of(size)))
+            ]
+            parts = (
+                every[
+                    len(every) * r // self.replicas.size : len(every)
+                    * (r + 1)
+                    // self.replicas.size
+                ]
+                for r in range(self.replicas.size)
+            )
+            return 1, [
+                [
+                    Share(image, [n for _, n in those])
+                    for image, those in groupby(part, key=lambda item: item[0])
+                ]
+                for part in parts
+            ]
+        raise_jointly = min(
+            (self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1
+        )
         groups = max(1, min(self.replicas.size // raise_jointly, len(sizes)))
         raise_jointly = self.replicas.size // groups
-        dealt = [[Share(image, None) for image in range(group, len(sizes), groups)] for group in range(groups)]
-        return raise_jointly, [dealt[r // raise_jointly] if r // raise_jointly < groups else [] for r in range(self.replicas.size)]
+        dealt = [
+            [Share(image, None) for image in range(group, len(sizes), groups)]
+            for group in range(groups)
+        ]
+        return raise_jointly, [
+            dealt[r // raise_jointly] if r // raise_jointly < groups else []
+            for r in range(self.replicas.size)
+        ]
 
     def among(self, ranks: int) -> "Predictor":
         """The same for every so many consecutive ranks by themselves. Collective."""
         if ranks == self.replicas.size:
             return self
         part = copy.copy(self)
-        part.replicas = Alone() if ranks == 1 else self.replicas.Split(self.replicas.rank // ranks, self.replicas.rank)
+        part.replicas = (
+            Alone()
+            if ranks == 1
+            else self.replicas.Split(self.replicas.rank // ranks, self.replicas.rank)
+        )
         part._workers = {part.replicas.size: part.replicas}
         return part
 
-    def __call__(self, scene: ImageSource, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(
+        self, scene: ImageSource, numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits (C', *tile.size) float32, of a network in float64 float64) for the tiles of this rank (:meth:`deal`); nothing on ranks without the last stage.
 
         Of a network for whole images yield its vector (C', 1, ...) with each of some boxes.
@@ -223,7 +281,9 @@ class Predictor:
         """
         every = self.tiles_of(scene.size)
         mine = [every[n] for n in self.deal(scene.size, numbers)[self.replicas.rank]]
-        if self.windowed or len(every) == 1 and self._cut is None and self.room is None:  # a tile as large as the image needs no maps to wait
+        if (
+            self.windowed or len(every) == 1 and self._cut is None and self.room is None
+        ):  # a tile as large as the image needs no maps to wait
             yield from self._by_windows(scene, mine)
         elif self._dealt_singly:
             if mine:
@@ -260,11 +320,24 @@ class Predictor:
         grid, stride = self.grid_of(size), self.model.reach.stride
         ranks = self._ranks_of(grid)
         starts = [[a for a, _ in split(n, g, s)] for n, g, s in zip(size, grid, stride)]
-        borders = [[*(begun[a] for a, _ in split(g, r, 1)), n] for begun, g, r, n in zip(starts, grid, ranks, size)]
+        borders = [
+            [*(begun[a] for a, _ in split(g, r, 1)), n]
+            for begun, g, r, n in zip(starts, grid, ranks, size)
+        ]
         cell = np.unravel_index(self.replicas.rank, ranks)
-        return Box(tuple(b[c] for b, c in zip(borders, cell)), tuple(b[c + 1] for b, c in zip(borders, cell))), borders
+        return Box(
+            tuple(b[c] for b, c in zip(borders, cell)),
+            tuple(b[c + 1] for b, c in zip(borders, cell)),
+        ), borders
 
-    def _streaming(self, scene: ImageSource, workers, block: Box, borders: Sequence[Sequence[int]] | None, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _streaming(
+        self,
+        scene: ImageSource,
+        workers,
+        block: Box,
+        borders: Sequence[Sequence[int]] | None,
+        mine: list[Box],
+    ) -> Iterator[tuple[Box, np.ndarray]]:
         reader = _Reader(scene.read)
         executor, place = self._executor(scene.size, block, borders)
         work = executor.work([place], boxes=None if self.model.of_image else [mine])
@@ -287,9 +360,15 @@ class Predictor:
     @property
     def _cut(self) -> Partition | None:
         """The stages, where they lie on several ranks or devices."""
-        return self.pipeline.partition if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1) else None
+        return (
+            self.pipeline.partition
+            if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1)
+            else None
+        )
 
-    def _executor(self, size, block: Box, borders: Sequence[Sequence[int]] | None) -> tuple[StreamingExecutor, TilePlacement]:
+    def _executor(
+        self, size, block: Box, borders: Sequence[Sequence[int]] | None
+    ) -> tuple[StreamingExecutor, TilePlacement]:
         """Of a block of an image, and where that lies; maps wait in memory or in files."""
         place = TilePlacement(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
         layout = self.layout(size, borders)
@@ -304,7 +383,9 @@ class Predictor:
 
     def _in_memory(self, layout: Layout) -> StreamingExecutor:
         model, cut = self.model, self._cut
-        stages, placement, comm = (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
+        stages, placement, comm = (
+            (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
+        )
         return StreamingExecutor(
             model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations, self.autocast,
             self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
@@ -314,33 +395,59 @@ class Predictor:
         """Whether maps of so many bytes wait in memory."""
         if self.scratch is not None:
             return self.scratch == "memory"
-        return stored <= _SHARE * (self.room if self.room is not None else free_memory() / self.neighbours)
+        return stored <= _SHARE * (
+            self.room if self.room is not None else free_memory() / self.neighbours
+        )
 
     def _by_windows(self, scene: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-        places = [TilePlacement(tuple(scene.size), tile, window(tile, scene.size, self.model.reach), (0,), (0,)) for tile in mine]
+        places = [
+            TilePlacement(
+                tuple(scene.size), tile, window(tile, scene.size, self.model.reach), (0,), (0,)
+            )
+            for tile in mine
+        ]
         reads = self.pipeline is None or self.pipeline.first
         workers = self._first(min(self.replicas.size, len(self.tiles_of(scene.size))))
-        with self._evaluating(workers), closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead:
-            results = self._windows(places, lambda i: self._uploaded(next(ahead)))  # windows are asked for in order, each once
+        with (
+            self._evaluating(workers),
+            closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead,
+        ):
+            results = self._windows(
+                places, lambda i: self._uploaded(next(ahead))
+            )  # windows are asked for in order, each once
             while (found := self._next((mine[i], output) for i, output in results)) is not None:
                 yield found
 
     @cached_property
     def _windows(self) -> Windows:
-        partition, comm = (self.pipeline.partition, self.pipeline.comm) if self.pipeline else (None, Alone())
+        partition, comm = (
+            (self.pipeline.partition, self.pipeline.comm) if self.pipeline else (None, Alone())
+        )
         return Windows(self.model, partition, comm, self.devices[0], self.autocast)
 
     @cached_property
     def _activations(self) -> Activations:
         with self.autocast():
             kind = self.devices[0].type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+            dtype = (
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+            )
         model = self.model
-        return Activations(model.graph, model.kinds, model.channels, dtype.itemsize, self.dtype.itemsize, self.channels_last, graph_kept=False)
+        return Activations(
+            model.graph,
+            model.kinds,
+            model.channels,
+            dtype.itemsize,
+            self.dtype.itemsize,
+            self.channels_last,
+            graph_kept=False,
+        )
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
         """(C, *size) -> (1, C, *size) where and as the network takes it."""
-        return upload(torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last)
+        return upload(
+            torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -349,13 +456,19 @@ class Predictor:
     def _first(self, count: int):
         """The communicator of the first ``count`` ranks, for images with fewer tiles than ranks (collective)."""
         if count not in self._workers:
-            self._workers[count] = self.replicas.Split(int(self.replicas.rank >= count), self.replicas.rank)
+            self._workers[count] = self.replicas.Split(
+                int(self.replicas.rank >= count), self.replicas.rank
+            )
         return self._workers[count]
 
     def agree(self, numbers: list[int] | None) -> list[int] | None:
         """What the first rank with the last stage says, on all ranks (collective)."""
         numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
-        return numbers if self.pipeline is None else self.pipeline.comm.bcast(numbers, root=self.pipeline.partition.placement[-1])
+        return (
+            numbers
+            if self.pipeline is None
+            else self.pipeline.comm.bcast(numbers, root=self.pipeline.partition.placement[-1])
+        )
 
     @contextmanager
     def _evaluating(self, workers):
@@ -404,5 +517,8 @@ class _Reader:
 
 def _blocks(grid: Size, ranks: Size) -> list[int]:
     """The rank of each tile of a grid that a coarser grid of ranks shares."""
-    owner = [[r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)] for g, n in zip(grid, ranks)]
+    owner = [
+        [r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)]
+        for g, n in zip(grid, ranks)
+    ]
     return [int(np.ravel_multi_index(cell, ranks)) for cell in product(*owner)]

@@ -29,7 +29,11 @@ def in_rounds(
     """
     raise_jointly, shares = predictor.deal_images(sizes)
     part, mine = predictor.among(raise_jointly), shares[predictor.replicas.rank]
-    ends = {share.image: number for number, round in enumerate(zip_longest(*shares)) for share in filter(None, round)}  # in which round an image is done
+    ends = {
+        share.image: number
+        for number, round in enumerate(zip_longest(*shares))
+        for share in filter(None, round)
+    }  # in which round an image is done
     with progress(len(scenes), "image", what, enabled=world.rank == 0) as bar:
         for number in range(max(map(len, shares))):
             for share in mine[number : number + 1]:

@@ -34,30 +34,56 @@ class Windows:
         autocast: makes the context in which the network runs.
     """
 
-    def __init__(self, model: TiledModel, partition: Partition | None, comm, device: torch.device, autocast: Callable[[], ContextManager]):
-        self.model, self.partition, self.comm, self.autocast = model, partition or Partition.whole(), comm, autocast
+    def __init__(
+        self,
+        model: TiledModel,
+        partition: Partition | None,
+        comm,
+        device: torch.device,
+        autocast: Callable[[], ContextManager],
+    ):
+        self.model, self.partition, self.comm, self.autocast = (
+            model,
+            partition or Partition.whole(),
+            comm,
+            autocast,
+        )
         self.results = _Results()
         if comm.size == 1:
             return
         last = self.partition.stages - 1
         stages = [
-            Stage(s, model, self.partition.ranges[s], self.partition.incoming(s), self.partition.outgoing(s), self.results if s == last else None, autocast)
+            Stage(
+                s,
+                model,
+                self.partition.ranges[s],
+                self.partition.incoming(s),
+                self.partition.outgoing(s),
+                self.results if s == last else None,
+                autocast,
+            )
             for s in self.partition.stages_of(comm.rank)
         ]
         self.pipeline = Pipeline(self.partition, stages, comm, device)
 
     @torch.no_grad()
-    def __call__(self, places: list[TilePlacement], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def __call__(
+        self, places: list[TilePlacement], load: Callable[[int], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, output on the tile (1, C', *tile.size)) on the rank with the last stage; nothing on the others.
 
         Args:
             places: the windows, the same on all ranks of a pipeline.
             load: index -> the window's pixels (1, C, *window.size); asked on the rank with the first stage only.
         """
-        for i, output in self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load):
+        for i, output in (
+            self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load)
+        ):
             yield i, on_tile(output, places[i])
 
-    def _alone(self, places: list[TilePlacement], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _alone(
+        self, places: list[TilePlacement], load: Callable[[int], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
         for i, place in enumerate(places):
             heartbeat(f"window {i + 1} of {len(places)}")
             with self.autocast():
@@ -68,16 +94,25 @@ class Windows:
             return self.model([x], [place])[0]
         maps = {0: x}
         for number, layers in enumerate(self.partition.ranges):
-            device = self.model.device_of(layers) or x.device  # stages of one rank may lie on several
+            device = (
+                self.model.device_of(layers) or x.device
+            )  # stages of one rank may lie on several
             maps = {source: y.to(device) for source, y in maps.items()}
             later = {edge.map for edge in self.partition.edges if edge.target > number}
             self.model.run([maps], [place], layers, later)
         return maps[layers.stop]
 
-    def _through_stages(self, places: list[TilePlacement], load: Callable[[int], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _through_stages(
+        self, places: list[TilePlacement], load: Callable[[int], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
         for first in range(0, len(places), _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, len(places)))
-            units = [MicroBatch(m, [TileBatch(load(i) if self.pipeline.first else None, None, places[i])]) for m, i in enumerate(numbers)]
+            units = [
+                MicroBatch(
+                    m, [TileBatch(load(i) if self.pipeline.first else None, None, places[i])]
+                )
+                for m, i in enumerate(numbers)
+            ]
             actions = orders("gpipe", self.partition.placement, len(units))[self.comm.rank]
             self.pipeline.run([a for a in actions if isinstance(a, Forward)], units)
             for m, output in self.results.taken():

@@ -78,7 +78,11 @@ class Context:
         if place.tile.size == place.image:
             return Region(tuple(held), Box.whole(held), Box.whole(held))
         whole = Box.whole(place.image)
-        return Region(whole.coarsened(stride).stop, place.tile.coarsened(stride), place.window.coarsened(stride))
+        return Region(
+            whole.coarsened(stride).stop,
+            place.tile.coarsened(stride),
+            place.window.coarsened(stride),
+        )
 
     def owns_all(self, size: tuple[int, ...]) -> bool:
         """Whether the first window holds a feature map of this size, and owns all of it."""

@@ -38,14 +38,23 @@ class _Call:
     @property
     def _arguments(self) -> tuple:
         transposed = self.output_padding is not None
-        return self.stride, self.padding, self.dilation, transposed, self.output_padding or [0] * len(self.padding), self.groups
+        return (
+            self.stride,
+            self.padding,
+            self.dilation,
+            transposed,
+            self.output_padding or [0] * len(self.padding),
+            self.groups,
+        )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.aten.convolution(x, weight, bias, *self._arguments)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]):
         """The gradients of x, weight and bias that the mask wants."""
-        return torch.ops.aten.convolution_backward(g, x, weight, [g.shape[1]] if mask[2] else None, *self._arguments, mask)
+        return torch.ops.aten.convolution_backward(
+            g, x, weight, [g.shape[1]] if mask[2] else None, *self._arguments, mask
+        )
 
 
 class _NoExchange:
@@ -60,7 +69,9 @@ class _NoExchange:
     def start_adjoint(self, gs: Sequence[Tensor]) -> None:
         pass
 
-    def finish_adjoint(self, gs: Sequence[Tensor], arriving: None, in_place: bool) -> Sequence[Tensor]:
+    def finish_adjoint(
+        self, gs: Sequence[Tensor], arriving: None, in_place: bool
+    ) -> Sequence[Tensor]:
         return gs
 
 
@@ -71,29 +82,53 @@ class _Convolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, parameters, exchange: HaloExchange | _NoExchange, calls: list[_Call], weight, bias, *xs):
+    def forward(
+        ctx, parameters, exchange: HaloExchange | _NoExchange, calls: list[_Call], weight, bias, *xs
+    ):
         frames = exchange.forward(xs)
         ctx.parameters, ctx.exchange, ctx.calls = parameters, exchange, calls
-        ctx.save_for_backward(*frames, weight)  # in PyTorch's own order: a checkpointed block may compute it again outside
+        ctx.save_for_backward(
+            *frames, weight
+        )  # in PyTorch's own order: a checkpointed block may compute it again outside
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
     @staticmethod
     def backward(ctx, *gs):
-        *frames, weight = (t.detach() for t in ctx.saved_tensors)  # what is put off must not hold the graph behind them
-        parameters, exchange, calls, wanted = ctx.parameters, ctx.exchange, ctx.calls, ctx.needs_input_grad
+        *frames, weight = (
+            t.detach() for t in ctx.saved_tensors
+        )  # what is put off must not hold the graph behind them
+        parameters, exchange, calls, wanted = (
+            ctx.parameters,
+            ctx.exchange,
+            ctx.calls,
+            ctx.needs_input_grad,
+        )
         gs = [like_format(g, frame) for g, frame in zip(gs, frames)]
         dxs: Sequence[Tensor | None] = [None] * len(frames)
-        of_inputs = any(wanted[5:])  # alike on all ranks: the first layer's input is pixels everywhere
+        of_inputs = any(
+            wanted[5:]
+        )  # alike on all ranks: the first layer's input is pixels everywhere
         if of_inputs:
-            dxs = [call.backward(g, x, weight, [True, False, False])[0] for call, g, x in zip(calls, gs, frames)]
+            dxs = [
+                call.backward(g, x, weight, [True, False, False])[0]
+                for call, g, x in zip(calls, gs, frames)
+            ]
             arriving = exchange.start_adjoint(dxs)
 
         def of_parameters() -> list[Tensor | None]:
-            parts = [call.backward(g, x, weight, [False, *wanted[3:5]])[1:] for call, g, x in zip(calls, gs, frames)]
-            return [sum(found[1:], found[0]) if w else None for found, w in zip(zip(*parts), wanted[3:5])]
+            parts = [
+                call.backward(g, x, weight, [False, *wanted[3:5]])[1:]
+                for call, g, x in zip(calls, gs, frames)
+            ]
+            return [
+                sum(found[1:], found[0]) if w else None
+                for found, w in zip(zip(*parts), wanted[3:5])
+            ]
 
         dweight = dbias = None
-        if (wanted[3] or wanted[4]) and not exchange.waits.later(lambda: accumulate(parameters, of_parameters())):
+        if (wanted[3] or wanted[4]) and not exchange.waits.later(
+            lambda: accumulate(parameters, of_parameters())
+        ):
             dweight, dbias = of_parameters()
         if of_inputs:
             dxs = exchange.finish_adjoint(dxs, arriving, in_place=True)
@@ -101,7 +136,9 @@ class _Convolution(torch.autograd.Function):
 
 
 @torch.no_grad()
-def accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Tensor | None]) -> None:
+def accumulate(
+    parameters: Sequence[nn.Parameter | None], gradients: Sequence[Tensor | None]
+) -> None:
     """Add gradients to the ``grad`` of their parameters, in the memory layout of the parameter.
 
     A convolution of a map with channels last returns the gradient of its weight with channels last,
@@ -112,10 +149,18 @@ def accumulate(parameters: Sequence[nn.Parameter | None], gradients: Sequence[Te
             p.grad = like_layout(g.to(p.dtype), p) if p.grad is None else p.grad.add_(g)
 
 
-def exchanged_convolution(conv: nn.Module, exchange: HaloExchange, frames: Sequence[Box], parts: Sequence[Part], xs: Sequence[Tensor]) -> list[Tensor]:
+def exchanged_convolution(
+    conv: nn.Module,
+    exchange: HaloExchange,
+    frames: Sequence[Box],
+    parts: Sequence[Part],
+    xs: Sequence[Tensor],
+) -> list[Tensor]:
     """The convolution of all tiles of this rank on what an exchange makes of their cells; zero padding only."""
     # What a frame lacks lies beyond the image, the same on both sides of a dim (see local.framed).
-    paddings = [[a - r for a, r in zip(frame.start, part.raw.start)] for frame, part in zip(frames, parts)]
+    paddings = [
+        [a - r for a, r in zip(frame.start, part.raw.start)] for frame, part in zip(frames, parts)
+    ]
     calls = [_Call(conv.stride, padding, conv.dilation, conv.groups) for padding in paddings]
     parameters = conv.weight, conv.bias
     return list(_Convolution.apply(parameters, exchange, calls, *_lowered(*parameters), *xs))
@@ -166,34 +211,62 @@ def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
     """The call, its input, weight and bias, as PyTorch's functional convolutions are given them; None where autograd must see it whole."""
     each = _each(weight)
     if isinstance(padding, str):
-        around = [d * (k - 1) if padding == "same" else 0 for d, k in zip(each(dilation), weight.shape[2:])]
-        padding = [n // 2 for n in around] if not any(n % 2 for n in around) else None  # the two sides differ
+        around = [
+            d * (k - 1) if padding == "same" else 0
+            for d, k in zip(each(dilation), weight.shape[2:])
+        ]
+        padding = (
+            [n // 2 for n in around] if not any(n % 2 for n in around) else None
+        )  # the two sides differ
     if padding is None or not _can_wait(input, weight, bias):
         return None
     return _Call(each(stride), each(padding), each(dilation), groups), input, weight, bias
 
 
-def _transposed(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
+def _transposed(
+    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
+):
     """The same of transposed convolutions."""
     if not _can_wait(input, weight, bias):
         return None
     each = _each(weight)
-    return _Call(each(stride), each(padding), each(dilation), groups, each(output_padding)), input, weight, bias
+    return (
+        _Call(each(stride), each(padding), each(dilation), groups, each(output_padding)),
+        input,
+        weight,
+        bias,
+    )
 
 
 _READ: dict[Callable, Callable] = {
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolution),
-    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _transposed),
+    **dict.fromkeys(
+        (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), _transposed
+    ),
 }
 
 
 def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
     """Makes a number for each dim of what may be one for all."""
     dims = weight.dim() - 2
-    return lambda value: [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
+    return lambda value: (
+        [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
+    )
 
 
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether autograd would do no more with the gradients of weight and bias than add them to their ``grad``."""
-    plain = lambda p: not p.requires_grad or (isinstance(p, nn.Parameter) and not p._backward_hooks and not p._post_accumulate_grad_hooks)
-    return x.dim() == weight.dim() and weight.requires_grad and plain(weight) and (bias is None or plain(bias))
+    plain = lambda p: (
+        not p.requires_grad
+        or (
+            isinstance(p, nn.Parameter)
+            and not p._backward_hooks
+            and not p._post_accumulate_grad_hooks
+        )
+    )
+    return (
+        x.dim() == weight.dim()
+        and weight.requires_grad
+        and plain(weight)
+        and (bias is None or plain(bias))
+    )

@@ -25,7 +25,15 @@ def image_mask(p: float, k: int) -> Tensor:
     return torch.tensor(float(rng.uniform(k, 1)[0] >= p), dtype=torch.float64)
 
 
-def element_mask(p: float, k: int, channels: int, size: tuple[int, ...], box: Box, device, dtype: torch.dtype = torch.float64) -> Tensor:
+def element_mask(
+    p: float,
+    k: int,
+    channels: int,
+    size: tuple[int, ...],
+    box: Box,
+    device,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """(C, *box.size): the part inside ``box`` of the mask of a feature map of this size."""
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
@@ -67,14 +75,24 @@ class KeyedDropout(nn.Module):
         """(B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image."""
         place, context = self.context.place, self.context
         if self.image:
-            return torch.stack([image_mask(self.p, k) for k in self.keys(place)]).view(-1, 1, *(1 for _ in self.stride)) * self.image.kept
+            return (
+                torch.stack([image_mask(self.p, k) for k in self.keys(place)]).view(
+                    -1, 1, *(1 for _ in self.stride)
+                )
+                * self.image.kept
+            )
         if self.by_channel:
             return self.channels_of(place, x.shape[1]).view(*x.shape[:2], *(1 for _ in x.shape[2:]))
         size, held = tuple(x.shape[2:]), Box.whole(x.shape[2:])
         if not (context.whole or self.of_vector):
             region = context.region(context.current, self.stride, size)
             size, held = region.size, region.held
-        return torch.stack([element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype) for k in self.keys(place)])
+        return torch.stack(
+            [
+                element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype)
+                for k in self.keys(place)
+            ]
+        )
 
     def channels_of(self, place: TilePlacement, channels: int) -> Tensor:
         """(B, C) float64, where channels are dropped."""
@@ -82,4 +100,7 @@ class KeyedDropout(nn.Module):
 
     def keys(self, place: TilePlacement) -> list[int]:
         """One an image: of its mask."""
-        return [dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn) for sample in place.samples]
+        return [
+            dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn)
+            for sample in place.samples
+        ]

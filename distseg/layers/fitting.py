@@ -22,18 +22,28 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
 def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
     """``x`` cut to ``wanted``, and the cells that are still missing before and behind, along each dim: all, where nothing of it is there."""
     common = have.intersection(wanted)
-    pads = [(a - w, v - b) if a < b else (v - w, 0) for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)]
+    pads = [
+        (a - w, v - b) if a < b else (v - w, 0)
+        for a, b, w, v in zip(common.start, common.stop, wanted.start, wanted.stop)
+    ]
     return cropped(x, have, common), pads
 
 
 def mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
     """Return the part of a map that a layer reads, with mirror images beyond the map's border if the padding needs them, and the box of that part."""
-    pads = [(max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)]
+    pads = [
+        (max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)
+    ]
     x = padded(cropped(x, have, part.taken), pads, mode=mode)
-    return x, Box(tuple(a - p for a, (p, _) in zip(part.taken.start, pads)), tuple(b + q for b, (_, q) in zip(part.taken.stop, pads)))
+    return x, Box(
+        tuple(a - p for a, (p, _) in zip(part.taken.start, pads)),
+        tuple(b + q for b, (_, q) in zip(part.taken.stop, pads)),
+    )
 
 
-def padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant") -> Tensor:
+def padded(
+    x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant"
+) -> Tensor:
     if not any(map(any, pads)):
         return x
     flat = [n for pad in reversed(pads) for n in pad]

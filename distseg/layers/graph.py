@@ -33,7 +33,11 @@ def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
         graph = graph_of(model)
     except ValueError:
         dims = dims_of(model)
-        return probed_reach(model, dims, bands_of(model)) if cut else ReceptiveField((0,) * dims, (1,) * dims)
+        return (
+            probed_reach(model, dims, bands_of(model))
+            if cut
+            else ReceptiveField((0,) * dims, (1,) * dims)
+        )
     return reach_of(graph, dims_of(model))
 
 
@@ -44,13 +48,17 @@ def graph_of(model: nn.Module) -> Graph:
         ValueError: a model that is not flat, or a layer that can't be computed in tiles that exchange borders, by name.
     """
     if not is_flat(model):
-        raise ValueError(f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all")
+        raise ValueError(
+            f"this model can't be computed in parts, as {not_flat(model)}; or set spatial.exchange_every to all"
+        )
     dims, lines = dims_of(model), getattr(model, "lines", {})
 
     def node(call: Call) -> Node:
         try:
             return node_of(call, dims)
         except ValueError as e:
-            raise ValueError(f"{e} (it is called in {lines[call.name]})" if call.name in lines else str(e)) from None
+            raise ValueError(
+                f"{e} (it is called in {lines[call.name]})" if call.name in lines else str(e)
+            ) from None
 
     return Graph(map(node, calls_of(model)), getattr(model, "of_image", False))

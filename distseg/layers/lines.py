@@ -86,18 +86,32 @@ class DistributedLines(DistributedMean):
         return numbers_of(_picked(place, self.kept), [size[d] for d in self.kept])
 
     def statistics(self, parts: list[Contribution]) -> Moments:
-        rows, longest = sorted({part.row for part in parts}), max(part.moments.length for part in parts)
-        mine = stack([self._line([part.moments for part in parts if part.row == row], longest) for row in rows])
+        rows, longest = (
+            sorted({part.row for part in parts}),
+            max(part.moments.length for part in parts),
+        )
+        mine = stack(
+            [
+                self._line([part.moments for part in parts if part.row == row], longest)
+                for row in rows
+            ]
+        )
         home = torch.device("cpu") if self.comm.size > 1 else None
-        return self.statistic.joined(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+        return self.statistic.joined(mine.unpacked(gather(mine.packed(), self.comm, home))).on(
+            mine.mean.device
+        )
 
     def _line(self, parts: list["Part"], length: int) -> Moments:
         """Return what the parts of an image make of a line, which has nothing behind its end."""
-        nothing = self.statistic.nothing(torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device))
+        nothing = self.statistic.nothing(
+            torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device)
+        )
         line = Moments(*(t.clone() for t in nothing))
         for part in parts:
             if part.moments is not None:
-                there = self.statistic.joined(stack([Moments(*(t[part.at] for t in line)), part.moments]))
+                there = self.statistic.joined(
+                    stack([Moments(*(t[part.at] for t in line)), part.moments])
+                )
                 for whole, some in zip(line, there):
                     whole[part.at] = some
         return line
@@ -105,7 +119,9 @@ class DistributedLines(DistributedMean):
     def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Where) -> Tensor:
         length = places_along(self.kept, where.size)
         values = self.statistic.value(statistics)
-        return as_vector(torch.stack([values[i, :length].t() for i in rows]), x.dim() - 2).to(x.dtype)
+        return as_vector(torch.stack([values[i, :length].t() for i in rows]), x.dim() - 2).to(
+            x.dtype
+        )
 
     def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
         for i, of_image in zip(rows, g.double()):
@@ -115,7 +131,9 @@ class DistributedLines(DistributedMean):
     def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
         return add(total, self.comm), statistics
 
-    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: Where) -> Tensor:
+    def spread(
+        self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: Where
+    ) -> Tensor:
         (total, statistics), dx = shares, torch.zeros_like(x)
         own, place, size = where
         if not own.pixels:
@@ -124,7 +142,9 @@ class DistributedLines(DistributedMean):
         for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
             cells, numbers = self._opened(image, place, size)
             there = Moments(*(t[i, at] for t in statistics))
-            of_image += self._closed(self.statistic.gradient(cells, numbers, total[i, at], there), of_image).to(x.dtype)
+            of_image += self._closed(
+                self.statistic.gradient(cells, numbers, total[i, at], there), of_image
+            ).to(x.dtype)
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
@@ -151,7 +171,9 @@ class _Mean:
         return Moments(self._count(cells), mean.double(), var.double() * cells.shape[-1])
 
     def _count(self, cells: Tensor) -> Tensor:
-        return torch.full((len(cells),), float(cells.shape[-1]), dtype=torch.float64, device=cells.device)
+        return torch.full(
+            (len(cells),), float(cells.shape[-1]), dtype=torch.float64, device=cells.device
+        )
 
     def joined(self, parts: Moments) -> Moments:
         """Return the moments of all cells from those of parts stacked along dim 0."""
@@ -159,7 +181,11 @@ class _Mean:
 
     def value(self, statistics: Moments) -> Tensor:
         """Return the statistic (..., L, C)."""
-        return statistics.mean * statistics.count.unsqueeze(-1) if self.layer.total else statistics.mean
+        return (
+            statistics.mean * statistics.count.unsqueeze(-1)
+            if self.layer.total
+            else statistics.mean
+        )
 
     def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
         """Return the gradient of the cells; ``there``: the statistics of their places, of which ``g`` (L, C) is the gradient."""
@@ -186,7 +212,11 @@ class _LogSumExp(_Mean):
 
     def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
         largest = cells.amax(-1)
-        return Moments(self._count(cells), largest.double(), (cells - largest.unsqueeze(-1)).double().exp().sum(-1))
+        return Moments(
+            self._count(cells),
+            largest.double(),
+            (cells - largest.unsqueeze(-1)).double().exp().sum(-1),
+        )
 
     def joined(self, parts: Moments) -> Moments:
         return exponentials(parts)
@@ -242,13 +272,17 @@ class DistributedOfLines(OfLines):
     def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
         if self.context.per_window or self.context.whole:
             return super().forward(like, *lines)
-        return self.at(self.context.region(self.context.current, self.stride, like.shape[2:]).size, lines)
+        return self.at(
+            self.context.region(self.context.current, self.stride, like.shape[2:]).size, lines
+        )
 
 
 def twin_of(layer: nn.Module) -> type[nn.Module]:
     """Return the twin of a layer that looks at the whole image."""
     kinds = ((AlongLines, DistributedLines), (OfLines, DistributedOfLines))
-    return next((twin for kind, twin in kinds if isinstance(layer, kind)), None) or twin_of_statistic(layer)
+    return next(
+        (twin for kind, twin in kinds if isinstance(layer, kind)), None
+    ) or twin_of_statistic(layer)
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:

@@ -22,7 +22,20 @@ from distseg.layers.fitting import cropped, fitted, mirrored, padded, taken_from
 from distseg.layers.norm import NORMS, DistributedNorm
 from distseg.layers.resize import Placed, PlacedPositions, resized
 from distseg.models.capture.positions import Positions
-from distseg.models.layers import Cat, CutTo, Derived, DropImage, Fill, Formula, MainOutput, Mean, Pop, Spread, Stash, Sum
+from distseg.models.layers import (
+    Cat,
+    CutTo,
+    Derived,
+    DropImage,
+    Fill,
+    Formula,
+    MainOutput,
+    Mean,
+    Pop,
+    Spread,
+    Stash,
+    Sum,
+)
 from distseg.models.lines import OfLines
 from distseg.models.modified import known, modification_of, unmodified
 from distseg.models.moving import Windows
@@ -37,12 +50,19 @@ from distseg.tiling.resize import Follow, Resize
 from distseg.tiling.tile import Box
 
 
-def _conv3d(x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int) -> Tensor:
+def _conv3d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int
+) -> Tensor:
     """``F.conv3d``, which for one volume of few channels in float32 unfolds it: 15 times as slow as oneDNN's kernel, and in 27 times the memory.
 
     That kernel can be called itself where no backward pass follows.
     """
-    fast = x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    fast = (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+    )
     if not fast or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
     sizes = [[n] * 3 if isinstance(n, int) else list(n) for n in (padding, stride, dilation)]
@@ -58,7 +78,11 @@ _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-_PADS = {nn.modules.padding._ConstantPadNd: "constant", nn.modules.padding._ReflectionPadNd: "reflect", nn.modules.padding._ReplicationPadNd: "replicate"}
+_PADS = {
+    nn.modules.padding._ConstantPadNd: "constant",
+    nn.modules.padding._ReflectionPadNd: "reflect",
+    nn.modules.padding._ReplicationPadNd: "replicate",
+}
 _FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
 _ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, MainOutput, DistributedNorm, KeyedDropout)
 
@@ -70,7 +94,13 @@ def node_of(call: Call, dims: int) -> Node:
         ValueError: a layer that can't be computed in parts, by name, with what to do.
     """
     name, layer = call.name, call.layer
-    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (Cat, CutTo, Sum, Formula, OfLines):
+    if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (
+        Cat,
+        CutTo,
+        Sum,
+        Formula,
+        OfLines,
+    ):
         return Node(name, call.inputs)
     if isinstance(layer, Positions):
         return Node(name, call.reads, placed=True)
@@ -78,7 +108,9 @@ def node_of(call: Call, dims: int) -> Node:
         return Node(name, call.reads, layer.footprints(), call.like)
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
-        raise ValueError(f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map")
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map"
+        )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
     for kinds, footprints in _FOOTPRINTS:
@@ -86,17 +118,32 @@ def node_of(call: Call, dims: int) -> Node:
             try:
                 return Node(name, call.inputs, footprints(layer, dims))
             except _Unsupported as e:
-                raise ValueError(f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}") from None
-    hidden = next((part for part in layer.modules() if isinstance(part, (*NORMS, *DROPOUTS)) and getattr(part, "p", 1) > 0), None)
+                raise ValueError(
+                    f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}"
+                ) from None
+    hidden = next(
+        (
+            part
+            for part in layer.modules()
+            if isinstance(part, (*NORMS, *DROPOUTS)) and getattr(part, "p", 1) > 0
+        ),
+        None,
+    )
     if hidden not in (None, layer):
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
-        raise ValueError(f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known")
+        raise ValueError(
+            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known"
+        )
     if unmodified(layer, _ALIKE):
         return Node(name, call.inputs)
-    which = f", which {modification_of(layer)}," if known(type(layer)) is not nn.Module and modification_of(layer) else ""
+    which = (
+        f", which {modification_of(layer)},"
+        if known(type(layer)) is not nn.Module and modification_of(layer)
+        else ""
+    )
     raise ValueError(
         f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and has no twin for parts of an image: write it as layers that have one "
         "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
@@ -121,7 +168,9 @@ class _Unsupported(ValueError):
     """What a layer is asked to do."""
 
 
-def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()) -> Tensor:
+def run(
+    layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()
+) -> Tensor:
     """A layer's result on ``part.made``.
 
     Args:
@@ -135,11 +184,16 @@ def run(layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tup
     if isinstance(layer, Placed):
         layer = layer.inner
     if isinstance(layer, Spread):
-        return layer.part(others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)])
+        return layer.part(
+            others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)]
+        )
     if isinstance(layer, OfLines):
         return layer.at(part.size, [line for line, _ in others])
     if others:
-        return layer(cropped(x, have, part.taken), *(cropped(other, there, part.made) for other, there in others))
+        return layer(
+            cropped(x, have, part.taken),
+            *(cropped(other, there, part.made) for other, there in others),
+        )
     function = _function_of(type(layer))
     if function is None or modification_of(layer):  # one that looks at single pixels
         return layer(cropped(x, have, part.taken))
@@ -174,7 +228,10 @@ def framed(layer: nn.Module, part: Part) -> Box:
     """What an exchange had best make for a layer: what it is computed from, with padding where only one side of a dim has any."""
     if fill_of(layer) is None:
         return part.taken
-    alike = [t - r == s - u for t, r, s, u in zip(part.taken.start, part.raw.start, part.raw.stop, part.taken.stop)]
+    alike = [
+        t - r == s - u
+        for t, r, s, u in zip(part.taken.start, part.raw.start, part.raw.stop, part.taken.stop)
+    ]
     if not isinstance(layer, _CONVS):
         alike = [a and t == r for a, t, r in zip(alike, part.taken.start, part.raw.start)]
     return Box(
@@ -188,7 +245,9 @@ def framed(layer: nn.Module, part: Part) -> Box:
 
 def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if conv.padding_mode == "circular":
-        raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflect or replicate")
+        raise _Unsupported(
+            "circular padding joins opposite borders of the image; use zeros, reflect or replicate"
+        )
     found = []
     for d in range(dims):
         k, s, dilation = conv.kernel_size[d], conv.stride[d], conv.dilation[d]
@@ -204,10 +263,15 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     if conv.padding_mode != "zeros":
         x, have = mirrored(x, have, part, conv.padding_mode)
     x, pads = fitted(x, have, part.raw)
-    native = [max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None for pad, s in zip(pads, conv.stride)]
+    native = [
+        max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None
+        for pad, s in zip(pads, conv.stride)
+    ]
     if None in native:
         x = padded(x, [(0, 0) if p is not None else pad for p, pad in zip(native, pads)])
-    y = _CONV[len(pads) - 1](x, conv.weight, conv.bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups)
+    y = _CONV[len(pads) - 1](
+        x, conv.weight, conv.bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups
+    )
     # Where only one side is padded the kernel pads both, and the other side's surplus is cut off.
     start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
     return taken_from(y, start, part.made.size)
@@ -215,7 +279,14 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
 
 def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(
-        Scatter(conv.kernel_size[d], conv.stride[d], conv.dilation[d], conv.padding[d], conv.output_padding[d]) for d in range(dims)
+        Scatter(
+            conv.kernel_size[d],
+            conv.stride[d],
+            conv.dilation[d],
+            conv.padding[d],
+            conv.output_padding[d],
+        )
+        for d in range(dims)
     )
 
 
@@ -226,7 +297,9 @@ def _transposed(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     span = [conv.dilation[d] * (conv.kernel_size[d] - 1) + 1 for d in dims]
     last = [(part.taken.stop[d] - 1) * conv.stride[d] - conv.padding[d] + span[d] for d in dims]
     extra = [max(0, part.made.stop[d] - last[d]) for d in dims]
-    y = _CONV_TRANSPOSE[len(dims) - 1](x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation)
+    y = _CONV_TRANSPOSE[len(dims) - 1](
+        x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation
+    )
     return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
 
 
@@ -239,17 +312,27 @@ def _tuple(value, dims: int) -> tuple[int, ...]:
 
 def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if getattr(pool, "return_indices", False):
-        raise _Unsupported("its indices are those of a tile, not of the image; set return_indices=False")
-    k, s, p, d = (_tuple(getattr(pool, field, 1), dims) for field in ("kernel_size", "stride", "padding", "dilation"))
+        raise _Unsupported(
+            "its indices are those of a tile, not of the image; set return_indices=False"
+        )
+    k, s, p, d = (
+        _tuple(getattr(pool, field, 1), dims)
+        for field in ("kernel_size", "stride", "padding", "dilation")
+    )
     return tuple(Gather(k[i], s[i], d[i], p[i], p[i], pool.ceil_mode) for i in range(dims))
 
 
 def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     dims = len(part.size)
-    k, s, d = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation"))
+    k, s, d = (
+        _tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation")
+    )
     x, pads = fitted(x, have, part.raw)
     # The kernel itself pads both sides alike, and rounds up over an overhang behind.
-    native = [(b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None for i, (b, a) in enumerate(pads)]
+    native = [
+        (b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None
+        for i, (b, a) in enumerate(pads)
+    ]
     x = padded(x, [(0, 0) if n else pad for n, pad in zip(native, pads)], -math.inf)
     return _MAX_POOL[dims - 1](x, k, s, [n[0] if n else 0 for n in native], d, pool.ceil_mode)
 
@@ -280,7 +363,9 @@ def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
     if up.scale_factor is None:
         return None
     factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
-    whole = all(f == int(f) >= 1 for f in factors) and not (up.align_corners and up.mode == "bicubic")
+    whole = all(f == int(f) >= 1 for f in factors) and not (
+        up.align_corners and up.mode == "bicubic"
+    )
     return tuple(int(f) for f in factors) if whole else None
 
 
@@ -298,10 +383,19 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     """To a fixed size, or by a factor that is no whole number."""
     wanted = _tuple(up.size, dims) if up.size is not None else None
-    factors = None if wanted else up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
+    factors = (
+        None
+        if wanted
+        else up.scale_factor
+        if isinstance(up.scale_factor, tuple)
+        else (up.scale_factor,) * dims
+    )
     rules = [Follow(0, n) for n in wanted] if wanted else [Follow(factor=float(f)) for f in factors]
     places = [None if wanted or up.recompute_scale_factor else float(f) for f in factors or wanted]
-    return tuple(Resize(kernel_of(up.mode), bool(up.align_corners), rule, factor) for rule, factor in zip(rules, places))
+    return tuple(
+        Resize(kernel_of(up.mode), bool(up.align_corners), rule, factor)
+        for rule, factor in zip(rules, places)
+    )
 
 
 def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
@@ -311,16 +405,32 @@ def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     if not up.align_corners or part.taken == Box.whole(part.size):
         return _grown(up, factors, x, have, part)
     x = cropped(x, have, part.taken)
-    for dim, (n, f, first, a, b) in enumerate(zip(part.size, factors, part.taken.start, part.made.start, part.made.stop), 2):
+    for dim, (n, f, first, a, b) in enumerate(
+        zip(part.size, factors, part.taken.start, part.made.start, part.made.stop), 2
+    ):
         x = _aligned(x, dim, n, n * f, first, range(a, b))
     return x
 
 
 def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: Part) -> Tensor:
-    return _resized(lambda x: layer.made(x, part.result), layer.footprints(), x, have, part, layer.factors == RATIO)
+    return _resized(
+        lambda x: layer.made(x, part.result),
+        layer.footprints(),
+        x,
+        have,
+        part,
+        layer.factors == RATIO,
+    )
 
 
-def _resized(whole: Callable[[Tensor], Tensor], footprints: Sequence[Resize], x: Tensor, have: Box, part: Part, ratio: bool = False) -> Tensor:
+def _resized(
+    whole: Callable[[Tensor], Tensor],
+    footprints: Sequence[Resize],
+    x: Tensor,
+    have: Box,
+    part: Part,
+    ratio: bool = False,
+) -> Tensor:
     """Resize a part; of a map that is there as a whole, and wanted so, by PyTorch's kernel."""
     x = cropped(x, have, part.taken)
     if part.taken.size == part.size and part.made.size == part.result:
@@ -341,10 +451,15 @@ def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: Part) -> Tensor:
 
 def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
     """Cells of m, of n along a dim, of which ``x`` has those from ``first`` on."""
-    place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * ((n - 1) / (m - 1) if m > 1 else 0.0)
+    place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * (
+        (n - 1) / (m - 1) if m > 1 else 0.0
+    )
     low = place.long().clamp(max=n - 1)
     share = upload(place - low, x.device, x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
-    below, above = (x.index_select(dim, upload(at - first, x.device)) for at in (low, (low + 1).clamp(max=n - 1)))
+    below, above = (
+        x.index_select(dim, upload(at - first, x.device))
+        for at in (low, (low + 1).clamp(max=n - 1))
+    )
     return below + (above - below) * share
 
 
@@ -359,7 +474,11 @@ def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: Part) -> Tens
 def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: Part) -> Tensor:
     """All that comes of the cells that are taken, cut to what is wanted."""
     y = layer(cropped(x, have, part.taken))
-    return taken_from(y, [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)], part.made.size)
+    return taken_from(
+        y,
+        [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)],
+        part.made.size,
+    )
 
 
 def _fill_footprints(layer: Fill, dims: int) -> tuple[AccessPattern, ...]:
@@ -372,9 +491,13 @@ def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
 
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
-        raise _Unsupported("circular padding joins opposite borders of the image; use zeros, reflection or replication")
+        raise _Unsupported(
+            "circular padding joins opposite borders of the image; use zeros, reflection or replication"
+        )
     mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)
-    sides = [pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))]  # PyTorch names the last dim's first
+    sides = [
+        pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))
+    ]  # PyTorch names the last dim's first
     return tuple(Shift(before=before, after=after, mirrored=mirrors) for before, after in sides)
 
 

@@ -31,7 +31,9 @@ class Term:
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the sums of each image, (B, sums)."""
-        return torch.stack([self.of(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))])
+        return torch.stack(
+            [self.of(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))]
+        )
 
 
 class CrossEntropy(Term):
@@ -40,15 +42,24 @@ class CrossEntropy(Term):
 
     def __init__(self, config: LossConfig, classes: int):
         if classes < 2:
-            raise ValueError(f"cross_entropy needs at least 2 classes, but the model has {classes} output: use binary_cross_entropy or dice")
+            raise ValueError(
+                f"cross_entropy needs at least 2 classes, but the model has {classes} output: use binary_cross_entropy or dice"
+            )
         self.config = config
         self.weights = _class_weights(config, classes)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         c = self.config
-        weights = None if self.weights is None else upload(self.weights, logits.device, logits.dtype)
+        weights = (
+            None if self.weights is None else upload(self.weights, logits.device, logits.dtype)
+        )
         total = F.cross_entropy(
-            logits, labels.long(), weights, ignore_index=c.ignore_index, reduction="sum", label_smoothing=c.label_smoothing
+            logits,
+            labels.long(),
+            weights,
+            ignore_index=c.ignore_index,
+            reduction="sum",
+            label_smoothing=c.label_smoothing,
         )
         return torch.stack((total, self.counts(labels)[1].to(total)))
 
@@ -56,7 +67,13 @@ class CrossEntropy(Term):
         if self.weights is not None or labels[0].numel() > 1:
             return super().rows(logits, labels)
         c, labels = self.config, labels.flatten()
-        total = F.cross_entropy(logits.flatten(1), labels.long(), ignore_index=c.ignore_index, reduction="none", label_smoothing=c.label_smoothing)
+        total = F.cross_entropy(
+            logits.flatten(1),
+            labels.long(),
+            ignore_index=c.ignore_index,
+            reduction="none",
+            label_smoothing=c.label_smoothing,
+        )
         return torch.stack((total, (labels != c.ignore_index).to(total)), 1)
 
     def counts(self, labels: Tensor) -> Tensor:
@@ -65,7 +82,9 @@ class CrossEntropy(Term):
             return _beside_a_sum(valid.count_nonzero())
         if labels.device.type == "cpu":
             return _beside_a_sum(self.weights[labels[valid].long()].sum())
-        weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]  # how many are valid a GPU would have to be asked
+        weights = upload(self.weights, labels.device)[
+            labels.where(valid, 0).long()
+        ]  # how many are valid a GPU would have to be asked
         return _beside_a_sum(weights.where(valid, 0).sum())
 
     def value(self, table: Tensor) -> Tensor:
@@ -90,7 +109,9 @@ class PixelMean(Term):
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = self.valid(labels)
         count = valid.count_nonzero()
-        if labels.device.type == "cpu" and count == labels.numel():  # as nearly always; on a GPU the question would cost more than the answer saves
+        if (
+            labels.device.type == "cpu" and count == labels.numel()
+        ):  # as nearly always; on a GPU the question would cost more than the answer saves
             total = self.each(logits, labels).sum()
         else:
             total = self.each(logits, labels.where(valid, 0)).where(valid, 0).sum()
@@ -102,7 +123,9 @@ class PixelMean(Term):
 
 class BinaryCrossEntropy(PixelMean):
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
-        each = F.binary_cross_entropy_with_logits(logits, _targets(labels, self.classes, logits), reduction="none")
+        each = F.binary_cross_entropy_with_logits(
+            logits, _targets(labels, self.classes, logits), reduction="none"
+        )
         return each.squeeze(1) if self.classes == 1 else each.mean(1)
 
 
@@ -119,9 +142,15 @@ class Focal(PixelMean):
             log_p = F.logsigmoid(torch.where(labels.unsqueeze(1) == 1, logits, -logits)).squeeze(1)
         else:
             log_p = F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).squeeze(1)
-        rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)  # 1 - p; 0 has no finite slope for gamma < 1
+        rest = (-torch.expm1(log_p)).clamp(
+            min=torch.finfo(log_p.dtype).tiny
+        )  # 1 - p; 0 has no finite slope for gamma < 1
         loss = -(rest**self.config.gamma) * log_p
-        return loss if self.weights is None else loss * upload(self.weights, loss.device, loss.dtype)[labels]
+        return (
+            loss
+            if self.weights is None
+            else loss * upload(self.weights, loss.device, loss.dtype)[labels]
+        )
 
 
 class SquaredError(PixelMean):
@@ -129,7 +158,9 @@ class SquaredError(PixelMean):
 
     def __init__(self, config: LossConfig, classes: int):
         if classes != 1:
-            raise ValueError(f"mse and l1 are of one number, but the model has {classes} outputs: use cross_entropy, or let it have one")
+            raise ValueError(
+                f"mse and l1 are of one number, but the model has {classes} outputs: use cross_entropy, or let it have one"
+            )
         super().__init__(config, classes)
 
     def valid(self, labels: Tensor) -> Tensor:
@@ -168,10 +199,21 @@ class Dice(Term):
         overlap, p, t = table.unflatten(1, (3, self.classes)).unbind(1)  # (I, C) each
         whole = p + t + self.config.smooth
         empty = whole == 0  # no valid pixel, and nothing added to it
-        return (1 - (2 * overlap + self.config.smooth) / whole.masked_fill(empty, 1)).masked_fill(empty, 0).mean()
+        return (
+            (1 - (2 * overlap + self.config.smooth) / whole.masked_fill(empty, 1))
+            .masked_fill(empty, 0)
+            .mean()
+        )
 
 
-_TERMS = {"cross_entropy": CrossEntropy, "binary_cross_entropy": BinaryCrossEntropy, "focal": Focal, "dice": Dice, "mse": SquaredError, "l1": AbsoluteError}
+_TERMS = {
+    "cross_entropy": CrossEntropy,
+    "binary_cross_entropy": BinaryCrossEntropy,
+    "focal": Focal,
+    "dice": Dice,
+    "mse": SquaredError,
+    "l1": AbsoluteError,
+}
 _OF_NUMBERS = [name for name, term in _TERMS.items() if issubclass(term, SquaredError)]
 
 
@@ -194,22 +236,39 @@ class Loss:
         _check(config)
         self.outputs = tuple(outputs)
         self.config = config
-        self.terms = [(weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)]
+        self.terms = [
+            (weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)
+        ]
         self.sums = len(self.outputs) * sum(term.sums for _, term in self.terms)
         self.linear = is_linear(config.name)
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(B, outputs * C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.cat([term.rows(z, labels) for z in logits.chunk(len(self.outputs), 1) for _, term in self.terms], 1)
+        return torch.cat(
+            [
+                term.rows(z, labels)
+                for z in logits.chunk(len(self.outputs), 1)
+                for _, term in self.terms
+            ],
+            1,
+        )
 
     def counts(self, labels: Tensor) -> Tensor:
         """The part of :meth:`rows` that labels determine, zeros elsewhere; float64."""
-        return torch.stack([torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs)) for y in labels])
+        return torch.stack(
+            [
+                torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs))
+                for y in labels
+            ]
+        )
 
     def value(self, table: Tensor) -> Tensor:
         """L(S) of the table (images, K) of a whole step."""
-        return sum(weight * self._of_output(part) for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1)))
+        return sum(
+            weight * self._of_output(part)
+            for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1))
+        )
 
     def _of_output(self, table: Tensor) -> Tensor:
         parts = table.split([term.sums for _, term in self.terms], 1)
@@ -228,7 +287,9 @@ def _check(config: LossConfig) -> None:
         raise ValueError(f"loss.label_smoothing is in [0, 1), got {config.label_smoothing}")
     for field in ("gamma", "smooth"):
         if not 0 <= getattr(config, field) < math.inf:
-            raise ValueError(f"loss.{field} is a number of at least 0, got {getattr(config, field)}")
+            raise ValueError(
+                f"loss.{field} is a number of at least 0, got {getattr(config, field)}"
+            )
     _check_taken(config)
 
 
@@ -237,9 +298,13 @@ def _check_taken(config: LossConfig) -> None:
     names, default = [name for _, name in parse(config.name)], LossConfig()
     for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
         value = getattr(config, field)
-        if value != getattr(default, field) and not any(field in _TERMS[name].takes for name in names):
+        if value != getattr(default, field) and not any(
+            field in _TERMS[name].takes for name in names
+        ):
             takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
-            raise ValueError(f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out")
+            raise ValueError(
+                f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out"
+            )
 
 
 def of_numbers(name: str) -> bool:
@@ -250,7 +315,9 @@ def of_numbers(name: str) -> bool:
     """
     kinds = {term in _OF_NUMBERS for _, term in parse(name)}
     if len(kinds) > 1:
-        raise ValueError(f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: take one kind")
+        raise ValueError(
+            f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: take one kind"
+        )
     return kinds.pop()
 
 
@@ -270,11 +337,17 @@ def parse(text: str) -> list[tuple[float, str]]:
             if not math.isfinite(value):
                 raise ValueError
         except ValueError:
-            raise ValueError(f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example 'cross_entropy + 0.5*dice'") from None
+            raise ValueError(
+                f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example 'cross_entropy + 0.5*dice'"
+            ) from None
         if value <= 0:
-            raise ValueError(f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: leave the term out, or give it one above 0")
+            raise ValueError(
+                f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: leave the term out, or give it one above 0"
+            )
         if name not in _TERMS:
-            raise ValueError(f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a weighted sum of them")
+            raise ValueError(
+                f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a weighted sum of them"
+            )
         terms.append((value, name))
     return terms
 
@@ -300,5 +373,7 @@ def _class_weights(config: LossConfig, classes: int) -> Tensor | None:
     if config.class_weights is None:
         return None
     if len(config.class_weights) != classes:
-        raise ValueError(f"loss.class_weights has {len(config.class_weights)} numbers, but the model has {classes} classes: give one a class")
+        raise ValueError(
+            f"loss.class_weights has {len(config.class_weights)} numbers, but the model has {classes} classes: give one a class"
+        )
     return torch.tensor(config.class_weights, dtype=torch.float64)

@@ -49,7 +49,13 @@ class DistributedMean(DistributedNorm):
         for n, box in enumerate(self.where(x, index)):
             of_box = x[(..., *box.slices)]
             for b, row in enumerate(self.rows(index)):
-                found.append(Contribution(row * self.number + n, of_channels(of_box[b : b + 1]) if box.pixels else _nothing(x), box.pixels))
+                found.append(
+                    Contribution(
+                        row * self.number + n,
+                        of_channels(of_box[b : b + 1]) if box.pixels else _nothing(x),
+                        box.pixels,
+                    )
+                )
         return found
 
     def where(self, x: Tensor, index: int) -> list[Box]:
@@ -57,14 +63,23 @@ class DistributedMean(DistributedNorm):
         own = self.own(x, index)
         if not self.grid:
             return [own]
-        region = None if self.context.per_window else self.context.region(index, self.stride, x.shape[2:])
-        size, held = (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
+        region = (
+            None
+            if self.context.per_window
+            else self.context.region(index, self.stride, x.shape[2:])
+        )
+        size, held = (
+            (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
+        )
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
     def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
         """The vector of the images of a window, of which this rank owns what :meth:`where` says."""
         means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
-        return as_vector(torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]), x.dim() - 2).to(x.dtype)
+        return as_vector(
+            torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]),
+            x.dim() - 2,
+        ).to(x.dtype)
 
     def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
         """Add the gradient of a window's vector to ``total`` (rows, C)."""
@@ -78,7 +93,9 @@ class DistributedMean(DistributedNorm):
 
     def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
         """The gradient of a window: zero where it does not own."""
-        of_part = lambda n: as_vector(shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2)
+        of_part = lambda n: as_vector(
+            shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2
+        )
         if [box.size for box in where] == [x.shape[2:]]:
             return of_part(0).expand_as(x)
         dx = torch.zeros_like(x)
@@ -93,7 +110,9 @@ class DistributedMean(DistributedNorm):
 def largest_of(parts: Moments, first: bool) -> Moments:
     """Return the largest values of all parts, stacked along dim 0, and where the ``first`` of them is, or how many there are."""
     largest = parts.mean.amax(0)
-    said = parts.m2.where(parts.mean == largest, torch.full_like(parts.m2, math.inf if first else 0))
+    said = parts.m2.where(
+        parts.mean == largest, torch.full_like(parts.m2, math.inf if first else 0)
+    )
     return Moments(parts.count.sum(0), largest, said.amin(0) if first else said.sum(0))
 
 
@@ -132,36 +151,64 @@ class DistributedMax(DistributedMean):
             for image, row in zip(x[(..., *part.slices)], rows)
         ]  # fmt: skip
 
-    def _contribution(self, image: Tensor, row: int, place: Box, size: Sequence[int]) -> "Contribution":
+    def _contribution(
+        self, image: Tensor, row: int, place: Box, size: Sequence[int]
+    ) -> "Contribution":
         """Return what cells of an image, which lie at a place of a map, add to a row of the statistics."""
-        count, values = torch.tensor(float(place.pixels), dtype=torch.float64, device=image.device), image.flatten(1)
+        count, values = (
+            torch.tensor(float(place.pixels), dtype=torch.float64, device=image.device),
+            image.flatten(1),
+        )
         if not place.pixels:
             largest = values.new_full(values.shape[:1], -math.inf)
             said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
         else:
             largest = values.amax(1)
             there = values == largest.unsqueeze(1)
-            said = numbers_of(place, size).to(image.device)[there.byte().argmax(1)] if self.first else there.sum(1)
+            said = (
+                numbers_of(place, size).to(image.device)[there.byte().argmax(1)]
+                if self.first
+                else there.sum(1)
+            )
         return Contribution(row, Moments(count, largest.double(), said.double()), place.pixels)
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         rows = sorted({part.row for part in parts})
-        mine = stack([largest_of(stack([part.moments for part in parts if part.row == row]), self.first) for row in rows])
+        mine = stack(
+            [
+                largest_of(stack([part.moments for part in parts if part.row == row]), self.first)
+                for row in rows
+            ]
+        )
         home = torch.device("cpu") if self.comm.size > 1 else None
-        return largest_of(mine.unpacked(gather(mine.packed(), self.comm, home)), self.first).on(mine.mean.device)
+        return largest_of(mine.unpacked(gather(mine.packed(), self.comm, home)), self.first).on(
+            mine.mean.device
+        )
 
     def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:
         return add(total, self.comm), statistics
 
-    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple[Box, Box, tuple[int, ...]]) -> Tensor:
+    def spread(
+        self,
+        shares: tuple[Tensor, Moments],
+        x: Tensor,
+        rows: list[int],
+        where: tuple[Box, Box, tuple[int, ...]],
+    ) -> Tensor:
         (total, statistics), (own, place, size), dx = shares, where, torch.zeros_like(x)
         for n, (part, there) in enumerate(self._parts(own, place, size)):
             for image, of_image, i in zip(x[(..., *part.slices)], dx[(..., *part.slices)], rows):
                 row = i * self.number + n
                 if self.first:
-                    here, share = numbers_of(there, size).to(x.device) == statistics.m2[row].unsqueeze(1), total[row]
+                    here, share = (
+                        numbers_of(there, size).to(x.device) == statistics.m2[row].unsqueeze(1),
+                        total[row],
+                    )
                 else:
-                    here, share = image.flatten(1) == statistics.mean[row].unsqueeze(1), total[row] / statistics.m2[row]
+                    here, share = (
+                        image.flatten(1) == statistics.mean[row].unsqueeze(1),
+                        total[row] / statistics.m2[row],
+                    )
                 of_image += (here * share.unsqueeze(1)).view(image.shape).to(x.dtype)
         return dx
 
@@ -177,7 +224,9 @@ class DistributedSpread(Spread):
         if self.context.per_window:
             return super().forward(like, x)
         region = self.context.region(self.context.current, self.stride, like.shape[2:])
-        return self.part(x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])])
+        return self.part(
+            x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])]
+        )
 
 
 def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
@@ -201,16 +250,34 @@ def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
 
 def twin_of(layer: nn.Module) -> type[nn.Module]:
     """Of a layer that looks at the whole image."""
-    return next(twin for kinds, twin in ((Max, DistributedMax), (Mean, DistributedMean), (Spread, DistributedSpread), (nn.Module, DistributedNorm)) if isinstance(layer, kinds))
+    return next(
+        twin
+        for kinds, twin in (
+            (Max, DistributedMax),
+            (Mean, DistributedMean),
+            (Spread, DistributedSpread),
+            (nn.Module, DistributedNorm),
+        )
+        if isinstance(layer, kinds)
+    )
 
 
 class _JointMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mean: DistributedMean, *xs):
-        ctx.mean, ctx.statistics = mean, mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)])
-        ctx.rows, ctx.where = [mean.rows(j) for j in range(len(xs))], [mean.where(x, j) for j, x in enumerate(xs)]
+        ctx.mean, ctx.statistics = (
+            mean,
+            mean.statistics([part for j, x in enumerate(xs) for part in mean.moments(x, j)]),
+        )
+        ctx.rows, ctx.where = (
+            [mean.rows(j) for j in range(len(xs))],
+            [mean.where(x, j) for j, x in enumerate(xs)],
+        )
         ctx.save_for_backward(*xs)  # of which a mean looks at the form
-        return tuple(mean.of(x, rows, ctx.statistics, where) for x, rows, where in zip(xs, ctx.rows, ctx.where))
+        return tuple(
+            mean.of(x, rows, ctx.statistics, where)
+            for x, rows, where in zip(xs, ctx.rows, ctx.where)
+        )
 
     @staticmethod
     def backward(ctx, *gs):
@@ -218,7 +285,10 @@ class _JointMean(torch.autograd.Function):
         for g, rows in zip(gs, ctx.rows):
             ctx.mean.collect(total, g, rows)
         shares = ctx.mean.shares(total, ctx.statistics)
-        return None, *(ctx.mean.spread(shares, *window) for window in zip(ctx.saved_tensors, ctx.rows, ctx.where))
+        return None, *(
+            ctx.mean.spread(shares, *window)
+            for window in zip(ctx.saved_tensors, ctx.rows, ctx.where)
+        )
 
 
 class PendingMean(Pending):
@@ -235,7 +305,9 @@ class PendingMean(Pending):
         self.shares = self.norm.shares(self.total, self.statistics)
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
-        return g + self.norm.spread(self.shares, x, self.norm.rows(index), self.norm.where(x, index))
+        return g + self.norm.spread(
+            self.shares, x, self.norm.rows(index), self.norm.where(x, index)
+        )
 
 
 class _PendingMean(torch.autograd.Function):

@@ -16,7 +16,9 @@ from distseg.comm.memory_format import channels_last
 from distseg.comm.staging import upload
 from distseg.layers.kernels import norm as compiled
 
-_CHUNK = {torch.float64: 1 << 9}  # pixels that are added one after another: float64 is for comparing digits
+_CHUNK = {
+    torch.float64: 1 << 9
+}  # pixels that are added one after another: float64 is for comparing digits
 _USUAL_CHUNK = 1 << 14
 
 
@@ -38,8 +40,14 @@ class Moments(NamedTuple):
 
     def unpacked(self, messages: Tensor) -> "Moments":
         """Messages (R, numbers) from moments of this shape -> moments with a leading R."""
-        count, mean, m2 = messages.split((self.count.numel(), self.mean.numel(), self.m2.numel()), 1)
-        return Moments(count.view(-1, *self.count.shape), mean.view(-1, *self.mean.shape), m2.view(-1, *self.m2.shape))
+        count, mean, m2 = messages.split(
+            (self.count.numel(), self.mean.numel(), self.m2.numel()), 1
+        )
+        return Moments(
+            count.view(-1, *self.count.shape),
+            mean.view(-1, *self.mean.shape),
+            m2.view(-1, *self.m2.shape),
+        )
 
     def on(self, device: torch.device) -> "Moments":
         """The same on another device, in one copy."""
@@ -52,7 +60,9 @@ class Moments(NamedTuple):
 def combine(parts: Moments) -> Moments:
     """The moments of all values from those of parts stacked along dim 0."""
     count = parts.count.sum(0)
-    weights = (parts.count / count.where(count > 0, 1)).unsqueeze(-1)  # counts of vectors are shares of one
+    weights = (parts.count / count.where(count > 0, 1)).unsqueeze(
+        -1
+    )  # counts of vectors are shares of one
     mean = (parts.mean * weights).sum(0)
     m2 = (parts.m2 + parts.count.unsqueeze(-1) * (parts.mean - mean) ** 2).sum(0)
     return Moments(count, mean, m2)
@@ -75,15 +85,23 @@ def of_channels(x: Tensor) -> Moments:
     parts = []
     for chunk in x.split(_rows_of_chunk(x), 2):
         # The kernel is fast on dense memory only; a chunk is small enough to be copied within the cache.
-        if not (chunk.is_contiguous() or chunk.is_contiguous(memory_format=channels_last(chunk.dim()))):
-            chunk = chunk.contiguous(memory_format=channels_last(chunk.dim()) if x.stride(1) == 1 else torch.contiguous_format)
+        if not (
+            chunk.is_contiguous() or chunk.is_contiguous(memory_format=channels_last(chunk.dim()))
+        ):
+            chunk = chunk.contiguous(
+                memory_format=channels_last(chunk.dim())
+                if x.stride(1) == 1
+                else torch.contiguous_format
+            )
         pivot = None
         if x.dtype == torch.float32 and not chunk.is_contiguous():
             # In channels_last the kernel adds pixel after pixel, so a large mean takes float32's digits: it goes first.
             pivot = chunk[(slice(None), slice(None), *(slice(1) for _ in x.shape[2:]))]
             chunk = chunk - pivot
         mean, var = torch.ops.aten.batch_norm_update_stats(chunk, *like, 0.0)
-        parts.append(_moments(chunk, mean if pivot is None else mean.double() + pivot.flatten(), var))
+        parts.append(
+            _moments(chunk, mean if pivot is None else mean.double() + pivot.flatten(), var)
+        )
     return parts[0] if len(parts) == 1 else combine(stack(parts))
 
 
@@ -91,7 +109,9 @@ def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance in float32 or wider, by Welford's sums in a tree; a 16-bit image is widened as it is read, where it lies densely."""
     if x.is_contiguous() or x.is_contiguous(memory_format=channels_last(x.dim())):
         return torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
-    var, mean = torch.var_mean(x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())], correction=0)
+    var, mean = torch.var_mean(
+        x.to(torch.promote_types(x.dtype, torch.float32)), [0, *range(2, x.dim())], correction=0
+    )
     return mean, var
 
 
@@ -101,7 +121,9 @@ def _rows_of_chunk(x: Tensor) -> int:
 
 
 def _moments(x: Tensor, mean: Tensor, var: Tensor) -> Moments:
-    count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)  # which a GPU need not wait for, as for a copied number
+    count = torch.full(
+        (), x.numel() / x.shape[1], dtype=torch.float64, device=x.device
+    )  # which a GPU need not wait for, as for a copied number
     return Moments(count, mean.double(), var.double() * count)
 
 

@@ -13,7 +13,9 @@ from distseg.tiling.tile import Box
 
 def _slices_footprints(layer: Slices, dims: int) -> tuple[AccessPattern, ...]:
     each = zip(layer.start, layer.behind, layer.step)
-    return tuple((Shift if a >= s or b else Gather)(stride=s, before=-a, after=-b) for a, b, s in each)
+    return tuple(
+        (Shift if a >= s or b else Gather)(stride=s, before=-a, after=-b) for a, b, s in each
+    )
 
 
 def _slices(layer: Slices, x: Tensor, have: Box, part: Part) -> Tensor:
@@ -50,5 +52,10 @@ def _overlaid(layer: Overlaid, x: Tensor, have: Box, part: Part) -> Tensor:
     return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
 
 
-FOOTPRINTS = ((Slices, _slices_footprints), (Windows, _windows_footprints), (Blocks, _blocks_footprints), (Overlaid, _overlaid_footprints))
+FOOTPRINTS = (
+    (Slices, _slices_footprints),
+    (Windows, _windows_footprints),
+    (Blocks, _blocks_footprints),
+    (Overlaid, _overlaid_footprints),
+)
 RUN = ((Slices, _slices), (Windows, _windows), (Blocks, _blocks), (Overlaid, _overlaid))

@@ -41,7 +41,9 @@ from distseg.models.layers import Mean, VectorNorm, register
 from distseg.tiling.tile import Box
 
 _ALONE = Alone()
-_SMALL = 1 << 19  # values up to which two passes of PyTorch's kernels are through before one of ours is called
+_SMALL = (
+    1 << 19
+)  # values up to which two passes of PyTorch's kernels are through before one of ours is called
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 STATISTICAL = (*NORMS, Mean)
@@ -62,18 +64,30 @@ class DistributedNorm(nn.Module):
         self.eps = getattr(norm, "eps", 0.0)
         self.groups = norm.num_groups if self.kind == "group" else None
         self.momentum = getattr(norm, "momentum", None)
-        register(self, {field: getattr(norm, field, None) for field in ("weight", "bias")})  # parameters, or a user's buffers
+        register(
+            self, {field: getattr(norm, field, None) for field in ("weight", "bias")}
+        )  # parameters, or a user's buffers
         self.tracks = tracks(norm)
         for field in RUNNING:
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
-        self.parts = norm.parts if isinstance(norm, VectorNorm) else None  # of each channel of a vector; None: its input is a map
-        self.frames = getattr(norm, "frames", 1)  # images that each image of the batch is, one behind the other in its channels
+        self.parts = (
+            norm.parts if isinstance(norm, VectorNorm) else None
+        )  # of each channel of a vector; None: its input is a map
+        self.frames = getattr(
+            norm, "frames", 1
+        )  # images that each image of the batch is, one behind the other in its channels
         self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
-        self.keeper: list[DistributedNorm] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
+        self.keeper: list[
+            DistributedNorm
+        ] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
         self.slope = 1.0
-        self.dropout: list[KeyedDropout] = []  # at most one; in a list, as it is no child of this layer
-        self.seen: dict[int, list[Moments]] = {}  # by how often the pass at hand had called it before
+        self.dropout: list[
+            KeyedDropout
+        ] = []  # at most one; in a list, as it is no child of this layer
+        self.seen: dict[
+            int, list[Moments]
+        ] = {}  # by how often the pass at hand had called it before
         self.turn = 0
 
     def note(self, statistics: Moments) -> None:
@@ -101,7 +115,12 @@ class DistributedNorm(nn.Module):
         if not (self.live or self.training or torch.is_grad_enabled()):
             return [self.fixed(x) for x in xs]
         if self.parts is not None or self.frames > 1:
-            return [y.view_as(x) for x, y in zip(xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs)))]
+            return [
+                y.view_as(x)
+                for x, y in zip(
+                    xs, _JointNorm.apply(self, self.weight, self.bias, *map(self.opened, xs))
+                )
+            ]
         if self.is_local(xs):
             return [self.local(xs[0])]
         if len(xs) == 1 and self.is_whole(xs[0]):
@@ -111,9 +130,24 @@ class DistributedNorm(nn.Module):
     def fixed(self, x: Tensor) -> Tensor:
         """Images with the running statistics, where nothing goes back."""
         if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
-            y = F.batch_norm(x, self.running.running_mean, self.running.running_var, self.weight, self.bias, eps=self.eps)
+            y = F.batch_norm(
+                x,
+                self.running.running_mean,
+                self.running.running_var,
+                self.weight,
+                self.bias,
+                eps=self.eps,
+            )
             return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
-        of = self.running.running_mean.double(), self.running.running_var.double(), self.eps, self.weight, self.bias, self.slope, None
+        of = (
+            self.running.running_mean.double(),
+            self.running.running_var.double(),
+            self.eps,
+            self.weight,
+            self.bias,
+            self.slope,
+            None,
+        )
         opened = self.opened(x)
         return self.closed(_normalised(opened, [_coefficients(*of).affine] * len(opened)), x)
 
@@ -121,7 +155,9 @@ class DistributedNorm(nn.Module):
         """Its input with one dim of channels: the parts of a vector's are places, frames are images."""
         if self.frames > 1:
             return x.reshape(-1, self.channels, *x.shape[2:])
-        return x if self.parts is None else x.reshape(len(x), self.channels, -1, *(1,) * (x.dim() - 3))
+        return (
+            x if self.parts is None else x.reshape(len(x), self.channels, -1, *(1,) * (x.dim() - 3))
+        )
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
         """Back in the dims of ``x``. No view where these are the same: it would forget in which format one image lies, and layers behind would copy it."""
@@ -136,10 +172,17 @@ class DistributedNorm(nn.Module):
         x = xs[0]
         if compiled.available(x) or not self.live or (self.training and self.dropout):
             return False
-        alone = self.comm.size == 1 and len(xs) == 1 and self.owned(x, 0).shape == x.shape and x[0, 0].numel() > 1
+        alone = (
+            self.comm.size == 1
+            and len(xs) == 1
+            and self.owned(x, 0).shape == x.shape
+            and x[0, 0].numel() > 1
+        )
         if not alone or x.dtype == torch.float64:
             return False
-        return self.kind != "group" or (x.is_contiguous() and not (x.is_cuda and x.dtype != torch.float32))
+        return self.kind != "group" or (
+            x.is_contiguous() and not (x.is_cuda and x.dtype != torch.float32)
+        )
 
     def is_whole(self, x: Tensor) -> bool:
         """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
@@ -157,12 +200,19 @@ class DistributedNorm(nn.Module):
     def _local(self, x: Tensor) -> Tensor:
         if self.kind == "group":
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-        if self.kind == "instance":  # an image alone in a batch, as PyTorch's instance norm is slow in channels_last
-            rows = [F.batch_norm(row, None, None, self.weight, self.bias, True, eps=self.eps) for row in x.split(1)]
+        if (
+            self.kind == "instance"
+        ):  # an image alone in a batch, as PyTorch's instance norm is slow in channels_last
+            rows = [
+                F.batch_norm(row, None, None, self.weight, self.bias, True, eps=self.eps)
+                for row in x.split(1)
+            ]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
         mean = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
         var = torch.ones_like(mean)
-        y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1: mean and unbiased variance of the batch
+        y = F.batch_norm(
+            x, mean, var, self.weight, self.bias, True, 1.0, self.eps
+        )  # momentum 1: mean and unbiased variance of the batch
         if self.tracks and self.training and self.context.tracking:
             count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
             self.note(Moments(count, mean.double(), var.double() * (count - 1)))
@@ -180,7 +230,11 @@ class DistributedNorm(nn.Module):
 
     def own(self, x: Tensor, index: int) -> Box:
         """These cells, counted in ``x``."""
-        return Box.whole(x.shape[2:]) if self.context.per_window or self.context.whole or self.parts is not None else self.context.region(index, self.stride, x.shape[2:]).own
+        return (
+            Box.whole(x.shape[2:])
+            if self.context.per_window or self.context.whole or self.parts is not None
+            else self.context.region(index, self.stride, x.shape[2:]).own
+        )
 
     def times(self, index: int) -> float:
         """Return how often each value of window ``index`` enters the statistics.
@@ -200,7 +254,10 @@ class DistributedNorm(nn.Module):
         images = self.context.places[index].images
         if self.context.per_window:
             before = sum(len(place.images) for place in self.context.places[:index])
-            return [index if self.kind == "batch" else before + b for b in range(len(images) * self.frames)]
+            return [
+                index if self.kind == "batch" else before + b
+                for b in range(len(images) * self.frames)
+            ]
         if self.frames > 1:  # a batch norm
             return [0] * len(images) * self.frames
         return [0 if self.kind == "batch" else image for image in images]
@@ -222,7 +279,10 @@ class DistributedNorm(nn.Module):
         """For each window what a dropout scales the channels of its images by, (B, C) float64; None where there is none."""
         if not (self.training and self.dropout):
             return [None] * len(xs)
-        return [upload(self.dropout[0].channels_of(place, x.shape[1]), x.device) for place, x in zip(self.context.places, xs)]
+        return [
+            upload(self.dropout[0].channels_of(place, x.shape[1]), x.device)
+            for place, x in zip(self.context.places, xs)
+        ]
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         """Moments of the channels of window ``index``, image by image."""
@@ -231,16 +291,23 @@ class DistributedNorm(nn.Module):
         if times != 1:
             parts = [Moments(part.count * times, part.mean, part.m2 * times) for part in parts]
         if mask is not None:
-            parts = [Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)]
+            parts = [
+                Moments(part.count, part.mean * m, part.m2 * m * m) for part, m in zip(parts, mask)
+            ]
         pixels = owned.shape[2:].numel() * times
-        return [Contribution(row, part, pixels) for row, part in zip(self.rows_of(owned, index), parts, strict=True)]
+        return [
+            Contribution(row, part, pixels)
+            for row, part in zip(self.rows_of(owned, index), parts, strict=True)
+        ]
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
         """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
         by_row: dict[int, list[Contribution]] = {}
         for part in parts:
             by_row.setdefault(part.row, []).append(part)
-        mine = stack([combine(stack([part.moments for part in by_row[row]])) for row in sorted(by_row)])
+        mine = stack(
+            [combine(stack([part.moments for part in by_row[row]])) for row in sorted(by_row)]
+        )
         if self.kind == "group":
             mine = by_group(mine, self.groups)
         others = self.comm.size > 1
@@ -255,7 +322,9 @@ class DistributedNorm(nn.Module):
 
     def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> float:
         """The fewest values that a statistic of this rank alone is of."""
-        channels = next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
+        channels = (
+            next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
+        )
         return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
 
     def check_map(self, cells: int, channels: int) -> None:
@@ -277,17 +346,30 @@ class DistributedNorm(nn.Module):
     def known(self) -> Moments:
         """The statistics of a norm that is not live: the running ones, of one row, for any number of pixels."""
         mean, var = self.running.running_mean, self.running.running_var
-        return Moments(torch.ones(1, dtype=torch.float64, device=mean.device), mean.double().unsqueeze(0), var.double().unsqueeze(0))
+        return Moments(
+            torch.ones(1, dtype=torch.float64, device=mean.device),
+            mean.double().unsqueeze(0),
+            var.double().unsqueeze(0),
+        )
 
-    def normalise(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None) -> Tensor:
+    def normalise(
+        self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
+    ) -> Tensor:
         """Window ``index`` normalised with these statistics, and what is folded into the norm."""
-        return _normalised(x, [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)])
+        return _normalised(
+            x,
+            [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)],
+        )
 
-    def coefficients(self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None) -> list["Coefficients"]:
+    def coefficients(
+        self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None
+    ) -> list["Coefficients"]:
         """For each image of window ``index``."""
         rows, channels = self.rows_of(x, index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
-        of = lambda i, mask: _coefficients(mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask)
+        of = lambda i, mask: _coefficients(
+            mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask
+        )
         if mask is None:  # once for the images that share statistics
             each = {i: of(i, None) for i in set(rows)}
             return [each[i] for i in rows]
@@ -297,8 +379,9 @@ class DistributedNorm(nn.Module):
         """(I, K) -> (I, C)."""
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
-
-    def tilt_and_shift(self, c: "Coefficients", shares: Tensor, times: float = 1) -> tuple[Tensor, Tensor]:
+    def tilt_and_shift(
+        self, c: "Coefficients", shares: Tensor, times: float = 1
+    ) -> tuple[Tensor, Tensor]:
         """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, of vectors s0, divided by N."""
         s1, s2, *s0 = shares
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
@@ -324,7 +407,9 @@ class Coefficients(NamedTuple):
     offset: Tensor | float
 
 
-def _coefficients(mean, var, eps: float, weight, bias, slope: float, mask: Tensor | None) -> Coefficients:
+def _coefficients(
+    mean, var, eps: float, weight, bias, slope: float, mask: Tensor | None
+) -> Coefficients:
     r = (var + eps).rsqrt()
     w = torch.ones_like(r) if weight is None else weight.detach().double()
     b = torch.zeros_like(r) if bias is None else bias.detach().double()
@@ -343,7 +428,11 @@ class _WholeNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, x):
         found = norm.whole(x)
-        count = x.shape[2:].numel() * (len(x) if found.joint else 1) * (x.shape[1] // found.groups if found.groups else 1)
+        count = (
+            x.shape[2:].numel()
+            * (len(x) if found.joint else 1)
+            * (x.shape[1] // found.groups if found.groups else 1)
+        )
         norm._check_count(count)
         y, statistics, ctx.numbers = compiled.norm_forward(x, found, weight, bias)
         if norm.tracks and norm.training and norm.context.tracking:
@@ -369,23 +458,38 @@ class _JointNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, *xs):
         masks = norm.masks(xs)
-        everyone = norm.statistics([part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]) if norm.live else norm.known()
+        everyone = (
+            norm.statistics(
+                [part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]
+            )
+            if norm.live
+            else norm.known()
+        )
         ctx.norm, ctx.live, ctx.pixels = norm, norm.live, everyone.count
-        ctx.rows, ctx.own = [norm.rows_of(x, j) for j, x in enumerate(xs)], [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None
+        ctx.rows, ctx.own = (
+            [norm.rows_of(x, j) for j, x in enumerate(xs)],
+            [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None,
+        )
         ctx.times = [norm.times(j) for j in range(len(xs))]
         ctx.coefficients = [norm.coefficients(x, j, everyone, masks[j]) for j, x in enumerate(xs)]
         ctx.save_for_backward(weight, *xs)
-        return tuple(_normalised(x, [c.affine for c in found]) for x, found in zip(xs, ctx.coefficients))
+        return tuple(
+            _normalised(x, [c.affine for c in found]) for x, found in zip(xs, ctx.coefficients)
+        )
 
     @staticmethod
     def backward(ctx, *gs):
         weight, *xs = ctx.saved_tensors
         images = [(j, b, i) for j, rows in enumerate(ctx.rows) for b, i in enumerate(rows)]
-        dweight = torch.zeros(len(ctx.pixels), xs[0].shape[1], dtype=torch.float64, device=xs[0].device)
+        dweight = torch.zeros(
+            len(ctx.pixels), xs[0].shape[1], dtype=torch.float64, device=xs[0].device
+        )
         dbias = torch.zeros_like(dweight)
         if ctx.live or any(ctx.needs_input_grad[1:3]):
             for j, b, i in images:
-                _collect(dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b])
+                _collect(
+                    dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b]
+                )
         centre = None if ctx.norm.parts is None else torch.zeros_like(dweight)
         if ctx.live and centre is not None:
             for j, b, i in images:
@@ -394,10 +498,26 @@ class _JointNorm(torch.autograd.Function):
         dxs = [torch.empty_like(x) for x in xs]
         for j, b, i in images:
             c = ctx.coefficients[j][b]
-            tilt, shift = ctx.norm.tilt_and_shift(c, shares[:, i], ctx.times[j]) if ctx.live else (torch.zeros_like(c.hat),) * 2
+            tilt, shift = (
+                ctx.norm.tilt_and_shift(c, shares[:, i], ctx.times[j])
+                if ctx.live
+                else (torch.zeros_like(c.hat),) * 2
+            )
             own = ctx.own[j] if ctx.live else _nowhere(xs[j])
-            _kernels(xs[j]).gradient(gs[j][b : b + 1], xs[j][b : b + 1], c.affine, tilt, shift, own, out=dxs[j][b : b + 1])
-        return None, *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)), *dxs
+            _kernels(xs[j]).gradient(
+                gs[j][b : b + 1],
+                xs[j][b : b + 1],
+                c.affine,
+                tilt,
+                shift,
+                own,
+                out=dxs[j][b : b + 1],
+            )
+        return (
+            None,
+            *(None if weight is None else d.sum(0).to(weight.dtype) for d in (dweight, dbias)),
+            *dxs,
+        )
 
 
 class Pending:
@@ -418,10 +538,18 @@ class Pending:
         """
         opened = self.norm.opened(x)
         self.channels = opened.shape[1]
-        y = _PendingNorm.apply(self, self.norm.coefficients(opened, index, self.statistics, mask), self.norm.rows_of(opened, index), share, opened)
+        y = _PendingNorm.apply(
+            self,
+            self.norm.coefficients(opened, index, self.statistics, mask),
+            self.norm.rows_of(opened, index),
+            share,
+            opened,
+        )
         return self.norm.closed(y, x)
 
-    def collect(self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float) -> None:
+    def collect(
+        self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float
+    ) -> None:
         if self.dweight is None:
             self._begin(x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
@@ -429,7 +557,9 @@ class Pending:
             self.centre[row] += _centre(x, coefficients, times)
 
     def _begin(self, device: torch.device) -> None:
-        self.dweight, self.dbias = torch.zeros(2, len(self.statistics.count), self.channels, dtype=torch.float64, device=device)
+        self.dweight, self.dbias = torch.zeros(
+            2, len(self.statistics.count), self.channels, dtype=torch.float64, device=device
+        )
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
     def settle(self) -> None:
@@ -437,24 +567,42 @@ class Pending:
         norm = self.norm
         if self.dweight is None:  # no gradient came back, as from what is detached
             self._begin(self.statistics.mean.device)
-        self.shares = _shares(norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count)
+        self.shares = _shares(
+            norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count
+        )
         learns = lambda p: p is not None and p.requires_grad
-        accumulate((norm.weight, norm.bias), [d.sum(0).to(p.dtype) if learns(p) else None for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))])
+        accumulate(
+            (norm.weight, norm.bias),
+            [
+                d.sum(0).to(p.dtype) if learns(p) else None
+                for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))
+            ],
+        )
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
         """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
         form, g, x = x, self.norm.opened(g), self.norm.opened(x)
         own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
-        for b, (i, c) in enumerate(zip(self.norm.rows_of(x, index), self.norm.coefficients(x, index, self.statistics, mask), strict=True)):
+        for b, (i, c) in enumerate(
+            zip(
+                self.norm.rows_of(x, index),
+                self.norm.coefficients(x, index, self.statistics, mask),
+                strict=True,
+            )
+        ):
             tilt, shift = self.norm.tilt_and_shift(c, self.shares[:, i], self.norm.times(index))
             as_is = Affine(c.affine.pivot, torch.ones_like(c.hat), torch.zeros_like(c.hat))
-            _kernels(x).gradient(g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1])
+            _kernels(x).gradient(
+                g[b : b + 1], x[b : b + 1], as_is, tilt, shift, own, out=dx[b : b + 1]
+            )
         return self.norm.closed(dx, form)
 
 
 class _PendingNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: float, x):
+    def forward(
+        ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: float, x
+    ):
         ctx.pending, ctx.coefficients, ctx.rows, ctx.times = pending, coefficients, rows, times
         ctx.save_for_backward(x)
         return _normalised(x, [c.affine for c in coefficients])
@@ -483,10 +631,24 @@ def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
 
     Of vectors of a batch, which differ by little, that is large against xhat, and gradients that nearly cancel would show it.
     """
-    return (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:]))).transpose(0, 1).flatten(1).sum(1) * c.hat * times
+    return (
+        (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:])))
+        .transpose(0, 1)
+        .flatten(1)
+        .sum(1)
+        * c.hat
+        * times
+    )
 
 
-def _shares(norm: DistributedNorm, weight, dweight: Tensor, dbias: Tensor, centre: Tensor | None, pixels: Tensor) -> Tensor:
+def _shares(
+    norm: DistributedNorm,
+    weight,
+    dweight: Tensor,
+    dbias: Tensor,
+    centre: Tensor | None,
+    pixels: Tensor,
+) -> Tensor:
     """s1 / N and s2 / N of each channel, (2, I, C); of vectors s0 / N too, (3, I, C)."""
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
@@ -525,14 +687,24 @@ def _kernels(x: Tensor):
 
 def live_layers(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
     """The positions of those that take statistics in training; ``frozen``: batch norms take none."""
-    return [position for position, layer in enumerate(layers) if isinstance(layer, Mean) or (isinstance(layer, NORMS) and not frozen)]
+    return [
+        position
+        for position, layer in enumerate(layers)
+        if isinstance(layer, Mean) or (isinstance(layer, NORMS) and not frozen)
+    ]
 
 
 def kind_of(norm: nn.Module) -> str:
     """Of a plain layer: batch, group, instance or mean."""
     if isinstance(norm, Mean):
         return "mean"
-    return "group" if isinstance(norm, nn.GroupNorm) else "instance" if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else "batch"
+    return (
+        "group"
+        if isinstance(norm, nn.GroupNorm)
+        else "instance"
+        if isinstance(norm, nn.modules.instancenorm._InstanceNorm)
+        else "batch"
+    )
 
 
 def tracks(norm: nn.Module) -> bool:
@@ -543,9 +715,13 @@ def tracks(norm: nn.Module) -> bool:
 def _kind(norm: nn.Module, name: str) -> str:
     kind = kind_of(norm)
     if kind == "instance" and norm.track_running_stats:
-        raise ValueError(f"{name}: instance norm with running statistics is not supported: set track_running_stats=False")
+        raise ValueError(
+            f"{name}: instance norm with running statistics is not supported: set track_running_stats=False"
+        )
     if kind == "batch" and norm.momentum is None:
-        raise ValueError(f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give it a momentum, such as 0.1")
+        raise ValueError(
+            f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give it a momentum, such as 0.1"
+        )
     return kind
 
 
@@ -565,11 +741,22 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     seen = [each[0] if len(each) == 1 else combine(stack(each)) for _, each in turns]
     home = seen[0].count.device  # the layers of a pipeline in one process lie on several
     channels = [m.mean.numel() for m in seen]
-    counts, means, m2s = (torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)]) for tensors in zip(*seen))
-    mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))  # layers as one, whose channels have counts of their own
-    total = mine if groups_comm.size == 1 else combine(mine.unpacked(gather(mine.packed(), groups_comm)))
+    counts, means, m2s = (
+        torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)])
+        for tensors in zip(*seen)
+    )
+    mine = Moments(
+        counts, means.unsqueeze(-1), m2s.unsqueeze(-1)
+    )  # layers as one, whose channels have counts of their own
+    total = (
+        mine
+        if groups_comm.size == 1
+        else combine(mine.unpacked(gather(mine.packed(), groups_comm)))
+    )
     variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
-    for (n, _), mean, var in zip(turns, total.mean.flatten().split(channels), variances.flatten().split(channels)):
+    for (n, _), mean, var in zip(
+        turns, total.mean.flatten().split(channels), variances.flatten().split(channels)
+    ):
         running = n.running
         running.running_mean.lerp_(mean.to(running.running_mean), n.momentum)
         running.running_var.lerp_(var.to(running.running_var), n.momentum)

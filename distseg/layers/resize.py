@@ -33,9 +33,13 @@ class Placed(nn.Module):
         sizes: of the layer's result, from the size of an image.
     """
 
-    def __init__(self, inner: Follows, context: Context, sizes: Callable[[Sequence[int]], Sequence[int]]):
+    def __init__(
+        self, inner: Follows, context: Context, sizes: Callable[[Sequence[int]], Sequence[int]]
+    ):
         super().__init__()
-        self.__dict__.update(inner=inner, context=context, sizes=sizes)  # no child: it has no weights
+        self.__dict__.update(
+            inner=inner, context=context, sizes=sizes
+        )  # no child: it has no weights
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner.made(x, self.sizes(self.context.place.image))
@@ -54,12 +58,16 @@ class PlacedPositions(Positions):
     def forward(self, x: Tensor) -> Tensor:
         place = self.context.place
         if place.window.size != place.image:
-            raise ValueError("windows that go through a network as images of their own do not know where in the image they are, which this network's code asks for")
+            raise ValueError(
+                "windows that go through a network as images of their own do not know where in the image they are, which this network's code asks for"
+            )
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
         """Return the values at a box of a map of this size."""
-        return self.part(x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)])
+        return self.part(
+            x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)]
+        )
 
 
 class Spans(NamedTuple):
@@ -79,12 +87,27 @@ def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = F
     Args:
         ratio: the factor of nearest places is m / n (:class:`distseg.models.resize.ResizeTo`).
     """
-    spans = [Spans(*each) for each in zip(part.size, part.taken.start, part.taken.size, part.result, part.made.start, part.made.stop)]
+    spans = [
+        Spans(*each)
+        for each in zip(
+            part.size,
+            part.taken.start,
+            part.taken.size,
+            part.result,
+            part.made.start,
+            part.made.stop,
+        )
+    ]
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()  # as autocast has F.interpolate do
     shares = [_shares_of(x, footprints, spans, dim, ratio) for dim in range(len(spans))]
-    last, x = lies_last(x), x.movedim(1, -1)  # cells are gathered several times as fast with their channels side by side
-    for dim in sorted(range(len(spans)), key=lambda d: (spans[d].stop - spans[d].start) / max(1, spans[d].have)):  # what makes less of it first
+    last, x = (
+        lies_last(x),
+        x.movedim(1, -1),
+    )  # cells are gathered several times as fast with their channels side by side
+    for dim in sorted(
+        range(len(spans)), key=lambda d: (spans[d].stop - spans[d].start) / max(1, spans[d].have)
+    ):  # what makes less of it first
         x = _Weighted.apply(x, dim + 1, *shares[dim])
     return x.movedim(-1, 1) if last else x.movedim(-1, 1).contiguous()
 
@@ -96,13 +119,17 @@ class _Share(NamedTuple):
     parts: np.ndarray | None
 
 
-def _shares_of(x: Tensor, footprints: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool) -> tuple[_Share, _Share]:
+def _shares_of(
+    x: Tensor, footprints: Sequence[Resize], spans: Sequence[Spans], dim: int, ratio: bool
+) -> tuple[_Share, _Share]:
     footprint, span = footprints[dim], spans[dim]
     if not footprint.kernel.startswith("nearest"):
         return _weighted(footprint, span)
     last = len(spans) == 2 and lies_last(x) and not x.is_contiguous()
     factor = span.m / span.n if ratio else footprint.factor
-    return _nearest(footprint.kernel, factor, span, len(spans), dim, str(x.dtype), x.device.type, last)
+    return _nearest(
+        footprint.kernel, factor, span, len(spans), dim, str(x.dtype), x.device.type, last
+    )
 
 
 @lru_cache(_KEPT)
@@ -114,27 +141,56 @@ def _weighted(footprint: Resize, span: Spans) -> tuple[_Share, _Share]:
 
 
 @lru_cache(_KEPT)
-def _nearest(kernel: str, factor: float | None, span: Spans, dims: int, dim: int, dtype: str, device: str, last: bool) -> tuple[_Share, _Share]:
-    places = nearest_places(kernel, factor, span.n, span.m, dims, dim, dtype, device, last)[span.start : span.stop]
+def _nearest(
+    kernel: str,
+    factor: float | None,
+    span: Spans,
+    dims: int,
+    dim: int,
+    dtype: str,
+    device: str,
+    last: bool,
+) -> tuple[_Share, _Share]:
+    places = nearest_places(kernel, factor, span.n, span.m, dims, dim, dtype, device, last)[
+        span.start : span.stop
+    ]
     forth = _Share(places[None] - span.first, None)
     return forth, _back(forth, span.have)
 
 
 @lru_cache(_KEPT)
-def nearest_places(kernel: str, factor: float | None, n: int, m: int, dims: int, dim: int, dtype: str, device: str, last: bool) -> np.ndarray:
+def nearest_places(
+    kernel: str,
+    factor: float | None,
+    n: int,
+    m: int,
+    dims: int,
+    dim: int,
+    dtype: str,
+    device: str,
+    last: bool,
+) -> np.ndarray:
     """Return the input of each output, (m,), as PyTorch's own kernel has it for tensors of this kind: kernels round places differently.
 
     Args:
         dims, dim: of the map, and the one that is resized.
         last: channels come last in memory.
     """
-    digits = torch.arange(n, device=device).view(n, 1) // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device) % _BASE  # exact in bfloat16 too
+    digits = (
+        torch.arange(n, device=device).view(n, 1)
+        // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device)
+        % _BASE
+    )  # exact in bfloat16 too
     shape = [1, 4, *(n if d == dim else 1 for d in range(dims))]
     x = digits.t().reshape(shape).to(getattr(torch, dtype.removeprefix("torch.")))
     if last:
         x = x.contiguous(memory_format=torch.channels_last)
     wanted = [m if d == dim else 1 for d in range(dims)]
-    by = dict(size=wanted) if factor is None else dict(scale_factor=[factor if d == dim else 1.0 for d in range(dims)])
+    by = (
+        dict(size=wanted)
+        if factor is None
+        else dict(scale_factor=[factor if d == dim else 1.0 for d in range(dims)])
+    )
     with torch.no_grad(), torch.autocast(device, enabled=False):
         found = F.interpolate(x, **by, mode=kernel).reshape(4, m).long().cpu()
     return sum(found[k] * _BASE**k for k in range(4)).numpy()
@@ -176,6 +232,8 @@ def _summed(x: Tensor, dim: int, share: _Share) -> Tensor:
     for k, places in enumerate(share.places):
         part = x.index_select(dim, upload(torch.from_numpy(places), x.device))
         if share.parts is not None:
-            part *= upload(torch.from_numpy(share.parts[k]), x.device, x.dtype).view(-1, *(1,) * (x.dim() - 1 - dim))
+            part *= upload(torch.from_numpy(share.parts[k]), x.device, x.dtype).view(
+                -1, *(1,) * (x.dim() - 1 - dim)
+            )
         total = part if total is None else total.add_(part)
     return total

@@ -43,11 +43,15 @@ class _OfImage(DistributedMean):
         for i, of_image in zip(rows, g.double()):
             total[i] += of_image.flatten()
 
-    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
+    def spread(
+        self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: list[Box]
+    ) -> Tensor:
         dx, (own,) = torch.zeros_like(x), where
         for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
             if own.pixels:
-                of_image += self.gradient(image, shares[0][i], shares[1], i).view_as(image).to(x.dtype)
+                of_image += (
+                    self.gradient(image, shares[0][i], shares[1], i).view_as(image).to(x.dtype)
+                )
         return dx
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
@@ -60,7 +64,11 @@ class DistributedVariance(_OfImage):
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         of_channels = super().statistics(parts)
-        return of_channels if self.of_whole.groups is None else by_group(of_channels, self.of_whole.groups)
+        return (
+            of_channels
+            if self.of_whole.groups is None
+            else by_group(of_channels, self.of_whole.groups)
+        )
 
     def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector((statistics.m2 / self._divisor(statistics))[rows], x.dim() - 2).to(x.dtype)
@@ -71,7 +79,9 @@ class DistributedVariance(_OfImage):
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
         times = x.shape[0] // len(g)
         share = (2 * g / self._divisor(statistics)[row]).repeat_interleave(times).view(-1, 1)
-        return (x.flatten(1).double() - statistics.mean[row].repeat_interleave(times).view(-1, 1)) * share
+        return (
+            x.flatten(1).double() - statistics.mean[row].repeat_interleave(times).view(-1, 1)
+        ) * share
 
 
 class DistributedLogSumExp(_OfImage):
@@ -83,14 +93,27 @@ class DistributedLogSumExp(_OfImage):
         for image, row in zip(x[(..., *own.slices)], self.rows(index)):
             values = image.flatten(1).double()
             largest = values.amax(1) if own.pixels else values.new_full(values.shape[:1], -math.inf)
-            found.append(Contribution(row, Moments(count, largest, (values - largest.unsqueeze(1)).exp().sum(1)), own.pixels))
+            found.append(
+                Contribution(
+                    row,
+                    Moments(count, largest, (values - largest.unsqueeze(1)).exp().sum(1)),
+                    own.pixels,
+                )
+            )
         return found
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         rows = sorted({part.row for part in parts})
-        mine = stack([exponentials(stack([part.moments for part in parts if part.row == row])) for row in rows])
+        mine = stack(
+            [
+                exponentials(stack([part.moments for part in parts if part.row == row]))
+                for row in rows
+            ]
+        )
         home = torch.device("cpu") if self.comm.size > 1 else None
-        return exponentials(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+        return exponentials(mine.unpacked(gather(mine.packed(), self.comm, home))).on(
+            mine.mean.device
+        )
 
     def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(self._total(statistics)[rows], x.dim() - 2).to(x.dtype)
@@ -99,13 +122,17 @@ class DistributedLogSumExp(_OfImage):
         return statistics.mean + statistics.m2.log()
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
-        return (x.flatten(1).double() - self._total(statistics)[row].view(-1, 1)).exp() * g.view(-1, 1)
+        return (x.flatten(1).double() - self._total(statistics)[row].view(-1, 1)).exp() * g.view(
+            -1, 1
+        )
 
 
 def exponentials(parts: Moments) -> Moments:
     """Combine parts stacked along dim 0."""
     largest = parts.mean.amax(0)
-    less = torch.where(parts.mean == -math.inf, parts.mean, parts.mean - largest)  # nothing of a part without cells, also where all are so
+    less = torch.where(
+        parts.mean == -math.inf, parts.mean, parts.mean - largest
+    )  # nothing of a part without cells, also where all are so
     return Moments(parts.count.sum(0), largest, (parts.m2 * less.exp()).sum(0))
 
 
@@ -116,7 +143,10 @@ class DistributedProducts(_OfImage):
         (own,) = self.where(x, index)
         count = torch.tensor(float(own.pixels), dtype=torch.float64, device=x.device)
         sums = self.of_whole(x[(..., *own.slices)]).flatten(1).double()
-        return [Contribution(row, Moments(count, of_image, of_image[:0]), own.pixels) for row, of_image in zip(self.rows(index), sums)]
+        return [
+            Contribution(row, Moments(count, of_image, of_image[:0]), own.pixels)
+            for row, of_image in zip(self.rows(index), sums)
+        ]
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         rows = sorted({part.row for part in parts})
@@ -131,7 +161,11 @@ class DistributedProducts(_OfImage):
         a, b = (part[0] for part in self.of_whole.factors(x.unsqueeze(0)))
         g = g.view(len(a), a.shape[1], b.shape[1]).to(x.dtype)
         da, db = torch.matmul(g, b), torch.matmul(g.transpose(1, 2), a)
-        return (da + db if self.of_whole.first is None else torch.cat((da.flatten(0, 1), db.flatten(0, 1)))).double()
+        return (
+            da + db
+            if self.of_whole.first is None
+            else torch.cat((da.flatten(0, 1), db.flatten(0, 1)))
+        ).double()
 
 
 class DistributedLargest(_OfImage):
@@ -145,9 +179,18 @@ class DistributedLargest(_OfImage):
         numbers, found = numbers_of(*place).to(x.device).double(), []
         for image, row in zip(x[(..., *own.slices)], self.rows(index)):
             values = image.flatten(1)
-            there = first_largest(values, min(self.of_whole.k, own.pixels)) if own.pixels else values.long()
-            chosen = self._filled(values.gather(1, there).double(), -math.inf), self._filled(numbers[there], math.inf)
-            found.append(Contribution(row, Moments(count, *(part.flatten() for part in chosen)), own.pixels))
+            there = (
+                first_largest(values, min(self.of_whole.k, own.pixels))
+                if own.pixels
+                else values.long()
+            )
+            chosen = (
+                self._filled(values.gather(1, there).double(), -math.inf),
+                self._filled(numbers[there], math.inf),
+            )
+            found.append(
+                Contribution(row, Moments(count, *(part.flatten() for part in chosen)), own.pixels)
+            )
         return found
 
     def _filled(self, x: Tensor, value: float) -> Tensor:
@@ -156,11 +199,20 @@ class DistributedLargest(_OfImage):
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         rows = sorted({part.row for part in parts})
-        mine = stack([self._largest(stack([part.moments for part in parts if part.row == row])) for row in rows])
+        mine = stack(
+            [
+                self._largest(stack([part.moments for part in parts if part.row == row]))
+                for row in rows
+            ]
+        )
         home = torch.device("cpu") if self.comm.size > 1 else None
-        found = self._largest(mine.unpacked(gather(mine.packed(), self.comm, home))).on(mine.mean.device)
+        found = self._largest(mine.unpacked(gather(mine.packed(), self.comm, home))).on(
+            mine.mean.device
+        )
         if found.count.min() < self.of_whole.k:
-            raise ValueError(f"layer {self.name} takes the {self.of_whole.k} largest values of {found.count.min():.0f} places: take images that are larger")
+            raise ValueError(
+                f"layer {self.name} takes the {self.of_whole.k} largest values of {found.count.min():.0f} places: take images that are larger"
+            )
         return found
 
     def _largest(self, parts: Moments) -> Moments:
@@ -171,12 +223,18 @@ class DistributedLargest(_OfImage):
         order = places.sort(-1)[1]
         values, places = values.gather(-1, order), places.gather(-1, order)
         order = values.sort(dim=-1, descending=True, stable=True)[1][..., :k]
-        return Moments(parts.count.sum(0), values.gather(-1, order).flatten(-2), places.gather(-1, order).flatten(-2))
+        return Moments(
+            parts.count.sum(0),
+            values.gather(-1, order).flatten(-2),
+            places.gather(-1, order).flatten(-2),
+        )
 
     def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
-    def spread(self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple) -> Tensor:
+    def spread(
+        self, shares: tuple[Tensor, Moments], x: Tensor, rows: list[int], where: tuple
+    ) -> Tensor:
         (total, statistics), (own, *place), dx = shares, where, torch.zeros_like(x)
         if not own.pixels:
             return dx
@@ -185,7 +243,12 @@ class DistributedLargest(_OfImage):
             places = statistics.m2[i].view(len(of_image), -1)
             there = torch.searchsorted(numbers, places).clamp(max=len(numbers) - 1)
             share = total[i].view_as(places) * (numbers[there] == places)
-            of_image += torch.zeros(len(of_image), len(numbers), dtype=torch.float64, device=x.device).scatter_add(1, there, share).view(of_image.shape).to(x.dtype)
+            of_image += (
+                torch.zeros(len(of_image), len(numbers), dtype=torch.float64, device=x.device)
+                .scatter_add(1, there, share)
+                .view(of_image.shape)
+                .to(x.dtype)
+            )
         return dx
 
 
@@ -193,9 +256,16 @@ class DistributedMeasure(_OfImage):
     """The twin of :class:`distseg.models.statistics.Measure`, which no gradient goes through. Its statistics are ``mean``, the number, and ``m2``, nothing."""
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
-        size = x.shape[2:] if self.context.per_window else self.context.region(index, self.stride, x.shape[2:]).size
+        size = (
+            x.shape[2:]
+            if self.context.per_window
+            else self.context.region(index, self.stride, x.shape[2:]).size
+        )
         number = torch.full((1,), self.of_whole.rule(size), dtype=torch.float64, device=x.device)
-        return [Contribution(row, Moments(number.new_ones(()), number, number[:0]), 1) for row in self.rows(index)]
+        return [
+            Contribution(row, Moments(number.new_ones(()), number, number[:0]), 1)
+            for row in self.rows(index)
+        ]
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         of_row = {part.row: part.moments for part in parts}
@@ -213,7 +283,15 @@ class DistributedMeasure(_OfImage):
 
 def twin_of(layer: nn.Module) -> type[nn.Module]:
     """Return the twin of a layer that looks at the whole image."""
-    return next((twin for kind, twin in _TWINS if isinstance(layer, kind)), None) or mean.twin_of(layer)
+    return next((twin for kind, twin in _TWINS if isinstance(layer, kind)), None) or mean.twin_of(
+        layer
+    )
 
 
-_TWINS = ((Variance, DistributedVariance), (LogSumExp, DistributedLogSumExp), (Products, DistributedProducts), (Measure, DistributedMeasure), (Largest, DistributedLargest))
+_TWINS = (
+    (Variance, DistributedVariance),
+    (LogSumExp, DistributedLogSumExp),
+    (Products, DistributedProducts),
+    (Measure, DistributedMeasure),
+    (Largest, DistributedLargest),
+)

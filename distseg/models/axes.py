@@ -84,13 +84,21 @@ def length_of(extent: Extent, size: Sequence[int]) -> int:
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
     """Return the axes of a line of a map of this size, as those of a vector of so many channels."""
-    return tuple(axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes)
+    return tuple(
+        axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes
+    )
 
 
 def lines_of(axes: Axes) -> tuple[int, ...] | None:
     """Return the dims of the image that a line has places of, each along a dim of its own; None of one that has others beside."""
     found = [axis for axis in axes if axis.whole]
-    plain = all(len(axis.whole) == 1 and axis.whole[0][0] == 1 and len(axis.whole[0][1]) == 1 and axis.cell == 1 for axis in found)
+    plain = all(
+        len(axis.whole) == 1
+        and axis.whole[0][0] == 1
+        and len(axis.whole[0][1]) == 1
+        and axis.cell == 1
+        for axis in found
+    )
     return tuple(axis.whole[0][1][0] for axis in found) if plain else None
 
 
@@ -99,7 +107,9 @@ def without_places(axes: Axes) -> Axes:
     return tuple(axis._replace(places=()) for axis in axes)
 
 
-def axes_of(shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]) -> Axes | None:
+def axes_of(
+    shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> Axes | None:
     """Return what each dim of a tensor is, told from its shapes in traces of several batches and sizes; None where a dim follows neither.
 
     Args:
@@ -113,17 +123,31 @@ def axes_of(shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequ
     return None if None in found else tuple(found)
 
 
-def _axis(lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]) -> Axis | None:
+def _axis(
+    lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> Axis | None:
     dims = range(len(sizes[0]))
     for count in range(len(dims) + 2):
         for chosen in combinations(("batch", *dims), count):
-            units = [math.prod(n if what == "batch" else size[what] for what in chosen) for n, size in zip(batches, sizes)]
-            if all(length % unit == 0 for length, unit in zip(lengths, units)) and len({length // unit for length, unit in zip(lengths, units)}) == 1:
-                return Axis("batch" in chosen, lengths[0] // units[0], tuple(what for what in chosen if what != "batch"))
+            units = [
+                math.prod(n if what == "batch" else size[what] for what in chosen)
+                for n, size in zip(batches, sizes)
+            ]
+            if (
+                all(length % unit == 0 for length, unit in zip(lengths, units))
+                and len({length // unit for length, unit in zip(lengths, units)}) == 1
+            ):
+                return Axis(
+                    "batch" in chosen,
+                    lengths[0] // units[0],
+                    tuple(what for what in chosen if what != "batch"),
+                )
     return None
 
 
-def line_of(shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]) -> Axes | None:
+def line_of(
+    shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> Axes | None:
     """Return the axes of a vector or a line, told as by :func:`axes_of`."""
     if len({len(shape) for shape in shapes}) > 1:
         return None
@@ -131,7 +155,9 @@ def line_of(shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequ
     return None if None in found else tuple(found)
 
 
-def _line_axis(lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]) -> Axis | None:
+def _line_axis(
+    lengths: Sequence[int], batches: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> Axis | None:
     if (axis := _axis(lengths, batches, sizes)) is not None:
         return axis._replace(places=(), whole=((1, axis.places),) if axis.places else ())
     extent = extent_of(lengths, sizes)
@@ -142,10 +168,15 @@ def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent 
     """Return the sum of sizes, and of a number, that numbers are in all traces; None if there is none."""
     dims = range(len(sizes[0]))
     for times in sorted(product(range(_MOST_TIMES + 1), repeat=len(dims)), key=sum):
-        rest = {n - sum(k * size[d] for k, d in zip(times, dims)) for n, size in zip(numbers, sizes)}
+        rest = {
+            n - sum(k * size[d] for k, d in zip(times, dims)) for n, size in zip(numbers, sizes)
+        }
         if len(rest) == 1:
             more = rest.pop()
-            return (*((k, (d,)) for k, d in zip(times, dims) if k), *(((more, ()),) if more else ()))
+            return (
+                *((k, (d,)) for k, d in zip(times, dims) if k),
+                *(((more, ()),) if more else ()),
+            )
     found = _axis(numbers, (1,) * len(numbers), sizes)
     return None if found is None or found.batch else ((found.cell, found.places),)
 
@@ -190,7 +221,11 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
     there = tuple(size) if any(axis.places for axis in axes) else ()
     if there and axes == plain_axes(axes[1].cell if len(axes) > 1 else 0, len(there)):
         return y
-    images = next(n // (axis.cell * math.prod(size[d] for d in axis.places)) for n, axis in zip(y.shape, axes) if axis.batch)
+    images = next(
+        n // (axis.cell * math.prod(size[d] for d in axis.places))
+        for n, axis in zip(y.shape, axes)
+        if axis.batch
+    )
     lengths, order = [], []
     for number, axis in enumerate(axes):
         lengths += [images] * axis.batch + [axis.cell, *(size[d] for d in axis.places)]

@@ -48,10 +48,17 @@ _answers: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 _NOTHING = Images()
 
 
-def tell(model: nn.Module, bands: int | None = None, dims: int | None = None, guesses: Sequence[int] = ()) -> None:
+def tell(
+    model: nn.Module, bands: int | None = None, dims: int | None = None, guesses: Sequence[int] = ()
+) -> None:
     """Note what is known of the images that ``model`` takes."""
     before = _known.get(model, _NOTHING)
-    _known[model] = replace(before, bands=bands or before.bands, dims=dims or before.dims, guesses=(*guesses, *before.guesses))
+    _known[model] = replace(
+        before,
+        bands=bands or before.bands,
+        dims=dims or before.dims,
+        guesses=(*guesses, *before.guesses),
+    )
 
 
 def tell_like(model: nn.Module, other: nn.Module) -> nn.Module:
@@ -91,14 +98,18 @@ def first_convolution(model: nn.Module) -> nn.Module:
     """
     found = next((m for m in model.modules() if isinstance(m, _CONV)), None)
     if found is None:
-        raise ValueError("this model has no convolution layer to read the bands of its images from, and those that were tried do not fit: set model.in_channels")
+        raise ValueError(
+            "this model has no convolution layer to read the bands of its images from, and those that were tried do not fit: set model.in_channels"
+        )
     return found
 
 
 def channels_of(model: nn.Module) -> tuple[int, int]:
     """Return a network's (bands, outputs), the outputs as far as they can be worked out, else those of the last convolution."""
     bands, made = bands_of(model), answer_of(model)
-    return bands, made[1] if made else [m for m in model.modules() if isinstance(m, _CONV)][-1].out_channels
+    return bands, made[1] if made else [m for m in model.modules() if isinstance(m, _CONV)][
+        -1
+    ].out_channels
 
 
 @torch.no_grad()
@@ -119,7 +130,9 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
         with suppress(Exception):  # a module of the user's may want another size, or numbers
             made = _tried(outline(model), bands_of(model), size or (_SIDE,) * dims_of(model))
     if made is not None and len(made) < 2:
-        raise ValueError("this network makes (N,) of N images, one number of each: let it keep the dim of outputs, (N, 1)")
+        raise ValueError(
+            "this network makes (N,) of N images, one number of each: let it keep the dim of outputs, (N, 1)"
+        )
     if size is not None and made:
         _answers[model] = made
     return made
@@ -177,7 +190,9 @@ def _numbers(model: nn.Module) -> Iterator[int]:
     yield from sorted(set(convs))[:4]
     yield from _USUAL
     weights = [p for p in _made(model) if 3 <= p.dim() <= 5]
-    yield from (p.shape[p.shape[1] > 1] for p in weights[:2])  # of a convolution's function; depthwise ones have one channel each
+    yield from (
+        p.shape[p.shape[1] > 1] for p in weights[:2]
+    )  # of a convolution's function; depthwise ones have one channel each
     yield from (m.in_features for m in model.modules() if isinstance(m, nn.Linear))
     some = sorted(set(convs))[:_SUMMED]
     yield from (sum(parts) for count in (2, 3) for parts in combinations(some, count))
@@ -187,10 +202,16 @@ def _dims(model: nn.Module) -> list[int]:
     """Return the numbers of spatial dims that a network's images may have, the likeliest first."""
     if dims := _known.get(model, _NOTHING).dims:
         return [dims]
-    if convs := list(dict.fromkeys(len(m.kernel_size) for m in model.modules() if isinstance(m, _CONV))):
+    if convs := list(
+        dict.fromkeys(len(m.kernel_size) for m in model.modules() if isinstance(m, _CONV))
+    ):
         return convs
-    named = [int(kind[-2]) for kind in map(_class_name, model.modules()) if re.search("[123]d$", kind)]
-    return list(dict.fromkeys([*named, *(p.dim() - 2 for p in _made(model) if 3 <= p.dim() <= 5), 2, 3, 1]))
+    named = [
+        int(kind[-2]) for kind in map(_class_name, model.modules()) if re.search("[123]d$", kind)
+    ]
+    return list(
+        dict.fromkeys([*named, *(p.dim() - 2 for p in _made(model) if 3 <= p.dim() <= 5), 2, 3, 1])
+    )
 
 
 def _made(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -11,9 +11,14 @@ class Block(nn.Module):
 
     def __init__(self, inner: int, outer: int, stride: int, norm: str):
         super().__init__()
-        self.a, self.b = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.Conv2d(outer, outer, 3, padding=1, bias=False)
+        self.a, self.b = (
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False),
+            nn.Conv2d(outer, outer, 3, padding=1, bias=False),
+        )
         self.norm_a, self.norm_b = _norm(norm, outer), _norm(norm, outer)
-        self.around = nn.Identity() if stride == 1 and inner == outer else nn.Conv2d(inner, outer, 1, stride)
+        self.around = (
+            nn.Identity() if stride == 1 and inner == outer else nn.Conv2d(inner, outer, 1, stride)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.around(x) + self.norm_b(self.b(F.relu(self.norm_a(self.a(x))))))
@@ -22,14 +27,24 @@ class Block(nn.Module):
 class Residual(nn.Module):
     """(N, C, *size) -> (N, K): a 3x3 convolution, ``depth`` residual blocks that each halve the size and double the channels, a mean or maximum over the image, a linear layer."""
 
-    def __init__(self, in_channels: int, out_channels: int, base_channels: int = 16, depth: int = 4, norm: str = "batch", pool: str = "mean"):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        base_channels: int = 16,
+        depth: int = 4,
+        norm: str = "batch",
+        pool: str = "mean",
+    ):
         super().__init__()
         if pool not in ("mean", "max"):
             raise ValueError(f"pool is mean or max, got {pool!r}")
         self.pool = pool
         widths = [base_channels * 2**k for k in range(depth)]
         self.stem = nn.Conv2d(in_channels, base_channels, 3, 2, 1)
-        self.blocks = nn.Sequential(*(Block(widths[max(k - 1, 0)], widths[k], 2, norm) for k in range(depth)))
+        self.blocks = nn.Sequential(
+            *(Block(widths[max(k - 1, 0)], widths[k], 2, norm) for k in range(depth))
+        )
         self.last = nn.Linear(widths[-1], out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,10 +52,22 @@ class Residual(nn.Module):
         return self.last(y.mean((2, 3)) if self.pool == "mean" else y.amax((2, 3)))
 
 
-def residual(in_channels: int, out_channels: int, base_channels: int = 16, depth: int = 4, norm: str = "batch", pool: str = "mean") -> Residual:
+def residual(
+    in_channels: int,
+    out_channels: int,
+    base_channels: int = 16,
+    depth: int = 4,
+    norm: str = "batch",
+    pool: str = "mean",
+) -> Residual:
     """The network by the config's fields: ``model: {name: "distseg.models.classifier:residual", base_channels: 16, depth: 4, norm: batch, args: {pool: max}}``."""
     return Residual(in_channels, out_channels, base_channels, depth, norm, pool)
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
-    return {"batch": nn.BatchNorm2d, "instance": nn.InstanceNorm2d, "none": lambda _: nn.Identity(), "group": lambda n: nn.GroupNorm(min(8, n), n)}[kind](channels)
+    return {
+        "batch": nn.BatchNorm2d,
+        "instance": nn.InstanceNorm2d,
+        "none": lambda _: nn.Identity(),
+        "group": lambda n: nn.GroupNorm(min(8, n), n),
+    }[kind](channels)

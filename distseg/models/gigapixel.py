@@ -43,7 +43,9 @@ def gigapixel(in_channels: int = 1, out_channels: int = 1) -> nn.Sequential:
     channels = [in_channels, *(c for c, _, _ in _TABLE)]
     for level, (width, kernel, stride) in enumerate(_TABLE):
         layers[f"stash{level}"] = Stash(f"skip{level}")
-        layers[f"down{level}"] = nn.Conv2d(channels[level], width, kernel, stride, padding=kernel // 2)
+        layers[f"down{level}"] = nn.Conv2d(
+            channels[level], width, kernel, stride, padding=kernel // 2
+        )
         layers[f"down{level}_act"] = nn.ReLU()
     depth = len(_TABLE)
     layers[f"stash{depth}"] = Stash(f"skip{depth}")
@@ -52,7 +54,14 @@ def gigapixel(in_channels: int = 1, out_channels: int = 1) -> nn.Sequential:
     layers["middle_add"] = Add(f"skip{depth}")
     for level in reversed(range(depth)):
         _, kernel, stride = _TABLE[level]
-        layers[f"up{level}"] = nn.ConvTranspose2d(channels[level + 1], channels[level], kernel, stride, padding=kernel // 2, output_padding=stride - 1)
+        layers[f"up{level}"] = nn.ConvTranspose2d(
+            channels[level + 1],
+            channels[level],
+            kernel,
+            stride,
+            padding=kernel // 2,
+            output_padding=stride - 1,
+        )
         if level:
             layers[f"up{level}_act"] = nn.ReLU()
         layers[f"up{level}_add"] = Add(f"skip{level}")

@@ -21,7 +21,9 @@ class WrongEnds(ValueError):
     """Inputs or outputs that a module does not have."""
 
 
-def joined(model: nn.Module, inputs: Sequence[int] | None = None, outputs: Sequence[str] | None = None) -> nn.Module:
+def joined(
+    model: nn.Module, inputs: Sequence[int] | None = None, outputs: Sequence[str] | None = None
+) -> nn.Module:
     """Make a module take one image, and return one result: (N, C, *size) -> in training (N, outputs * C', *size), in evaluation (N, C', *size).
 
     Weights and their names stay. ``model`` is changed: its class becomes one of its own. A module that was joined before stays as it is.
@@ -43,7 +45,12 @@ def joined(model: nn.Module, inputs: Sequence[int] | None = None, outputs: Seque
         made = base.forward(self, *_dealt(x, inputs))
         return made if outputs is None else _one(made, outputs, x, self.training)
 
-    own = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__, "distseg_outputs": len(outputs) if outputs else 1}
+    own = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": base.__module__,
+        "distseg_outputs": len(outputs) if outputs else 1,
+    }
     model.__class__ = type(base.__name__, (base,), own)
     return model
 
@@ -57,7 +64,9 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
     if inputs is None:
         return (x,)
     if sum(inputs) != x.shape[1]:
-        raise WrongEnds(f"model.inputs is {list(inputs)}, together {sum(inputs)} bands, but the image has {x.shape[1]}: deal out all of them")
+        raise WrongEnds(
+            f"model.inputs is {list(inputs)}, together {sum(inputs)} bands, but the image has {x.shape[1]}: deal out all of them"
+        )
     return x.split(list(inputs), 1)
 
 
@@ -67,11 +76,15 @@ def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
         alone = isinstance(made, Tensor) and made.dim() <= x.dim()
         return _resized(made if alone else _picked(made, names[0], x), x)
     if isinstance(made, Tensor) and made.dim() <= x.dim():
-        raise WrongEnds(f"model.outputs names {', '.join(names)}, but the network returns one tensor in training: leave model.outputs out")
+        raise WrongEnds(
+            f"model.outputs names {', '.join(names)}, but the network returns one tensor in training: leave model.outputs out"
+        )
     parts = [_resized(_picked(made, name, x), x) for name in names]
     for name, part in zip(names, parts):
         if part.shape != parts[0].shape:
-            raise WrongEnds(f"output {name} of the network is {_shape(part)}, and {names[0]} is {_shape(parts[0])}: model.outputs takes outputs of the same classes")
+            raise WrongEnds(
+                f"output {name} of the network is {_shape(part)}, and {names[0]} is {_shape(parts[0])}: model.outputs takes outputs of the same classes"
+            )
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -79,7 +92,14 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
     """Return one output by its name or number: of a dict, a tuple or list, or maps stacked in a dim behind that of images."""
     if isinstance(made, Tensor):
         made = made.unbind(1)
-    found, there = None, list(made) if isinstance(made, Mapping) else [str(n) for n in range(len(made))] if isinstance(made, (tuple, list)) else []
+    found, there = (
+        None,
+        list(made)
+        if isinstance(made, Mapping)
+        else [str(n) for n in range(len(made))]
+        if isinstance(made, (tuple, list))
+        else [],
+    )
     if isinstance(made, Mapping):
         found = made.get(name)
     elif name in there:
@@ -88,7 +108,9 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
         found = getattr(made, name, None)  # of a named tuple
     if not isinstance(found, Tensor):
         has = f"a {type(found).__name__}" if found is not None else "no tensor"
-        raise WrongEnds(f"model.outputs names {name}, but that is {has} of what the network returns, a {type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name outputs that are tensors")
+        raise WrongEnds(
+            f"model.outputs names {name}, but that is {has} of what the network returns, a {type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name outputs that are tensors"
+        )
     return found
 
 

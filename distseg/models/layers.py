@@ -77,7 +77,9 @@ class Pop(nn.Module):
             try:
                 skip = _store().pop(self.name)
             except KeyError:
-                raise ValueError(f"pop({self.name!r}) comes before any stash({self.name!r}) in this model") from None
+                raise ValueError(
+                    f"pop({self.name!r}) comes before any stash({self.name!r}) in this model"
+                ) from None
         return self.joined(skip, cut_to(x, skip))
 
     @staticmethod
@@ -136,7 +138,9 @@ class Fill(nn.Module):
 def _filled_up(x: Tensor, multiple: int) -> Tensor:
     # Written so, torch.export sees that the sum is a multiple whatever n is; with -n % multiple it does not.
     larger = [(n + multiple - 1) // multiple * multiple for n in x.shape[2:]]
-    return F.pad(x, [side for n, m in zip(reversed(x.shape[2:]), reversed(larger)) for side in (0, m - n)])
+    return F.pad(
+        x, [side for n, m in zip(reversed(x.shape[2:]), reversed(larger)) for side in (0, m - n)]
+    )
 
 
 class CutTo(Join):
@@ -186,7 +190,9 @@ class Max(Mean):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid:
-            pool = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[x.dim() - 3]
+            pool = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[
+                x.dim() - 3
+            ]
             return as_vector(pool(x, self.grid), x.dim() - 2)
         flat = x.flatten(2)
         return as_vector(flat.max(2)[0] if self.first else flat.amax(2), x.dim() - 2)
@@ -216,7 +222,15 @@ class Spread(nn.Module):
         """Of a map of this size only some ``places`` of each dim."""
         if self.kept:
             x = x.reshape(len(x), -1, *(n if d in self.kept else 1 for d, n in enumerate(size)))
-            x = x[(..., *(slice(a.start, a.stop) if d in self.kept else slice(None) for d, a in enumerate(places)))]
+            x = x[
+                (
+                    ...,
+                    *(
+                        slice(a.start, a.stop) if d in self.kept else slice(None)
+                        for d, a in enumerate(places)
+                    ),
+                )
+            ]
         if not self.grid:
             return x.expand(-1, -1, *map(len, places))
         y = x.reshape(len(x), -1, *self.grid)
@@ -227,9 +241,13 @@ class Spread(nn.Module):
 
     def _shares(self, k: int, n: int) -> Tensor:
         """What each of k cells has in each of the n that they become, (k, n): resizing is linear, and goes dim by dim."""
-        mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(self.settings["mode"], self.settings["mode"])
+        mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(
+            self.settings["mode"], self.settings["mode"]
+        )
         ones = torch.eye(k, dtype=torch.float64).view(1, k, k, 1)
-        return F.interpolate(ones, size=(n, 1), mode=mode, align_corners=self.settings["align_corners"])[0, :, :, 0]
+        return F.interpolate(
+            ones, size=(n, 1), mode=mode, align_corners=self.settings["align_corners"]
+        )[0, :, :, 0]
 
     def extra_repr(self) -> str:
         return f"grid={self.grid}" * bool(self.grid) + f"kept={self.kept}" * bool(self.kept)
@@ -278,7 +296,9 @@ def as_vector(x: Tensor, dims: int) -> Tensor:
 
 def is_vector(x: Tensor, size: Sequence[int]) -> bool:
     """Whether a tensor that stands for ``size`` cells of a map has one place for all of them."""
-    return all(n == 1 for n in x.shape[2:]) and any(n > 1 for n in size)  # numel() would fix sizes in torch.export
+    return all(n == 1 for n in x.shape[2:]) and any(
+        n > 1 for n in size
+    )  # numel() would fix sizes in torch.export
 
 
 RANKS_OF_DROPOUTS = {"dropout1d": (3,), "dropout3d": (5,)}
@@ -303,7 +323,11 @@ class DropImage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x * self.evaluated if self.evaluated != 1 else x
-        return x * (torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device) >= self.p).to(x.dtype) * self.kept
+        return (
+            x
+            * (torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device) >= self.p).to(x.dtype)
+            * self.kept
+        )
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
@@ -349,7 +373,14 @@ class Formula(nn.Module):
         made: the axes of the result; None: it is a map as it is. Without places it is a vector of the image, kept as (N, C', 1, ...).
     """
 
-    def __init__(self, steps: Sequence[Step], reads: Sequence[Read], tensors: Mapping[str, Tensor] = {}, part: int | None = None, made: Axes | None = None):
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        reads: Sequence[Read],
+        tensors: Mapping[str, Tensor] = {},
+        part: int | None = None,
+        made: Axes | None = None,
+    ):
         super().__init__()
         self.steps, self.reads, self.part, self.made = tuple(steps), tuple(reads), part, made
         register(self, tensors)
@@ -357,7 +388,13 @@ class Formula(nn.Module):
     def forward(self, *maps: Tensor) -> Tensor:
         return self.computed(maps, self.steps, self.reads, self.made)
 
-    def computed(self, maps: Sequence[Tensor], steps: Sequence[Step], reads: Sequence[Read], made: Axes | None) -> Tensor:
+    def computed(
+        self,
+        maps: Sequence[Tensor],
+        steps: Sequence[Step],
+        reads: Sequence[Read],
+        made: Axes | None,
+    ) -> Tensor:
         """Return what steps make of maps, as a map with these axes."""
         y = _computed(self, steps, map(_as_read, maps, reads), maps[0])
         y = y if self.part is None else y[self.part]
@@ -370,18 +407,24 @@ class Formula(nn.Module):
 
     def _size(self, maps: Sequence[Tensor], reads: Sequence[Read]) -> Sequence[int]:
         """Return the cells of the map among ``maps``; of vectors alone one."""
-        sizes = (x.shape[2:] for x, read in zip(maps, reads) if read.axes is None or places_of(read.axes))
+        sizes = (
+            x.shape[2:] for x, read in zip(maps, reads) if read.axes is None or places_of(read.axes)
+        )
         return next(sizes, (1,) * (maps[0].dim() - 2))
 
     def extra_repr(self) -> str:
-        return ", ".join(getattr(step.function, "__name__", str(step.function)) for step in self.steps)
+        return ", ".join(
+            getattr(step.function, "__name__", str(step.function)) for step in self.steps
+        )
 
 
 def _as_read(x: Tensor, read: Read) -> Tensor:
     x = x if read.axes is None else opened(x, read.axes)
     if read.dtype is None:
         return x
-    return (x if read.dtype == torch.bool else x.round()).to(read.dtype)  # a count comes of means, and so of rounding
+    return (x if read.dtype == torch.bool else x.round()).to(
+        read.dtype
+    )  # a count comes of means, and so of rounding
 
 
 class Derived(nn.Module):
@@ -393,7 +436,9 @@ class Derived(nn.Module):
         tensors: parameters and buffers by name.
     """
 
-    def __init__(self, inner: nn.Module, weights: Mapping[str, Sequence[Step]], tensors: Mapping[str, Tensor]):
+    def __init__(
+        self, inner: nn.Module, weights: Mapping[str, Sequence[Step]], tensors: Mapping[str, Tensor]
+    ):
         super().__init__()
         self.weights = dict(weights)
         register(self, tensors)
@@ -406,7 +451,9 @@ class Derived(nn.Module):
     def filled(self) -> nn.Module:
         """The layer with its weights."""
         layer = copy.copy(self.inner)
-        layer.__dict__["_parameters"] = dict.fromkeys(self.inner._parameters) | {name: _computed(self, steps) for name, steps in self.weights.items()}
+        layer.__dict__["_parameters"] = dict.fromkeys(self.inner._parameters) | {
+            name: _computed(self, steps) for name, steps in self.weights.items()
+        }
         return layer
 
     def extra_repr(self) -> str:
@@ -422,7 +469,9 @@ def taken() -> frozenset[str]:
 def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Parameters and buffers by name."""
     for name, tensor in tensors.items():
-        layer.register_parameter(name, tensor) if isinstance(tensor, nn.Parameter) else layer.register_buffer(name, tensor)
+        layer.register_parameter(name, tensor) if isinstance(
+            tensor, nn.Parameter
+        ) else layer.register_buffer(name, tensor)
 
 
 class Fixed(NamedTuple):
@@ -449,11 +498,18 @@ class ByType:
         return f"({' or '.join(f'{number:g}' for _, number in self.each)}, as the type of a tensor says)"
 
 
-def _computed(layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None) -> Tensor:
+def _computed(
+    layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None
+) -> Tensor:
     """Return the result of the last step. Constants move to the device of ``like``, by default to that of the layer."""
     at_hand, like = list(maps), next(layer.parameters(), None) if like is None else like
     for step in steps:
-        at_hand.append(step.function(*_filled(layer, step.args, at_hand, like), **_filled(layer, step.kwargs, at_hand, like)))
+        at_hand.append(
+            step.function(
+                *_filled(layer, step.args, at_hand, like),
+                **_filled(layer, step.kwargs, at_hand, like),
+            )
+        )
     return at_hand[-1]
 
 
@@ -492,7 +548,10 @@ def _beside(x: Tensor, other: Tensor | None) -> Tensor:
     """Return a constant where ``other`` is, and of its type if the user's code asked for that of the network (which float64 stands for)."""
     if other is None:
         return x
-    return x.to(other.device, other.dtype if x.dtype == torch.float64 and other.is_floating_point() else None)
+    return x.to(
+        other.device,
+        other.dtype if x.dtype == torch.float64 and other.is_floating_point() else None,
+    )
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -526,13 +585,30 @@ def copied_with(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     """A deep copy, in which ``memo`` has the tensors; of PyTorch's own layers and ours, which hold no other modules than their children, several times as fast as copy's."""
     if id(module) in memo:
         return memo[id(module)]
-    if not type(module).__module__.startswith(("torch.", "distseg.models.")) or parametrize.is_parametrized(module) or hooked(module):
+    if (
+        not type(module).__module__.startswith(("torch.", "distseg.models."))
+        or parametrize.is_parametrized(module)
+        or hooked(module)
+    ):
         return copy.deepcopy(module, memo)
     memo[id(module)] = twin = type(module).__new__(type(module))
-    twin.__dict__.update({name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(module).items()})
+    twin.__dict__.update(
+        {
+            name: value.copy() if isinstance(value, (dict, set)) else value
+            for name, value in vars(module).items()
+        }
+    )
     for field in ("_parameters", "_buffers"):
-        twin.__dict__[field].update({name: memo[id(x)] for name, x in getattr(module, field).items() if x is not None})
-    twin.__dict__["_modules"].update({name: copied_with(child, memo) for name, child in module._modules.items() if child is not None})
+        twin.__dict__[field].update(
+            {name: memo[id(x)] for name, x in getattr(module, field).items() if x is not None}
+        )
+    twin.__dict__["_modules"].update(
+        {
+            name: copied_with(child, memo)
+            for name, child in module._modules.items()
+            if child is not None
+        }
+    )
     return twin
 
 
@@ -542,7 +618,10 @@ def _weightless(x: Tensor) -> Tensor:
 
 def _joined(join: Callable, *maps: Tensor) -> Tensor:
     """What layers that join make of several maps."""
-    x, channels = maps[-1], sum(m.shape[1] for m in maps) if join in (Pop.joined, Cat.joined) else maps[0].shape[1]
+    x, channels = (
+        maps[-1],
+        sum(m.shape[1] for m in maps) if join in (Pop.joined, Cat.joined) else maps[0].shape[1],
+    )
     return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
@@ -553,7 +632,9 @@ def _sized(x: Tensor, size: Sequence[int]) -> Tensor:
 def _resized(layer: nn.Upsample, x: Tensor) -> Tensor:
     wanted, dims = layer.size if layer.size is not None else layer.scale_factor, x.dim() - 2
     each = wanted if isinstance(wanted, tuple) else (wanted,) * dims
-    size = each if layer.size is not None else (math.floor(n * by) for n, by in zip(x.shape[2:], each))
+    size = (
+        each if layer.size is not None else (math.floor(n * by) for n, by in zip(x.shape[2:], each))
+    )
     return _sized(x, size)
 
 
@@ -573,11 +654,17 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
         y = base.forward(self, _filled_up(x, multiple))
         if y.dim() < x.dim() or is_vector(y, x.shape[2:]):
             return y
-        if torch.compiler.is_exporting():  # a slice would be a view, whose strides depend on the size
+        if (
+            torch.compiler.is_exporting()
+        ):  # a slice would be a view, whose strides depend on the size
             return _taken(y, x.shape[2:])
         return y[(..., *(slice(0, n) for n in x.shape[2:]))]
 
-    model.__class__ = type(base.__name__, (base,), {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__})
+    model.__class__ = type(
+        base.__name__,
+        (base,),
+        {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__},
+    )
     return model
 
 

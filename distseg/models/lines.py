@@ -57,7 +57,10 @@ class OfLines(Formula):
     def at(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
         """Return the result for a map of this size."""
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
-        steps = [Step(step.function, _told(step.args, size), _told(step.kwargs, size)) for step in self.steps]
+        steps = [
+            Step(step.function, _told(step.args, size), _told(step.kwargs, size))
+            for step in self.steps
+        ]
         return self.computed(lines, steps, reads, of_size(self.made, size))
 
 

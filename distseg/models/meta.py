@@ -41,17 +41,28 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
     """Return what a recurrent function makes of tensors without memory, for which PyTorch takes a step for each of a sequence; None of other functions."""
-    if name.rpartition(".")[2] not in _RECURRENT or len(args) != 9 or not isinstance(args[2], (list, tuple)) or not args[0].is_meta:
+    if (
+        name.rpartition(".")[2] not in _RECURRENT
+        or len(args) != 9
+        or not isinstance(args[2], (list, tuple))
+        or not args[0].is_meta
+    ):
         return None
     x, state, (_, weight, *_), *_, both_ways, _ = args
     states = state if isinstance(state, (list, tuple)) else (state,)
-    return as_computed(x, (*x.shape[:2], weight.shape[1] * (1 + both_ways))), *(as_computed(x, like.shape) for like in states)
+    return as_computed(x, (*x.shape[:2], weight.shape[1] * (1 + both_ways))), *(
+        as_computed(x, like.shape) for like in states
+    )
 
 
 def as_computed(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return a tensor like another, through which gradients go where they do."""
     made = x.new_empty(x.shape if shape is None else shape)
-    return made.requires_grad_().clone() if torch.is_grad_enabled() and made.is_floating_point() else made
+    return (
+        made.requires_grad_().clone()
+        if torch.is_grad_enabled() and made.is_floating_point()
+        else made
+    )
 
 
 def found_in(tree: Any, *kinds: type) -> list:

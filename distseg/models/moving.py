@@ -38,10 +38,19 @@ class Windows(nn.Module):
         kernel, stride, dilation, padding: along each dim.
     """
 
-    def __init__(self, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (), padding: Sequence[int] = ()):
+    def __init__(
+        self,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int] = (),
+        padding: Sequence[int] = (),
+    ):
         super().__init__()
         self.kernel, self.stride = tuple(kernel), tuple(stride)
-        self.dilation, self.padding = tuple(dilation) or (1,) * len(kernel), tuple(padding) or (0,) * len(kernel)
+        self.dilation, self.padding = (
+            tuple(dilation) or (1,) * len(kernel),
+            tuple(padding) or (0,) * len(kernel),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         pads = [n for p in reversed(self.padding) for n in (p, p)]
@@ -73,7 +82,9 @@ class Blocks(nn.Module):
 
     def factors(self, dims: int) -> tuple[int, ...]:
         """Return the places that each place becomes, along each dim."""
-        return tuple(math.prod(n for n, d in zip(self.cells, self.along) if d == dim) for dim in range(dims))
+        return tuple(
+            math.prod(n for n, d in zip(self.cells, self.along) if d == dim) for dim in range(dims)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         size, count = x.shape[2:], len(self.cells)
@@ -96,13 +107,24 @@ class Overlaid(nn.Module):
         extra: places that are made behind, and that no window reaches.
     """
 
-    def __init__(self, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], padding: Sequence[int], extra: Sequence[int]):
+    def __init__(
+        self,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        padding: Sequence[int],
+        extra: Sequence[int],
+    ):
         super().__init__()
-        self.kernel, self.stride, self.dilation, self.padding, self.extra = map(tuple, (kernel, stride, dilation, padding, extra))
+        self.kernel, self.stride, self.dilation, self.padding, self.extra = map(
+            tuple, (kernel, stride, dilation, padding, extra)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.folded(x)
-        return y[(..., *(slice(p, n - p + e) for p, e, n in zip(self.padding, self.extra, y.shape[2:])))]
+        return y[
+            (..., *(slice(p, n - p + e) for p, e, n in zip(self.padding, self.extra, y.shape[2:])))
+        ]
 
     def folded(self, x: Tensor) -> Tensor:
         """Return the sums, padding and ``extra`` included."""

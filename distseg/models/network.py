@@ -65,9 +65,13 @@ class Network(nn.Module):
             sources = tuple(reads.get(name, (before,)))
             missing = [source for source in sources if source != IMAGE and source not in self.reads]
             if missing or not sources:
-                raise ValueError(f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads what those before it make, or {IMAGE!r}")
+                raise ValueError(
+                    f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads what those before it make, or {IMAGE!r}"
+                )
             if is_flat(layer) and len(sources) > 1:
-                raise ValueError(f"layer {name} is a {type(layer).__name__}, which takes one map, but reads {', '.join(sources)}: join them before it")
+                raise ValueError(
+                    f"layer {name} is a {type(layer).__name__}, which takes one map, but reads {', '.join(sources)}: join them before it"
+                )
             self._put(name, layer)
             self.reads[name] = sources
             before = name
@@ -77,22 +81,34 @@ class Network(nn.Module):
     def _put(self, name: str, layer: nn.Module) -> None:
         """At its path; what lies between are modules that only hold others."""
         *path, last = name.split(".")
-        if taken := next((part for part in (*path, last) if part in reserved() or name == IMAGE), None):
-            raise ValueError(f"layer {name} has the name of something that networks have themselves ({taken}): give it another name")
+        if taken := next(
+            (part for part in (*path, last) if part in reserved() or name == IMAGE), None
+        ):
+            raise ValueError(
+                f"layer {name} has the name of something that networks have themselves ({taken}): give it another name"
+            )
         holder = self
         for depth, part in enumerate(path):
             if part not in holder._modules:
                 holder.add_module(part, nn.Module())
             holder = holder._modules[part]
             if ".".join(path[: depth + 1]) in self.reads:
-                raise ValueError(f"layer {name} lies inside layer {'.'.join(path[: depth + 1])}: give it another name")
+                raise ValueError(
+                    f"layer {name} lies inside layer {'.'.join(path[: depth + 1])}: give it another name"
+                )
         if last in holder._modules:
-            raise ValueError(f"layer {name} has the name of a group of others: give it another name")
+            raise ValueError(
+                f"layer {name} has the name of a group of others: give it another name"
+            )
         holder.add_module(last, layer)
 
     def cells_read(self, name: str) -> tuple[str, ...]:
         """Return what a layer reads, without the map of which it looks at the size alone."""
-        return self.reads[name][:-1] if isinstance(self.get_submodule(name), LooksAtSize) else self.reads[name]
+        return (
+            self.reads[name][:-1]
+            if isinstance(self.get_submodule(name), LooksAtSize)
+            else self.reads[name]
+        )
 
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
         """Parameters and buffers that no layer has: an optimizer may let them decay."""
@@ -156,7 +172,10 @@ class Call:
 def is_sequential(model: nn.Module) -> bool:
     """Whether its forward pass is that of nn.Sequential: one child after the other, and nothing else."""
     kind = type(model)
-    plain = all(getattr(kind, name, None) is getattr(nn.Sequential, name) for name in ("forward", "__call__", "__iter__"))
+    plain = all(
+        getattr(kind, name, None) is getattr(nn.Sequential, name)
+        for name in ("forward", "__call__", "__iter__")
+    )
     return plain and "forward" not in vars(model) and not hooked(model)
 
 
@@ -209,12 +228,20 @@ def calls_of(model: nn.Module) -> list[Call]:
     stashed: dict[str, int] = {}
     _collect(model, 0, iter(layers), found, stashed)
     if stashed:
-        raise ValueError(f"stash({next(iter(stashed))!r}) is never popped: remove it from the model")
+        raise ValueError(
+            f"stash({next(iter(stashed))!r}) is never popped: remove it from the model"
+        )
     _check_in_place(found)
     return found
 
 
-def _collect(model: nn.Module, at: int, layers: Iterator[tuple[str, nn.Module]], found: list[Call], stashed: dict[str, int]) -> int:
+def _collect(
+    model: nn.Module,
+    at: int,
+    layers: Iterator[tuple[str, nn.Module]],
+    found: list[Call],
+    stashed: dict[str, int],
+) -> int:
     """Add the calls of the next ``layers``, which are those of a flat network that is called with map ``at``; returns the map that it makes."""
     maps = {IMAGE: at}
     for child, inner in children_of(model):
@@ -224,21 +251,29 @@ def _collect(model: nn.Module, at: int, layers: Iterator[tuple[str, nn.Module]],
             at = _collect(inner, inputs[0], layers, found, stashed)
         else:
             name, layer = next(layers)
-            found.append(Call(name, layer, inputs + _skipped(layer, len(found), inputs[0], stashed)))
+            found.append(
+                Call(name, layer, inputs + _skipped(layer, len(found), inputs[0], stashed))
+            )
             at = len(found)
         maps[child] = at
     return at
 
 
-def _skipped(layer: nn.Module, position: int, source: int, stashed: dict[str, int]) -> tuple[int, ...]:
+def _skipped(
+    layer: nn.Module, position: int, source: int, stashed: dict[str, int]
+) -> tuple[int, ...]:
     """What a layer reads that was put aside; ``source``: the map at hand."""
     if isinstance(layer, Stash):
         if layer.name in stashed:
-            raise ValueError(f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {stashed[layer.name]}: give it a name of its own")
+            raise ValueError(
+                f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {stashed[layer.name]}: give it a name of its own"
+            )
         stashed[layer.name] = source
     elif isinstance(layer, Pop):
         if layer.name not in stashed:
-            raise ValueError(f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model")
+            raise ValueError(
+                f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model"
+            )
         return (stashed.pop(layer.name),)
     return ()
 
@@ -262,8 +297,21 @@ def _check_in_place(calls: Sequence[Call]) -> None:
 
 
 def _name_of(calls: Sequence[Call], source: int) -> str:
-    stash = next((call.layer for call in calls if isinstance(call.layer, Stash) and call.inputs == (source,)), None)
-    return f"stash({stash.name!r})" if stash else f"layer {calls[source - 1].name}" if source else "the image"
+    stash = next(
+        (
+            call.layer
+            for call in calls
+            if isinstance(call.layer, Stash) and call.inputs == (source,)
+        ),
+        None,
+    )
+    return (
+        f"stash({stash.name!r})"
+        if stash
+        else f"layer {calls[source - 1].name}"
+        if source
+        else "the image"
+    )
 
 
 def user_names(named: Iterable[tuple[str, T]], model: nn.Module) -> dict[str, T]:
@@ -282,7 +330,9 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
         try:
             check(tuple(size), images)
         except ValueError as e:
-            raise ValueError(f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels this network does something else than with others, so it can't be followed: {e}") from None
+            raise ValueError(
+                f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels this network does something else than with others, so it can't be followed: {e}"
+            ) from None
 
 
 def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") -> None:
@@ -306,10 +356,16 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         ValueError: the model is not flat.
     """
     if not is_flat(model):
-        raise ValueError(f"this model can't be cut into pipeline stages, as {not_flat(model)}; or set mesh.stages to 1")
+        raise ValueError(
+            f"this model can't be cut into pipeline stages, as {not_flat(model)}; or set mesh.stages to 1"
+        )
     found: list[tuple[str, nn.Module]] = []
     for name, layer in children_of(model):
-        found += [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)] if is_flat(layer) else [(name, layer)]
+        found += (
+            [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
+            if is_flat(layer)
+            else [(name, layer)]
+        )
     return found
 
 

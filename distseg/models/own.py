@@ -32,30 +32,54 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
     module, _, function = name.partition(":")
     what = "model" if setting == "model.name" else setting
     if not all(part.isidentifier() for part in [*module.split("."), function]):
-        raise ValueError(f"{setting} is {name!r}, but your own function is written as package.module:function, such as nets.mine:unet")
+        raise ValueError(
+            f"{setting} is {name!r}, but your own function is written as package.module:function, such as nets.mine:unet"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found = import_module(module)
     except (Exception, SystemExit) as e:
-        if isinstance(e, ModuleNotFoundError) and e.name is not None and (module == e.name or module.startswith(e.name + ".")):
+        if (
+            isinstance(e, ModuleNotFoundError)
+            and e.name is not None
+            and (module == e.name or module.startswith(e.name + "."))
+        ):
             raise ValueError(
                 f"{what} {name!r} can not be imported: there is no module {e.name}: start in the folder that holds it ({os.getcwd()} was looked in), "
                 "or put that on PYTHONPATH"
             ) from None
-        raise ValueError(f"{what} {name!r} can not be imported: its module fails with {user_error(e)}: mend it, or install what it needs") from e
+        raise ValueError(
+            f"{what} {name!r} can not be imported: its module fails with {user_error(e)}: mend it, or install what it needs"
+        ) from e
     builder = getattr(found, function, None)
     if not callable(builder):
-        found_instead = f"there is no {function}" if builder is None else f"{function} is a {type(builder).__name__}, no function,"
+        found_instead = (
+            f"there is no {function}"
+            if builder is None
+            else f"{function} is a {type(builder).__name__}, no function,"
+        )
         where = getattr(found, "__file__", None) or f"the folder {module}"
-        raise ValueError(f"{what} {name!r} can not be imported: {found_instead} in {where}: {_choices(found)}")
+        raise ValueError(
+            f"{what} {name!r} can not be imported: {found_instead} in {where}: {_choices(found)}"
+        )
     return builder
 
 
 def _choices(module) -> str:
     """Up to eight functions and classes that a module defines itself."""
-    own = [name for name, value in vars(module).items() if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")]
-    return f"choose {', '.join(own[:8])}{' or another' if len(own) > 8 else ''}" if own else "define it there"
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and getattr(value, "__module__", None) == module.__name__
+        and not name.startswith("_")
+    ]
+    return (
+        f"choose {', '.join(own[:8])}{' or another' if len(own) > 8 else ''}"
+        if own
+        else "define it there"
+    )
 
 
 def built(
@@ -74,11 +98,19 @@ def built(
     with user_errors(f"model {name!r} can not be built"):
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential")
+        raise ValueError(
+            f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential"
+        )
     if (script := scripted(model)) is not None:
-        raise ValueError(f"model {name!r} can not be distributed: it can't be copied, as {script} is TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain PyTorch")
+        raise ValueError(
+            f"model {name!r} can not be distributed: it can't be copied, as {script} is TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain PyTorch"
+        )
     joined(model, inputs, outputs)
-    tell(model, wanted.get("in_channels") or sum(inputs or ()), guesses=_bands_given(builder, arguments))
+    tell(
+        model,
+        wanted.get("in_channels") or sum(inputs or ()),
+        guesses=_bands_given(builder, arguments),
+    )
     _make_lazy(name, model)
     _check_leaves(name, model)
     try:
@@ -93,7 +125,10 @@ def built(
     return model
 
 
-_CALLED = {"in_channels": ("in_channels", "in_chans", "n_channels", "num_channels"), "out_channels": ("out_channels", "classes", "num_classes", "n_classes")}
+_CALLED = {
+    "in_channels": ("in_channels", "in_chans", "n_channels", "num_channels"),
+    "out_channels": ("out_channels", "classes", "num_classes", "n_classes"),
+}
 
 
 def _called(builder: Callable, arguments: dict, own: dict) -> dict:
@@ -128,18 +163,26 @@ def _make_lazy(name: str, model: nn.Module) -> None:
     Raises:
         ValueError: the number of bands is not known, or the forward pass fails.
     """
-    lazy = [layer for layer in model.modules() if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params()]
+    lazy = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params()
+    ]
     if not lazy:
         return
     kind = type(lazy[0]).__name__
     if not is_told(model):
-        raise ValueError(f"model {name!r} has a {kind}, which takes as many channels as the image has bands: set model.in_channels")
+        raise ValueError(
+            f"model {name!r} has a {kind}, which takes as many channels as the image has bands: set model.in_channels"
+        )
     training = model.training
     try:
         with skip_store({}):
             model.eval()(torch.zeros(1, bands_of(model), *(_LAZY_SIDE,) * dims_of(model)))
     except Exception as e:
-        raise ValueError(f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and that fails on an image of {bands_of(model)} bands: {user_error(e)}") from e
+        raise ValueError(
+            f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and that fails on an image of {bands_of(model)} bands: {user_error(e)}"
+        ) from e
     model.train(training)
 
 
@@ -149,7 +192,14 @@ _LAZY_SIDE = 64  # pixels
 def _check_leaves(name: str, model: nn.Module) -> None:
     """Refuse weights that hooks compute anew, as torch.nn.utils.weight_norm does: such a model can't even be copied."""
     for place, layer in model.named_modules():
-        made = next((field for field, value in vars(layer).items() if isinstance(value, Tensor) and not value.is_leaf), None)
+        made = next(
+            (
+                field
+                for field, value in vars(layer).items()
+                if isinstance(value, Tensor) and not value.is_leaf
+            ),
+            None,
+        )
         if made:
             raise ValueError(
                 f"model {name!r} can not be distributed: the {made} of its layer {place} ({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
@@ -183,10 +233,14 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
     except Exception as e:
         other = fitting(model)
         if other is not None and other.bands != bands:
-            raise ValueError(f"model {name!r} does not take images of {bands} bands: it takes {other.bands} ({user_error(e)}): let it take in_channels") from e
+            raise ValueError(
+                f"model {name!r} does not take images of {bands} bands: it takes {other.bands} ({user_error(e)}): let it take in_channels"
+            ) from e
         return  # such as a size that it does not like; what is wrong with it shows later
     if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
-        raise ValueError(f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: let it take out_channels")
+        raise ValueError(
+            f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: let it take out_channels"
+        )
 
 
 def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
@@ -197,7 +251,9 @@ def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
     try:
         signature.bind(**arguments)
     except TypeError as e:
-        given = ", ".join(f"{field}={value!r}" for field, value in arguments.items()) or "no arguments"
+        given = (
+            ", ".join(f"{field}={value!r}" for field, value in arguments.items()) or "no arguments"
+        )
         raise ValueError(
             f"model {name!r} takes {signature}, but is called with {given} ({e}): model.args and the fields of the model section that are set are its arguments, and "
             "in_channels and out_channels (or classes) come from the data; let it take them, or leave out of the config what it does not take"

@@ -21,10 +21,20 @@ import distseg
 
 def _folders(*files: str) -> tuple[str, ...]:
     """Return the folders of some files, as they are named and as they are where a name is a link."""
-    return tuple(dict.fromkeys(f"{path.parent}{os.sep}" for file in files for path in (Path(file), Path(file).resolve())))
+    return tuple(
+        dict.fromkeys(
+            f"{path.parent}{os.sep}"
+            for file in files
+            for path in (Path(file), Path(file).resolve())
+        )
+    )
 
 
-_TORCH_OR_OURS, _STANDARD, _NUMPY = _folders(torch.__file__, distseg.__file__), _folders(os.__file__), _folders(np.__file__)
+_TORCH_OR_OURS, _STANDARD, _NUMPY = (
+    _folders(torch.__file__, distseg.__file__),
+    _folders(os.__file__),
+    _folders(np.__file__),
+)
 
 
 def run(model: nn.Module, image: Tensor):
@@ -44,7 +54,9 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def user_line() -> str:
     """Return the line of the user's code that is being run inside :func:`run`, as ``nets.py, line 12``."""
     frame = user_frame(sys._getframe(1))
-    return "PyTorch's own code" if frame is None else shown(frame.f_code.co_filename, frame.f_lineno)
+    return (
+        "PyTorch's own code" if frame is None else shown(frame.f_code.co_filename, frame.f_lineno)
+    )
 
 
 def shown(path: str, line: int) -> str:
@@ -65,7 +77,9 @@ def _is_users(path: str) -> bool:
 @cache
 def is_library(path: str) -> bool:
     """Return True for a file of Python's own library or of NumPy."""
-    standard = path.startswith(_STANDARD) and not any(part in path for part in ("site-packages", "dist-packages"))
+    standard = path.startswith(_STANDARD) and not any(
+        part in path for part in ("site-packages", "dist-packages")
+    )
     return path.startswith(("<", *_NUMPY)) or standard
 
 
@@ -144,7 +158,10 @@ def checkpoints_ignored() -> Iterator[None]:
 
     A second computation would happen where masks of dropouts, formulas of norms and the place of an image are no longer at hand.
     """
-    stands = {"CheckpointFunction": _NoCheckpoint, "_checkpoint_without_reentrant_generator": _unchecked}
+    stands = {
+        "CheckpointFunction": _NoCheckpoint,
+        "_checkpoint_without_reentrant_generator": _unchecked,
+    }
     with replaced(torch.utils.checkpoint, stands):
         yield
 
@@ -152,7 +169,9 @@ def checkpoints_ignored() -> Iterator[None]:
 @contextmanager
 def eager() -> Iterator[None]:
     """Let what ``torch.compile`` made inside be run by Python as its code says, so that its calls are seen."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and the import takes seconds
+    if (
+        "torch._dynamo" not in sys.modules
+    ):  # nothing has been compiled, and the import takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -161,4 +180,11 @@ def eager() -> Iterator[None]:
 
 def scripted(model: nn.Module) -> str | None:
     """Return the name of a part of a model that is TorchScript, whose calls nobody sees and which can't be copied as modules are; None if there is none."""
-    return next((name or "the model" for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
+    return next(
+        (
+            name or "the model"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.jit.ScriptModule)
+        ),
+        None,
+    )

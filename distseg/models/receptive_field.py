@@ -52,11 +52,15 @@ POINTWISE = (
 )
 
 _CONVS = nn.modules.conv._ConvNd
-_LENGTHS = [768 * 2**k for k in range(5)]  # multiples of 2^8 and of 3, so that common strides divide them
+_LENGTHS = [
+    768 * 2**k for k in range(5)
+]  # multiples of 2^8 and of 3, so that common strides divide them
 _WIDTHS = (1, 8, 32, 96, 384)
 
 
-def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | None = None) -> ReceptiveField:
+def probed_reach(
+    model: nn.Module, dims: int | None = None, in_channels: int | None = None
+) -> ReceptiveField:
     """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
 
     Args:
@@ -69,7 +73,9 @@ def probed_reach(model: nn.Module, dims: int | None = None, in_channels: int | N
     """
     convs = [m for m in model.modules() if isinstance(m, _CONVS)]
     if not convs and (dims is None or in_channels is None):
-        raise ValueError("this model has no convolution layer to read its dims from: use one, or give probed_reach(model, dims=..., in_channels=...)")
+        raise ValueError(
+            "this model has no convolution layer to read its dims from: use one, or give probed_reach(model, dims=..., in_channels=...)"
+        )
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
     try:
@@ -99,9 +105,14 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
             )
         border = length // 2 // stride * stride
         first, last = (rows.nonzero() for rows in reached(border))
-        before, after = border - int(first.min()) if len(first) else 0, int(last.max()) + 1 - border if len(last) else 0
+        before, after = (
+            border - int(first.min()) if len(first) else 0,
+            int(last.max()) + 1 - border if len(last) else 0,
+        )
         before = _smallest(lambda h: bool(respond(0, border - h)[border:].any()), before, border)
-        after = _smallest(lambda h: bool(respond(border + h, length)[:border].any()), after, length - border)
+        after = _smallest(
+            lambda h: bool(respond(border + h, length)[:border].any()), after, length - border
+        )
         if before < border - stride and after < length - border - stride:
             return max(before, after), stride
     raise ValueError(
@@ -138,7 +149,9 @@ def _shifted(first: Tensor, second: Tensor, by: int) -> bool:
     return torch.allclose(first[:-by], second[by:], rtol=1e-9, atol=0)
 
 
-def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) -> tuple[Callable, Callable]:
+def _strip(
+    probe: nn.Module, dim: int, dims: int, channels: int, length: int
+) -> tuple[Callable, Callable]:
     """Two ways to ask a strip of this length.
 
     ``respond(a, b)``: how each output row changes when the input rows a .. b-1 are one instead of zero.
@@ -154,7 +167,9 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
             x.narrow(2 + dim, a, b - a).fill_(1)
             y = probe(x)
             if not isinstance(y, Tensor):
-                raise TypeError(f"the model returns a {type(y).__name__}, but a segmentation network returns one tensor of logits (N, classes, *size): wrap it")
+                raise TypeError(
+                    f"the model returns a {type(y).__name__}, but a segmentation network returns one tensor of logits (N, classes, *size): wrap it"
+                )
             if y.shape[2:] != x.shape[2:]:
                 raise _WrongSize(tuple(x.shape[2:]), tuple(y.shape[2:]))
             return y.movedim(2 + dim, 0).flatten(1).sum(1)
@@ -176,11 +191,22 @@ def _strip(probe: nn.Module, dim: int, dims: int, channels: int, length: int) ->
 
     @lru_cache(2)  # the middle of the strip is the border too, for most strides
     def reached(border: int) -> tuple[Tensor, Tensor]:
-        x = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).add_(0.5).requires_grad_()
+        x = (
+            torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            .add_(0.5)
+            .requires_grad_()
+        )
         y = probe(x).movedim(2 + dim, 0)
         if not y.requires_grad:
             return torch.zeros(length), torch.zeros(length)
-        behind, before = (torch.autograd.grad(part.sum(), x, retain_graph=True)[0].movedim(2 + dim, 0).flatten(1).ne(0).any(1) for part in (y[border:], y[:border]))
+        behind, before = (
+            torch.autograd.grad(part.sum(), x, retain_graph=True)[0]
+            .movedim(2 + dim, 0)
+            .flatten(1)
+            .ne(0)
+            .any(1)
+            for part in (y[border:], y[:border])
+        )
         behind[border:], before[:border] = False, False
         return behind, before
 
@@ -193,7 +219,9 @@ class _CanNotProbe(ValueError):
 
 class _WrongSize(Exception):
     def __str__(self) -> str:
-        return "an input of {} pixels comes out as {}, but a segmentation network keeps the size".format(*self.args)
+        return "an input of {} pixels comes out as {}, but a segmentation network keeps the size".format(
+            *self.args
+        )
 
 
 def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
@@ -203,7 +231,9 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
     if replacement is not None:
         return replacement
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children would leave out a layer's second place
+        for name, child in list(
+            parent._modules.items()
+        ):  # named_children would leave out a layer's second place
             replacement = None if child is None else _replacement(child, narrow)
             if replacement is not None:
                 setattr(parent, name, replacement)
@@ -216,18 +246,24 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
     for layer in model.modules():
         for p in layer.parameters(recurse=False):
             # What a convolution of the user's makes of its weights may be 0 where all are alike, as of a standardised weight.
-            p.data.uniform_(0.5, 1.5, generator=draw) if isinstance(layer, _CONVS) else p.data.fill_(1.0)
+            p.data.uniform_(0.5, 1.5, generator=draw) if isinstance(
+                layer, _CONVS
+            ) else p.data.fill_(1.0)
     return model
 
 
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
-        raise ValueError(f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it")
+        raise ValueError(
+            f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it"
+        )
     if unmodified(layer, POINTWISE):
         return nn.Identity()
     if unmodified(layer, _CONVS):
         if layer.padding_mode == "circular":
-            raise ValueError("a convolution with circular padding joins opposite borders of the image: windows can not compute it; use zeros")
+            raise ValueError(
+                "a convolution with circular padding joins opposite borders of the image: windows can not compute it; use zeros"
+            )
         return _OnesConv(layer, 1 if narrow else layer.out_channels)
     return None
 
@@ -244,7 +280,11 @@ class _OnesConv(nn.Module):
         self.arguments = dict(stride=conv.stride, padding=conv.padding, dilation=conv.dilation)
         if conv.transposed:
             self.arguments["output_padding"] = conv.output_padding
-        self.register_buffer("ones", torch.ones(1, 1, *conv.kernel_size, dtype=torch.float64, device="cpu"), persistent=False)
+        self.register_buffer(
+            "ones",
+            torch.ones(1, 1, *conv.kernel_size, dtype=torch.float64, device="cpu"),
+            persistent=False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.function(x.sum(1, keepdim=True), self.ones, **self.arguments)

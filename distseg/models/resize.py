@@ -57,19 +57,35 @@ class ResizeTo(Follows):
         factors: Sequence[float] | str | None = None,
     ):  # fmt: skip
         super().__init__(rules)
-        self.mode, self.align_corners, self.antialias, self.factors = mode, align_corners, antialias, factors
+        self.mode, self.align_corners, self.antialias, self.factors = (
+            mode,
+            align_corners,
+            antialias,
+            factors,
+        )
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
         if self.mode == "area":
-            return (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(size) - 1](x, tuple(size))
-        factors = tuple(m / n for n, m in zip(x.shape[2:], size)) if self.factors == RATIO else self.factors
+            return (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[
+                len(size) - 1
+            ](x, tuple(size))
+        factors = (
+            tuple(m / n for n, m in zip(x.shape[2:], size))
+            if self.factors == RATIO
+            else self.factors
+        )
         wanted = dict(size=tuple(size)) if factors is None else dict(scale_factor=factors)
-        return F.interpolate(x, **wanted, mode=self.mode, align_corners=self.align_corners, antialias=self.antialias)
+        return F.interpolate(
+            x, **wanted, mode=self.mode, align_corners=self.align_corners, antialias=self.antialias
+        )
 
     def footprints(self) -> tuple[Resize, ...]:
         kernel = kernel_of(self.mode, self.antialias)
         factors = [None] * len(self.rules) if self.factors in (None, RATIO) else self.factors
-        return tuple(Resize(kernel, bool(self.align_corners), rule, factor) for rule, factor in zip(self.rules, factors))
+        return tuple(
+            Resize(kernel, bool(self.align_corners), rule, factor)
+            for rule, factor in zip(self.rules, factors)
+        )
 
     def extra_repr(self) -> str:
         return f"{self.mode}{', align_corners' * bool(self.align_corners)}{', antialias' * self.antialias}"
@@ -89,17 +105,29 @@ class FitTo(Follows):
         mode, value: as of ``F.pad``.
     """
 
-    def __init__(self, rules: Sequence[Follow], sides: Sequence[str | int], mode: str = "constant", value: float = 0.0):
+    def __init__(
+        self,
+        rules: Sequence[Follow],
+        sides: Sequence[str | int],
+        mode: str = "constant",
+        value: float = 0.0,
+    ):
         super().__init__(rules)
         self.sides, self.mode, self.value = tuple(sides), mode, value
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
         more = [(in_front(side, m - n), m - n) for side, n, m in zip(self.sides, x.shape[2:], size)]
         pads = [n for front, both in reversed(more) for n in (front, both - front)]
-        return F.pad(x, pads, self.mode, self.value) if self.mode == "constant" else F.pad(x, pads, self.mode)
+        return (
+            F.pad(x, pads, self.mode, self.value)
+            if self.mode == "constant"
+            else F.pad(x, pads, self.mode)
+        )
 
     def footprints(self) -> tuple[Fit, ...]:
-        return tuple(Fit(side, self.mode != "constant", rule) for side, rule in zip(self.sides, self.rules))
+        return tuple(
+            Fit(side, self.mode != "constant", rule) for side, rule in zip(self.sides, self.rules)
+        )
 
     def extra_repr(self) -> str:
         return f"{self.mode}, in front {', '.join(map(str, self.sides))}"

@@ -108,7 +108,9 @@ class Products(Mean):
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``a`` (N, heads, I, places) and ``b`` (N, heads, J, places)."""
         a, b = (x, x) if self.first is None else (x[:, : self.first], x[:, self.first :])
-        return tuple(part.reshape(len(x), self.heads, part.shape[1] // self.heads, -1) for part in (a, b))
+        return tuple(
+            part.reshape(len(x), self.heads, part.shape[1] // self.heads, -1) for part in (a, b)
+        )
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, first={self.first}"

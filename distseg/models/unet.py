@@ -57,7 +57,9 @@ def unet(
     Raises:
         ValueError: an argument out of its range.
     """
-    _check(depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims)
+    _check(
+        depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims
+    )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
 
     def block(name: str, channels: int, widths: list[int]) -> int:
@@ -79,7 +81,11 @@ def unet(
     for level in reversed(range(depth)):
         layers[f"dec{level}_up"] = _up(up, channels, dims)
         layers[f"dec{level}_pop"] = Pop(f"skip{level}")
-        channels = block(f"dec{level}", channels + base_channels * 2**level, [base_channels * 2**level // 2] * num_convs)
+        channels = block(
+            f"dec{level}",
+            channels + base_channels * 2**level,
+            [base_channels * 2**level // 2] * num_convs,
+        )
     layers["head"] = _CONV[dims](channels, out_channels, 1, bias=False)
     return nn.Sequential(layers)
 
@@ -102,11 +108,18 @@ def _up(kind: str, channels: int, dims: int) -> nn.Module:
     return nn.Upsample(scale_factor=2, mode="nearest")
 
 
-def _check(depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims) -> None:
+def _check(
+    depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims
+) -> None:
     if dims not in _CONV:
         raise ValueError(f"unet is there for 2 and 3 spatial dims, got dims={dims}")
     counts = dict(
-        depth=depth, num_convs=num_convs, base_channels=base_channels, in_channels=in_channels, out_channels=out_channels, groups=groups
+        depth=depth,
+        num_convs=num_convs,
+        base_channels=base_channels,
+        in_channels=in_channels,
+        out_channels=out_channels,
+        groups=groups,
     )
     for field, value in counts.items():
         if not isinstance(value, int) or value < 1:
@@ -118,7 +131,9 @@ def _check(depth, num_convs, base_channels, in_channels, out_channels, norm, dro
             f"model.base_channels {base_channels} with model.depth {depth} makes {base_channels * 2**depth} channels at the bottom, more than {_WIDEST}: lower one of them"
         )
     if base_channels < 2 or base_channels % 2:
-        raise ValueError(f"model.base_channels is even (the decoder's first level has half of it), got {base_channels}")
+        raise ValueError(
+            f"model.base_channels is even (the decoder's first level has half of it), got {base_channels}"
+        )
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout is a probability in [0, 1), got {dropout}")
     for field, value, choices in (("norm", norm, NORMS), ("up", up, UPS)):
@@ -128,6 +143,13 @@ def _check(depth, num_convs, base_channels, in_channels, out_channels, norm, dro
 
 # Beyond any network that could be trained: a misplaced digit is told before memory runs out.
 _WIDEST = 2**20
-_MOST = dict(depth=20, num_convs=100, base_channels=_WIDEST, in_channels=_WIDEST, out_channels=_WIDEST, groups=_WIDEST)
+_MOST = dict(
+    depth=20,
+    num_convs=100,
+    base_channels=_WIDEST,
+    in_channels=_WIDEST,
+    out_channels=_WIDEST,
+    groups=_WIDEST,
+)
 NORMS = ("instance", "batch", "group", "none")
 UPS = ("nearest", "bilinear", "transposed")

@@ -25,9 +25,18 @@ def user_error(error: BaseException) -> str:
     """``TypeError: ... (file.py, line 3)``: of the last line of a traceback that is neither ours nor a library's, else of the last one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<") and not frame.filename.startswith(_OURS)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_STANDARD)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and not frame.filename.startswith(_OURS)
+    ]
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not frame.filename.startswith(_STANDARD)
+    ]
     where = (own or frames)[-1:]
     place = f" ({where[0].filename}, line {where[0].lineno})" if where else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST] or 'no message'}{place}"
-
+    return (
+        f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST] or 'no message'}{place}"
+    )

@@ -27,7 +27,9 @@ def _materialise(layer: nn.Module, key: int) -> None:
     if not any(t.is_meta for t in [*layer.parameters(), *layer.buffers()]):
         return
     layer.to_empty(device="cpu")
-    torch.default_generator.manual_seed(key)  # torch.manual_seed notes a traceback for each kind of GPU, and keeps it
+    torch.default_generator.manual_seed(
+        key
+    )  # torch.manual_seed notes a traceback for each kind of GPU, and keeps it
     for module in layer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

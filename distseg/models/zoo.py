@@ -18,7 +18,17 @@ from distseg.models.passes import seeded
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
 
-_FIELDS = ("depth", "num_convs", "base_channels", "in_channels", "out_channels", "norm", "dropout", "up", "groups")
+_FIELDS = (
+    "depth",
+    "num_convs",
+    "base_channels",
+    "in_channels",
+    "out_channels",
+    "norm",
+    "dropout",
+    "up",
+    "groups",
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,11 @@ class Entry:
 
 
 def _summit(depth: int, num_convs: int, balance: tuple[int, ...] | None = None) -> Entry:
-    return Entry(dict(depth=depth, num_convs=num_convs, base_channels=64, in_channels=4, out_channels=1), levels=depth, balance=balance)
+    return Entry(
+        dict(depth=depth, num_convs=num_convs, base_channels=64, in_channels=4, out_channels=1),
+        levels=depth,
+        balance=balance,
+    )
 
 
 ZOO: dict[str, Entry] = {
@@ -47,25 +61,41 @@ ZOO: dict[str, Entry] = {
     "summit-medium-1": _summit(5, 5),
     "summit-medium-2": _summit(6, 2, (16, 26, 38, 26, 12, 11)),
     "summit-large": _summit(7, 2, (18, 30, 44, 30, 14, 13)),
-    "demo": Entry(dict(depth=5, num_convs=1, base_channels=32, in_channels=3, out_channels=3, norm="batch", dropout=0.0)),
+    "demo": Entry(
+        dict(
+            depth=5,
+            num_convs=1,
+            base_channels=32,
+            in_channels=3,
+            out_channels=3,
+            norm="batch",
+            dropout=0.0,
+        )
+    ),
     "gigapixel-4492": Entry({}, builder=gigapixel),
     "tiny": Entry(dict(depth=2, num_convs=1, base_channels=4, in_channels=3, out_channels=2)),
 }
 
 
-def build_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
+def build_model(
+    config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
+) -> nn.Module:
     """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU); arguments as of :func:`plain_model`."""
     model = plain_model(config, in_channels, out_channels)
     materialise(model, config.seed)
     return model
 
 
-def outline_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
+def outline_model(
+    config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
+) -> nn.Module:
     """The network that a config names, in layers that can be cut: what :func:`plain_model` makes, captured where it is a module of the user's."""
     return as_network(plain_model(config, in_channels, out_channels))
 
 
-def plain_model(config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None) -> nn.Module:
+def plain_model(
+    config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
+) -> nn.Module:
     """The module that a config names, without memory (on the meta device): :func:`materialise` makes the weights of the layers that a rank
     holds. A user's own function makes its model whole, with weights drawn from ``model.seed``.
 
@@ -83,10 +113,22 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
             )
     if ":" in config.name:
         with seeded(config.seed):
-            if config.inputs is not None and arguments.get("in_channels") not in (None, sum(config.inputs)):
-                raise ValueError(f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, but images have {arguments['in_channels']}: deal out all of them")
+            if config.inputs is not None and arguments.get("in_channels") not in (
+                None,
+                sum(config.inputs),
+            ):
+                raise ValueError(
+                    f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, but images have {arguments['in_channels']}: deal out all of them"
+                )
             outputs = None if config.outputs is None else tuple(config.outputs)
-            model = built(config.name, own_builder(config.name), arguments, config.args or {}, config.inputs, outputs)
+            model = built(
+                config.name,
+                own_builder(config.name),
+                arguments,
+                config.args or {},
+                config.inputs,
+                outputs,
+            )
             return model if config.pad is None else padded(model, config.pad)
     builder = _builder(config.name)
     try:
@@ -95,7 +137,9 @@ def plain_model(config: ModelConfig, in_channels: int | None = None, out_channel
         tell(model, arguments.get("in_channels"))
         return model
     except TypeError as e:
-        raise ValueError(f"model {config.name} does not take what the config sets ({e}): leave it out") from None
+        raise ValueError(
+            f"model {config.name} does not take what the config sets ({e}): leave it out"
+        ) from None
 
 
 def _builder(name: str) -> Callable[..., nn.Module]:
@@ -103,4 +147,6 @@ def _builder(name: str) -> Callable[..., nn.Module]:
         return unet
     if name in ZOO:
         return lambda **given: ZOO[name].builder(**{**ZOO[name].arguments, **given})
-    raise ValueError(f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function")
+    raise ValueError(
+        f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function"
+    )

@@ -41,7 +41,9 @@ class Images(Protocol):
 
 def read_pairs(images: Images, pairs: Sequence[tuple[int, Box]]) -> Tensor:
     """Return patches of several images, (pairs, C, *patch); those of an image stand side by side."""
-    return torch.cat([images.read(i, [box for _, box in those]) for i, those in groupby(pairs, itemgetter(0))])
+    return torch.cat(
+        [images.read(i, [box for _, box in those]) for i, those in groupby(pairs, itemgetter(0))]
+    )
 
 
 class Filler:
@@ -53,16 +55,39 @@ class Filler:
         at_once: patches that the backbone is given at once in evaluation mode.
     """
 
-    def __init__(self, network: PatchNetwork, context: Context, head_context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
+    def __init__(
+        self,
+        network: PatchNetwork,
+        context: Context,
+        head_context: Context,
+        device: torch.device,
+        precision: str,
+        channels_last: bool,
+        at_once: int,
+    ):
         check_exact(network.backbone, network.patch)
         check_seen(network.head)
         nowhere = ReceptiveField((0,) * len(network.patch), (1,) * len(network.patch))
-        self.backbone: TiledModel = parallelize(network.backbone, reach_for(network.backbone, False), context, whole=True)
+        self.backbone: TiledModel = parallelize(
+            network.backbone, reach_for(network.backbone, False), context, whole=True
+        )
         self.head = _tiled_head(network.head, nowhere, head_context)
         self._place(network, device, precision, channels_last, at_once)
 
-    def _place(self, network: nn.Module, device: torch.device, precision: str, channels_last: bool, at_once: int) -> None:
-        self.network, self.device, self.channels_last, self.at_once = network, device, channels_last, at_once
+    def _place(
+        self,
+        network: nn.Module,
+        device: torch.device,
+        precision: str,
+        channels_last: bool,
+        at_once: int,
+    ) -> None:
+        self.network, self.device, self.channels_last, self.at_once = (
+            network,
+            device,
+            channels_last,
+            at_once,
+        )
         self.dtype = torch.float64 if precision == "fp64" else torch.float32
         self.autocast: Callable[[], ContextManager] = autocast(precision, device)
         place_model(network, device, precision, channels_last)
@@ -71,19 +96,35 @@ class Filler:
         """Patches (n, C, *patch) -> (n, s); ``samples``: the keys of their dropout masks."""
         place = place_of(x.shape[2:], range(len(x)), samples)
         with self.autocast():
-            return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[0].flatten(1)
+            return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[
+                0
+            ].flatten(1)
 
-    def logits(self, features: Sequence[Tensor], sizes: Sequence[Sequence[int]], samples: Sequence[int] | None = None) -> Tensor:
+    def logits(
+        self,
+        features: Sequence[Tensor],
+        sizes: Sequence[Sequence[int]],
+        samples: Sequence[int] | None = None,
+    ) -> Tensor:
         """Of all patches of each image (patches, s) -> (B, K); ``samples``: the keys of the images' dropout masks in the head."""
         samples = samples or [0] * len(sizes)
         alike: dict[tuple[int, ...], list[int]] = {}  # those of a size together
         for i, size in enumerate(sizes):
             alike.setdefault(tuple(size), []).append(i)
-        blocks = [self.network.block(torch.stack([features[i] for i in those]).to(self.dtype), size) for size, those in alike.items()]
+        blocks = [
+            self.network.block(torch.stack([features[i] for i in those]).to(self.dtype), size)
+            for size, those in alike.items()
+        ]
         if self.head is None:
             found = [self.network.head(z) for z in blocks]
         else:
-            found = self.head(blocks, [place_of(z.shape[2:], those, [samples[i] for i in those]) for z, those in zip(blocks, alike.values())])
+            found = self.head(
+                blocks,
+                [
+                    place_of(z.shape[2:], those, [samples[i] for i in those])
+                    for z, those in zip(blocks, alike.values())
+                ],
+            )
         order = [i for those in alike.values() for i in those]
         return torch.cat([y.flatten(1) for y in found])[[order.index(i) for i in range(len(order))]]
 
@@ -102,7 +143,11 @@ class Filler:
         read = (read_pairs(images, [(i, boxes[i][p]) for i, p in chunk]) for chunk in chunks)
         with self.evaluating():
             found = [self.features(x, (0,) * len(x)) for x in prefetch(read, 1)]
-        return list(shared(torch.cat(found) if found else None, len(pairs), comm, self.device).split([len(those) for those in boxes]))
+        return list(
+            shared(torch.cat(found) if found else None, len(pairs), comm, self.device).split(
+                [len(those) for those in boxes]
+            )
+        )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -121,19 +166,27 @@ def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> T
     """Return the head with norms and dropouts that ranks share; None where it has none."""
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
-    return parallelize(head, nowhere, context, whole=True) if is_followed(head) else on_whole_maps(head, context, nowhere)
+    return (
+        parallelize(head, nowhere, context, whole=True)
+        if is_followed(head)
+        else on_whole_maps(head, context, nowhere)
+    )
 
 
 def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> TilePlacement:
     """Of whole images of this size."""
-    return TilePlacement(tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples))
+    return TilePlacement(
+        tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples)
+    )
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
     """Rows that ranks have made in turn, (count, s), on all of them; None where a rank has none."""
     if comm.size == 1:
         return mine.detach().to(torch.promote_types(mine.dtype, torch.float32))
-    forms = comm.allgather(None if mine is None else (mine.shape[1], torch.promote_types(mine.dtype, torch.float32)))
+    forms = comm.allgather(
+        None if mine is None else (mine.shape[1], torch.promote_types(mine.dtype, torch.float32))
+    )
     features, dtype = next(filter(None, forms))
     table = torch.zeros(count, features, dtype=dtype)
     if mine is not None:
@@ -156,7 +209,10 @@ class PatchPredictor:
         self.filler.network.check_grid(size)
 
     def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
-        return 1, [[Share(image, None) for image in range(rank, len(sizes), self.replicas.size)] for rank in range(self.replicas.size)]
+        return 1, [
+            [Share(image, None) for image in range(rank, len(sizes), self.replicas.size)]
+            for rank in range(self.replicas.size)
+        ]
 
     def among(self, ranks: int) -> "PatchPredictor":
         part = copy.copy(self)

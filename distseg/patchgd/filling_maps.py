@@ -30,18 +30,31 @@ class MapFiller(Filler):
         context, device, precision, channels_last, at_once: as :class:`Filler`'s.
     """
 
-    def __init__(self, network: PatchUNet, context: Context, device: torch.device, precision: str, channels_last: bool, at_once: int):
+    def __init__(
+        self,
+        network: PatchUNet,
+        context: Context,
+        device: torch.device,
+        precision: str,
+        channels_last: bool,
+        at_once: int,
+    ):
         self.context = context
         context.whole = True
         for part in (network.encoder, network.decoder):
             for name, layer in part.named_children():
                 if isinstance(layer, DROPOUTS):
-                    setattr(part, name, KeyedDropout(layer, context, (1,) * len(network.patch), name))
+                    setattr(
+                        part, name, KeyedDropout(layer, context, (1,) * len(network.patch), name)
+                    )
         self._place(network, device, precision, channels_last, at_once)
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Patches (n, C, *patch) -> (n, s, *cells), and the skips; ``samples``: the keys of their dropout masks, here and in what decodes them."""
-        self.context.places, self.context.current = [place_of(x.shape[2:], range(len(x)), samples)], 0
+        self.context.places, self.context.current = (
+            [place_of(x.shape[2:], range(len(x)), samples)],
+            0,
+        )
         with self.autocast(), skip_store({}) as skips:
             z = self.network.encoder(upload(x, self.device, self.dtype, self.channels_last))
         return z, skips
@@ -75,7 +88,14 @@ class MapPredictor(Predictor):
     """A U-Net of patches over whole images; each rank fills Z of the images of which it has tiles."""
 
     def __init__(self, filler: MapFiller, replicas):
-        super().__init__(filler.network, replicas, [filler.device], filler.autocast, filler.network.patch, outputs=filler.network.outputs)
+        super().__init__(
+            filler.network,
+            replicas,
+            [filler.device],
+            filler.autocast,
+            filler.network.patch,
+            outputs=filler.network.outputs,
+        )
         self.filler = filler
 
     _dealt_singly = True
@@ -86,7 +106,9 @@ class MapPredictor(Predictor):
     def tiles_of(self, size) -> list[Box]:
         return self.filler.network.own(size)
 
-    def __call__(self, scene: ImageSource, numbers: Sequence[int] | None = None) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(
+        self, scene: ImageSource, numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[Box, np.ndarray]]:
         mine = self.deal(scene.size, numbers)[self.replicas.rank]
         with self.filler.evaluating():
             told = self._told(scene) if mine else None
@@ -103,4 +125,6 @@ class MapPredictor(Predictor):
         box, own = network.patches(scene.size)[number], network.own(scene.size)[number]
         z, skips = self.filler.encode(torch.from_numpy(scene.read(box))[None], [0])
         y = self.filler.decode(z, told[None], skips)[0]
-        return own, y[(..., *own.relative_to(box).slices)].to(torch.promote_types(y.dtype, torch.float32)).cpu().numpy()
+        return own, y[(..., *own.relative_to(box).slices)].to(
+            torch.promote_types(y.dtype, torch.float32)
+        ).cpu().numpy()

@@ -38,7 +38,9 @@ def of_one_grid(head: str) -> bool:
     return "grid" in _parameters(head) if is_own(head) else head in OF_ONE_GRID
 
 
-def make_head(name: str, features: int, channels: int | None, outputs: int, grid: Sequence[int]) -> nn.Module:
+def make_head(
+    name: str, features: int, channels: int | None, outputs: int, grid: Sequence[int]
+) -> nn.Module:
     """Return a new head.
 
     Args:
@@ -88,16 +90,26 @@ def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
         try:
             y = head(z)
         except Exception as e:  # by whatever a user's function does
-            raise ValueError(f"{what} of {z.shape[1]} features: {user_error(e)}: take a head for any grid, such as cnn, or other patches (patchgd.patch)") from e
+            raise ValueError(
+                f"{what} of {z.shape[1]} features: {user_error(e)}: take a head for any grid, such as cnn, or other patches (patchgd.patch)"
+            ) from e
         if not torch.equal(before, torch.get_rng_state()):
-            raise ValueError(f"patchgd.head {name} draws random numbers of its own, other ones on each rank: use nn.Dropout or nn.Dropout2d layers")
+            raise ValueError(
+                f"patchgd.head {name} draws random numbers of its own, other ones on each rank: use nn.Dropout or nn.Dropout2d layers"
+            )
     wanted = (len(z), outputs)
     if not isinstance(y, Tensor) or y.dim() < 2 or y.flatten(1).shape != wanted:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(f"patchgd.head {name} makes {shape} of Z, but {wanted} is wanted, a number a class: let it take outputs")
+        raise ValueError(
+            f"patchgd.head {name} makes {shape} of Z, but {wanted} is wanted, a number a class: let it take outputs"
+        )
 
 
-_CALLED = {"features": ("features", "in_channels", "in_features", "dim"), "outputs": ("outputs", "out_channels", "classes", "num_classes"), "grid": ("grid",)}
+_CALLED = {
+    "features": ("features", "in_channels", "in_features", "dim"),
+    "outputs": ("outputs", "out_channels", "classes", "num_classes"),
+    "grid": ("grid",),
+}
 
 
 def _parameters(name: str) -> list[str]:
@@ -110,14 +122,23 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
     """Return what a user's function makes of the numbers of features and outputs, and of the grid if it takes that."""
     builder, takes = own_builder(name, "patchgd.head"), _parameters(name)
     given = {"features": features, "outputs": outputs, "grid": tuple(grid)}
-    arguments = {called: given[field] for field, names in _CALLED.items() for called in names if called in takes}
+    arguments = {
+        called: given[field]
+        for field, names in _CALLED.items()
+        for called in names
+        if called in takes
+    }
     for field in ("features", "outputs"):
         if not any(called in takes for called in _CALLED[field]):
-            raise ValueError(f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called with the number of {field}: let it take {field}")
+            raise ValueError(
+                f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called with the number of {field}: let it take {field}"
+            )
     with user_errors(f"patchgd.head {name!r} can not be built"):
         head = builder(**arguments)
     if not isinstance(head, nn.Module):
-        raise ValueError(f"patchgd.head {name!r} returns a value of type {type(head).__name__}, but it is to return a torch.nn.Module")
+        raise ValueError(
+            f"patchgd.head {name!r} returns a value of type {type(head).__name__}, but it is to return a torch.nn.Module"
+        )
     return head
 
 
@@ -134,12 +155,26 @@ class GridHead(nn.Module):
         dropout: the share of channels that is dropped.
     """
 
-    def __init__(self, features: int, channels: int, outputs: int, grid: Sequence[int], keeping: int = 1, dropout: float = 0.2):
+    def __init__(
+        self,
+        features: int,
+        channels: int,
+        outputs: int,
+        grid: Sequence[int],
+        keeping: int = 1,
+        dropout: float = 0.2,
+    ):
         super().__init__()
         dims, self.grid = len(grid), tuple(grid)
         layers: list[nn.Module] = []
         for number in range(keeping + _HALVINGS):
-            conv = _CONV[dims - 1](channels if number else features, channels, 3, stride=1 if number < keeping else 2, padding=1)
+            conv = _CONV[dims - 1](
+                channels if number else features,
+                channels,
+                3,
+                stride=1 if number < keeping else 2,
+                padding=1,
+            )
             layers += [conv, nn.ReLU(), _NORM[dims - 1](channels), _DROPOUT[dims - 1](dropout)]
         self.layers = nn.Sequential(*layers)
         self.last = nn.Linear(channels * math.prod(-(-n // 2**_HALVINGS) for n in grid), outputs)
@@ -166,16 +201,35 @@ class AttentionHead(nn.Module):
         ValueError: a width that the heads do not divide.
     """
 
-    def __init__(self, features: int, channels: int, outputs: int, heads: int = 2, dropout: float = 0.1):
+    def __init__(
+        self, features: int, channels: int, outputs: int, heads: int = 2, dropout: float = 0.1
+    ):
         super().__init__()
         if channels % (2 * heads):
-            raise ValueError(f"patchgd.head_channels is {channels}, but attention of {heads} heads wants a multiple of {2 * heads}")
-        self.heads, self.embed = heads, nn.Identity() if features == channels else nn.Linear(features, channels)
+            raise ValueError(
+                f"patchgd.head_channels is {channels}, but attention of {heads} heads wants a multiple of {2 * heads}"
+            )
+        self.heads, self.embed = (
+            heads,
+            nn.Identity() if features == channels else nn.Linear(features, channels),
+        )
         self.image = nn.Parameter(torch.randn(1, 1, channels))
         self.before, self.between, self.behind = (nn.LayerNorm(channels) for _ in range(3))
-        self.project, self.joined = nn.Linear(channels, 3 * channels, bias=False), nn.Linear(channels, channels)
-        self.wider, self.narrower = nn.Linear(channels, 3 * channels), nn.Linear(3 * channels, channels)
-        self.drop_tokens, self.drop_weights, self.drop_joined, self.drop_wider, self.drop_narrower = (nn.Dropout(dropout) for _ in range(5))
+        self.project, self.joined = (
+            nn.Linear(channels, 3 * channels, bias=False),
+            nn.Linear(channels, channels),
+        )
+        self.wider, self.narrower = (
+            nn.Linear(channels, 3 * channels),
+            nn.Linear(3 * channels, channels),
+        )
+        (
+            self.drop_tokens,
+            self.drop_weights,
+            self.drop_joined,
+            self.drop_wider,
+            self.drop_narrower,
+        ) = (nn.Dropout(dropout) for _ in range(5))
         self.last = nn.Linear(channels, outputs)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -188,7 +242,10 @@ class AttentionHead(nn.Module):
 
     def _attended(self, tokens: Tensor) -> Tensor:
         """Return the values of all tokens, weighed for each token: (N, tokens, channels) -> (N, tokens, channels)."""
-        query, key, value = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in self.project(tokens).chunk(3, -1))
+        query, key, value = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x in self.project(tokens).chunk(3, -1)
+        )
         weights = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
         return (self.drop_weights(weights) @ value).transpose(1, 2).flatten(2)
 
@@ -196,12 +253,20 @@ class AttentionHead(nn.Module):
 class ConvHead(nn.Module):
     """(N, s, *grid) -> (N, K): two 3-wide convolutions with batch norm, a mean or maximum over all places, a linear layer."""
 
-    def __init__(self, features: int, channels: int, outputs: int, dims: int = 2, largest: bool = False):
+    def __init__(
+        self, features: int, channels: int, outputs: int, dims: int = 2, largest: bool = False
+    ):
         super().__init__()
         self.largest = largest
         conv, norm = _CONV[dims - 1], _NORM[dims - 1]
-        self.first, self.second = conv(features, channels, 3, padding=1, bias=False), conv(channels, channels, 3, padding=1, bias=False)
-        self.norm_first, self.norm_second = norm(channels), norm(channels)  # without them nothing was learnt of 7,000 images
+        self.first, self.second = (
+            conv(features, channels, 3, padding=1, bias=False),
+            conv(channels, channels, 3, padding=1, bias=False),
+        )
+        self.norm_first, self.norm_second = (
+            norm(channels),
+            norm(channels),
+        )  # without them nothing was learnt of 7,000 images
         self.last = nn.Linear(channels, outputs)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -216,9 +281,13 @@ class TransformerHead(nn.Module):
     def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
         super().__init__()
         if channels % (2 * heads):
-            raise ValueError(f"patchgd.head_channels is {channels}, but a transformer of {heads} heads wants a multiple of {2 * heads}")
+            raise ValueError(
+                f"patchgd.head_channels is {channels}, but a transformer of {heads} heads wants a multiple of {2 * heads}"
+            )
         self.embed, self.last = nn.Linear(features, channels), nn.Linear(channels, outputs)
-        layer = nn.TransformerEncoderLayer(channels, heads, 2 * channels, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            channels, heads, 2 * channels, dropout=0.0, batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -232,7 +301,9 @@ def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
     each = channels // (2 * len(grid))
     exact = dict(device=like.device, dtype=torch.float64)
     rates = torch.exp(-math.log(10000.0) * torch.arange(each, **exact) / max(each, 1))
-    at = torch.stack(torch.meshgrid(*(torch.arange(n, **exact) for n in grid), indexing="ij"), -1).flatten(0, -2)
+    at = torch.stack(
+        torch.meshgrid(*(torch.arange(n, **exact) for n in grid), indexing="ij"), -1
+    ).flatten(0, -2)
     angles = (at.unsqueeze(-1) * rates).flatten(1)
     found = torch.cat((angles.sin(), angles.cos()), 1)
     return F.pad(found, (0, channels - found.shape[1])).to(like.dtype)

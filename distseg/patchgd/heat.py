@@ -44,7 +44,9 @@ _STRIP = 1 << 20  # and of a part of it
 _NO_POOLING = "predict.heat draws the map before the last pooling over the image, and this network has none that is known: leave it out"
 
 
-def heat_of(model: nn.Module, predictor: Predictor | PatchPredictor) -> Callable[[ImageSource], Iterator[tuple[Box, np.ndarray]]]:
+def heat_of(
+    model: nn.Module, predictor: Predictor | PatchPredictor
+) -> Callable[[ImageSource], Iterator[tuple[Box, np.ndarray]]]:
     """What yields (tile, its heat (h, w) float32, not negative) for all tiles of an image of any size, on one rank.
 
     Args:
@@ -67,12 +69,17 @@ class _OfPatches:
         size = tuple(scene.size)
         features = self.predictor.features(scene)
         self.network.head.eval()
-        (slopes,) = _slopes([features], lambda features: self.predictor.filler.logits([features], [size]))
+        (slopes,) = _slopes(
+            [features], lambda features: self.predictor.filler.logits([features], [size])
+        )
         heat = self.network.block((features @ slopes.mean(0))[None, :, None], size)[:, 0].relu()
         spread = Spread(heat.shape[1:], mode="bilinear", align_corners=False)
         for rows in strips(Box.whole(size), _STRIP):
             places = [range(a, b) for a, b in zip(rows.start, rows.stop)]
-            yield rows, spread.part(heat.reshape(1, -1, 1, 1), size, places)[0, 0].float().cpu().numpy()
+            yield (
+                rows,
+                spread.part(heat.reshape(1, -1, 1, 1), size, places)[0, 0].float().cpu().numpy(),
+            )
 
 
 class _OfPooled:
@@ -81,7 +88,9 @@ class _OfPooled:
     def __init__(self, model: nn.Module, predictor: Predictor):
         self.network, self.predictor = as_network(model).eval(), predictor
         reads = self.network.reads if isinstance(self.network, Network) else {}
-        if reads and isinstance(self.network.get_submodule(last := [*reads][-1]), MainOutput):  # poolings of other outputs say nothing of the first one
+        if reads and isinstance(
+            self.network.get_submodule(last := [*reads][-1]), MainOutput
+        ):  # poolings of other outputs say nothing of the first one
             self.network = self._up_to(reads[reads[last][0]][0])
             reads = self.network.reads
         pools = [name for name in reads if isinstance(self.network.get_submodule(name), Mean)]
@@ -91,13 +100,22 @@ class _OfPooled:
         self.pools = [name for name in pools if reads[name][0] == self.source]
         self.after: list[str] = []  # what makes the answer of what is pooled
         for name in reads:
-            if name not in self.pools and set(self.network.cells_read(name)) & {*self.pools, *self.after}:
+            if name not in self.pools and set(self.network.cells_read(name)) & {
+                *self.pools,
+                *self.after,
+            }:
                 self.after.append(name)
-        vectors = {source for name in self.after for source in self.network.cells_read(name)} - set(self.after) | set(self.pools)
+        vectors = {source for name in self.after for source in self.network.cells_read(name)} - set(
+            self.after
+        ) | set(self.pools)
         channels = dict(zip((IMAGE, *reads), channels_of_maps(self.network)))
         if any(channels[name] for name in vectors):
             raise ValueError(_NO_POOLING)
-        self.channels, self.graph, self.number = channels[self.source], graph_of(self.network), (IMAGE, *reads).index(self.source)
+        self.channels, self.graph, self.number = (
+            channels[self.source],
+            graph_of(self.network),
+            (IMAGE, *reads).index(self.source),
+        )
         self._vectors = {name: self._predictor(self._up_to(name)) for name in sorted(vectors)}
 
     def __call__(self, scene: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
@@ -106,14 +124,18 @@ class _OfPooled:
         def answer(*pooled: Tensor) -> Tensor:
             there = found | dict(zip(self.pools, pooled))
             for name in self.after:
-                there[name] = self.network.get_submodule(name)(*(there[source] for source in self.network.cells_read(name)))
+                there[name] = self.network.get_submodule(name)(
+                    *(there[source] for source in self.network.cells_read(name))
+                )
             return there[(*self.pools, *self.after)[-1]]
 
         size = tuple(scene.size)
         cells = Layout(self.graph, size, [(0, n) for n in size], "all").sizes[self.number]
         slopes = torch.zeros(self.channels)
         for name, slope in zip(self.pools, _slopes([found[name] for name in self.pools], answer)):
-            slopes = slopes + slope.view(self.channels, -1).sum(1) * (math.prod(cells) if self.network.get_submodule(name).total else 1)
+            slopes = slopes + slope.view(self.channels, -1).sum(1) * (
+                math.prod(cells) if self.network.get_submodule(name).total else 1
+            )
         for box, heat in self._predictor(self._drawing(slopes, size, cells))(scene):
             yield box, heat[0]
 
@@ -128,30 +150,78 @@ class _OfPooled:
         weigh.weight.data = slopes.view(1, -1, 1, 1)
         if self.graph.sized:  # whose cells share the image evenly
             to_image = ResizeTo([Follow()] * len(size), "bilinear", False)
-            return self._up_to(self.source, {"heat.weigh": weigh, "heat.positive": nn.ReLU(), "heat.resized": to_image}, {"heat.resized": ("heat.positive", IMAGE)})
+            return self._up_to(
+                self.source,
+                {"heat.weigh": weigh, "heat.positive": nn.ReLU(), "heat.resized": to_image},
+                {"heat.resized": ("heat.positive", IMAGE)},
+            )
         scales = [int(scales_of(self.graph, dim)[self.number]) for dim in range(len(size))]
         missing = [max(0, -(-n // scale) - cell) for n, cell, scale in zip(size, cells, scales)]
-        more = {"weigh": weigh, "positive": nn.ReLU(), "beside": nn.ReplicationPad2d((0, missing[1], 0, missing[0]))}
-        more |= {"resized": nn.Upsample(scale_factor=tuple(map(float, scales)), mode="bilinear", align_corners=False), "cut": CutTo()}
-        return self._up_to(self.source, {f"heat.{name}": layer for name, layer in more.items() if name != "beside" or any(missing)}, {"heat.cut": ("heat.resized", IMAGE)})
+        more = {
+            "weigh": weigh,
+            "positive": nn.ReLU(),
+            "beside": nn.ReplicationPad2d((0, missing[1], 0, missing[0])),
+        }
+        more |= {
+            "resized": nn.Upsample(
+                scale_factor=tuple(map(float, scales)), mode="bilinear", align_corners=False
+            ),
+            "cut": CutTo(),
+        }
+        return self._up_to(
+            self.source,
+            {
+                f"heat.{name}": layer
+                for name, layer in more.items()
+                if name != "beside" or any(missing)
+            },
+            {"heat.cut": ("heat.resized", IMAGE)},
+        )
 
-    def _up_to(self, last: str, more: Mapping[str, nn.Module] = {}, reads: Mapping[str, tuple[str, ...]] = {}) -> Network:
+    def _up_to(
+        self,
+        last: str,
+        more: Mapping[str, nn.Module] = {},
+        reads: Mapping[str, tuple[str, ...]] = {},
+    ) -> Network:
         """A copy of the layers that make one of the maps, and ``more`` behind them."""
         wanted = {last}
         for name in reversed(list(self.network.reads)):
             wanted |= set(self.network.reads[name]) if name in wanted else set()
-        layers = {name: copy.deepcopy(self.network.get_submodule(name)) for name in self.network.reads if name in wanted}
+        layers = {
+            name: copy.deepcopy(self.network.get_submodule(name))
+            for name in self.network.reads
+            if name in wanted
+        }
         first = {next(iter(more)): (last,)} if more else {}
-        found = Network({**layers, **more}, {name: self.network.reads[name] for name in layers} | first | dict(reads))
+        found = Network(
+            {**layers, **more},
+            {name: self.network.reads[name] for name in layers} | first | dict(reads),
+        )
         found.of_image = not more
         return tell_like(found, self.network).eval()
 
     def _predictor(self, network: Network) -> Predictor:
         """Of another network, on this rank alone."""
         like = self.predictor
-        place_model(network, like.devices[0], "fp64" if like.dtype == torch.float64 else "fp32", like.channels_last)
+        place_model(
+            network,
+            like.devices[0],
+            "fp64" if like.dtype == torch.float64 else "fp32",
+            like.channels_last,
+        )
         model = parallelize(network, reach_for(network, True), Context(), whole=True)
-        return Predictor(model.eval(), Alone(), like.devices[:1], like.autocast, like.tile, like.scratch, like.channels_last, neighbours=like.neighbours, room=like.room)
+        return Predictor(
+            model.eval(),
+            Alone(),
+            like.devices[:1],
+            like.autocast,
+            like.tile,
+            like.scratch,
+            like.channels_last,
+            neighbours=like.neighbours,
+            room=like.room,
+        )
 
 
 @torch.enable_grad()
@@ -159,10 +229,14 @@ def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Ten
     """Of the likeliest class's logit, or towards what a single one says, by what is given."""
     given = [x.detach().requires_grad_() for x in given]
     logits = answer(*given).flatten()
-    return torch.autograd.grad(logits.max() if len(logits) > 1 else logits[0] * logits[0].detach().sign(), given)
+    return torch.autograd.grad(
+        logits.max() if len(logits) > 1 else logits[0] * logits[0].detach().sign(), given
+    )
 
 
-def picture(heat: Iterator[tuple[Box, np.ndarray]], scene: ImageSource, data: Mapping) -> np.ndarray:
+def picture(
+    heat: Iterator[tuple[Box, np.ndarray]], scene: ImageSource, data: Mapping
+) -> np.ndarray:
     """(H, W, 3) uint8: the image, fainter where nothing comes from, and red to yellow where the answer does; smaller by a whole number where the image has more than 16 million pixels.
 
     Args:
@@ -170,16 +244,30 @@ def picture(heat: Iterator[tuple[Box, np.ndarray]], scene: ImageSource, data: Ma
     """
     by = next(k for k in count(1) if math.prod(n // k for n in scene.size) <= _MOST)
     size = tuple(n // by for n in scene.size)
-    warmth, pixels = np.zeros(size, np.float32), np.zeros((min(3, len(data["mean"])), *size), np.float32)
+    warmth, pixels = (
+        np.zeros(size, np.float32),
+        np.zeros((min(3, len(data["mean"])), *size), np.float32),
+    )
     for box, part in heat:
-        first, stop = (tuple(min(n, max(0, -(-(a - by // 2) // by))) for a, n in zip(corner, size)) for corner in (box.start, box.stop))
+        first, stop = (
+            tuple(min(n, max(0, -(-(a - by // 2) // by))) for a, n in zip(corner, size))
+            for corner in (box.start, box.stop)
+        )
         inside = tuple(slice(i * by + by // 2 - a, None, by) for i, a in zip(first, box.start))
-        warmth[Box(first, stop).slices] = part[inside][tuple(slice(b - a) for a, b in zip(first, stop))]
+        warmth[Box(first, stop).slices] = part[inside][
+            tuple(slice(b - a) for a, b in zip(first, stop))
+        ]
     by_band = lambda numbers: np.asarray(numbers[: len(pixels)], np.float32)[:, None, None]
     for rows in strips(Box.whole(size), _STRIP / by**2):
-        read = scene.read(Box(tuple(by * a for a in rows.start), tuple(by * b for b in rows.stop)))[: len(pixels)]
-        pixels[(slice(None), *rows.slices)] = shrunken(read, by) * by_band(data["std"]) + by_band(data["mean"])
-    image = rgb(np.rint(pixels).clip(0, 255).astype(np.uint8) if data.get("types") == ["uint8"] else pixels)
+        read = scene.read(Box(tuple(by * a for a in rows.start), tuple(by * b for b in rows.stop)))[
+            : len(pixels)
+        ]
+        pixels[(slice(None), *rows.slices)] = shrunken(read, by) * by_band(data["std"]) + by_band(
+            data["mean"]
+        )
+    image = rgb(
+        np.rint(pixels).clip(0, 255).astype(np.uint8) if data.get("types") == ["uint8"] else pixels
+    )
     return drawn_over(image, warmth / max(warmth.max(), np.finfo(np.float32).tiny))
 
 
@@ -187,4 +275,8 @@ def drawn_over(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
     """A picture (H, W, 3) uint8: the image, fainter where nothing comes from, and red to yellow where the answer does."""
     warm = np.stack((np.ones_like(heat), heat, 0.2 * heat), -1)
     share = (0.75 * heat)[..., None]
-    return np.rint(255 * (share * warm + (1 - share) * (0.2 + 0.8 * image / 255.0 * 0.9))).clip(0, 255).astype(np.uint8)
+    return (
+        np.rint(255 * (share * warm + (1 - share) * (0.2 + 0.8 * image / 255.0 * 0.9)))
+        .clip(0, 255)
+        .astype(np.uint8)
+    )

@@ -25,13 +25,21 @@ from distseg.tiling.tile import Box
 
 def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
     """Where patches begin along each dim: every ``step`` pixels; the last one ends where the image does."""
-    return [[min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0] for n, p, s in zip(size, patch, step)]
+    return [
+        [min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0]
+        for n, p, s in zip(size, patch, step)
+    ]
 
 
 @lru_cache(16)
-def patches_of(size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]) -> tuple[Box, ...]:
+def patches_of(
+    size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]
+) -> tuple[Box, ...]:
     """The patches of an image, row by row, all of one size: the ``patch``, as far as the image goes. Together they cover it."""
-    return tuple(Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size))) for start in product(*starts_of(size, patch, step)))
+    return tuple(
+        Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size)))
+        for start in product(*starts_of(size, patch, step))
+    )
 
 
 class PatchNetwork(nn.Module):
@@ -52,10 +60,19 @@ class PatchNetwork(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.outputs, self.made_for = outputs, made_for and tuple(made_for)
-        self.backbone, self.head, self.patch, self.step = as_network(backbone), as_network(head), tuple(patch), tuple(step or patch)
+        self.backbone, self.head, self.patch, self.step = (
+            as_network(backbone),
+            as_network(head),
+            tuple(patch),
+            tuple(step or patch),
+        )
         tell_like(self, self.backbone)
         parts = {"backbone": self.backbone, "head": self.head}
-        self.names = {f"{part}.{own}": f"{part}.{user}" for part, network in parts.items() for own, user in getattr(network, "names", {}).items()}
+        self.names = {
+            f"{part}.{own}": f"{part}.{user}"
+            for part, network in parts.items()
+            for own, user in getattr(network, "names", {}).items()
+        }
 
     @property
     def begun(self) -> nn.Module:
@@ -99,6 +116,10 @@ def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an ima
         ValueError: naming both.
     """
     if len(size) != len(patch):
-        raise ValueError(f"{what} has {Size(size)} pixels, of {len(size)} dims, but patchgd.patch is {Size(patch)}: give it as many numbers")
+        raise ValueError(
+            f"{what} has {Size(size)} pixels, of {len(size)} dims, but patchgd.patch is {Size(patch)}: give it as many numbers"
+        )
     if any(n < p for n, p in zip(size, patch)):
-        raise ValueError(f"{what} has {Size(size)} pixels, but patchgd.patch is {Size(patch)}: take a smaller patch")
+        raise ValueError(
+            f"{what} has {Size(size)} pixels, but patchgd.patch is {Size(patch)}: take a smaller patch"
+        )

@@ -83,7 +83,9 @@ class Patches:
     def hold(self) -> None:
         """Read the images whole, if they have not been: patches are then cut out of them."""
         if not self._held:
-            self._held.extend([self.read(i, [Box.whole(size)])[0] for i, size in enumerate(self.sizes)])
+            self._held.extend(
+                [self.read(i, [Box.whole(size)])[0] for i, size in enumerate(self.sizes)]
+            )
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
         """Return patches of one size, (boxes, C, *size)."""
@@ -122,14 +124,26 @@ class PatchLoader:
         steps, images = self._samples(number), self.config.data.images
         for k in range(first_step, len(steps)):
             self.steps_read += 1
-            yield Patches(self.store, steps[k][self.mesh.sample * images : (self.mesh.sample + 1) * images], self._note_bytes, steps[k])
+            yield Patches(
+                self.store,
+                steps[k][self.mesh.sample * images : (self.mesh.sample + 1) * images],
+                self._note_bytes,
+                steps[k],
+            )
 
     def _note_bytes(self, count: int) -> None:
         self.bytes_read += count
 
     def _samples(self, epoch: int) -> Sequence[list[Sample]]:
         config = self.config
-        return epoch_samples(self.store, "train", config.data, config.train.seed, epoch, self.mesh.shape.samples * config.data.images)
+        return epoch_samples(
+            self.store,
+            "train",
+            config.data,
+            config.train.seed,
+            epoch,
+            self.mesh.shape.samples * config.data.images,
+        )
 
 
 class PatchEngine(ParameterUpdate):
@@ -142,27 +156,66 @@ class PatchEngine(ParameterUpdate):
 
     partition = None
 
-    def __init__(self, config: Config, mesh: Mesh, network: PatchNetwork, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False):
-        self.config, self.mesh, self.network, self.device, self.precision, self.channels_last = config, mesh, network, device, precision, channels_last
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        network: PatchNetwork,
+        device=torch.device("cpu"),
+        precision: str = "fp32",
+        channels_last: bool = False,
+    ):
+        self.config, self.mesh, self.network, self.device, self.precision, self.channels_last = (
+            config,
+            mesh,
+            network,
+            device,
+            precision,
+            channels_last,
+        )
         mesh.waits.timeout = config.run.timeout
         with raise_jointly(mesh.world):
             freeze(network, config.optim)
             own_memory(network)
             self.loss = Loss(config.loss, network.outputs)
             step = config.spatial.norm_scope == "step"
-            groups = Alone() if step else mesh.groups  # norms that met all groups are not counted once for each again
-            self.context = Context(norm_comm=Alone(), batch_comm=mesh.replicas if step else mesh.tiles, groups_comm=groups, seed=config.train.seed)
-            self.head_context = Context(norm_comm=Alone(), batch_comm=mesh.groups if step else Alone(), groups_comm=groups, seed=config.train.seed)
+            groups = (
+                Alone() if step else mesh.groups
+            )  # norms that met all groups are not counted once for each again
+            self.context = Context(
+                norm_comm=Alone(),
+                batch_comm=mesh.replicas if step else mesh.tiles,
+                groups_comm=groups,
+                seed=config.train.seed,
+            )
+            self.head_context = Context(
+                norm_comm=Alone(),
+                batch_comm=mesh.groups if step else Alone(),
+                groups_comm=groups,
+                seed=config.train.seed,
+            )
             self.filler = self._filler(self.context)
             network.train()
         super().__init__(config, mesh, network, device)
 
     def _filler(self, context: Context) -> Filler:
-        return Filler(self.network, context, self.head_context, self.device, self.precision, self.channels_last, self.config.patchgd.at_once)
+        return Filler(
+            self.network,
+            context,
+            self.head_context,
+            self.device,
+            self.precision,
+            self.channels_last,
+            self.config.patchgd.at_once,
+        )
 
     def lines(self, size: Sequence[int]) -> list[str]:
         """What training is made of, for images of this size."""
-        settings, patches, inner = self.config.patchgd, len(self.network.patches(size)), self.config.patchgd.inner or self._rounds(size)
+        settings, patches, inner = (
+            self.config.patchgd,
+            len(self.network.patches(size)),
+            self.config.patchgd.inner or self._rounds(size),
+        )
         return [
             f"PatchGD: {patches} patches of {settings.patch} an image of {'x'.join(map(str, size))}, {inner} inner iterations of {drawn(settings.sampled, patches)} of them, "
             f"an update after {min(settings.accumulate or inner, inner)}; gradients are approximate"
@@ -188,11 +241,15 @@ class PatchEngine(ParameterUpdate):
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
         turns = [self._rounds(size) for size in images.sizes]
-        step = self.config.spatial.norm_scope == "step"  # norms then meet those of all sample groups
+        step = (
+            self.config.spatial.norm_scope == "step"
+        )  # norms then meet those of all sample groups
         rounds = range(self._most_rounds(images) if step or self._at_once else max(turns))
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
-        with self.context.repeating(not self._at_once):  # otherwise running statistics move by the inner iterations alone
+        with self.context.repeating(
+            not self._at_once
+        ):  # otherwise running statistics move by the inner iterations alone
             for j, pairs, x in zip(rounds, drawn, prefetch(read, 1)):
                 with self._masks("fill", j):
                     rows = self._shared(self._features(x, self._keys(images, pairs)), pairs)
@@ -253,7 +310,9 @@ class PatchEngine(ParameterUpdate):
             count = len(self.network.patches(size))
             share = self._drawn_of(count)
             turn, at = divmod(j, math.ceil(count / share))
-            order = images.order(i, rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count)
+            order = images.order(
+                i, rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count
+            )
             start = min(at * share, count - share)  # the last ones of an order may have come before
             found += [(i, p) for p in sorted(order[start : start + share].tolist())]
         return found
@@ -292,9 +351,18 @@ class PatchEngine(ParameterUpdate):
         self._passed()
         labels = images.labels.to(self.device)
         found = self.loss.rows(logits[..., None], labels[:, None])
-        return self._settled(images, list(range(len(block))), found, counts=self.mesh.tiles.rank == 0)
+        return self._settled(
+            images, list(range(len(block))), found, counts=self.mesh.tiles.rank == 0
+        )
 
-    def _settled(self, images: Patches, those: list[int], found: Tensor, counts: bool = True, besides: Tensor | None = None) -> float:
+    def _settled(
+        self,
+        images: Patches,
+        those: list[int],
+        found: Tensor,
+        counts: bool = True,
+        besides: Tensor | None = None,
+    ) -> float:
         """The loss, of rows (n, sums) of the step's table which belong to ``those`` images, gone back through to what they were made of; ``counts``: they do, and are no other rank's too; ``besides`` (images, sums): of the same images, without gradients."""
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
         at = torch.tensor([rows.of(0, i) for i in those])
@@ -342,10 +410,19 @@ def check_images(store: Store, config: Config) -> None:
     settings, ranks = config.patchgd, config.mesh.tiles.volume
     for name in store.split("train"):
         if not (store.has_labels(name) or store.of_images):
-            raise ValueError(f"image {name!r} of the split 'train' of {store.path} has no labels: prepare the store with masks")
+            raise ValueError(
+                f"image {name!r} of the split 'train' of {store.path} has no labels: prepare the store with masks"
+            )
         size = crop_size(store.size(name), config.data.crop)
         check_patches(size, settings.patch, f"image {name!r}")
-        count = config.data.images * drawn(settings.sampled, len(patches_of(tuple(size), tuple(settings.patch), tuple(settings.step or settings.patch))))
+        count = config.data.images * drawn(
+            settings.sampled,
+            len(
+                patches_of(
+                    tuple(size), tuple(settings.patch), tuple(settings.step or settings.patch)
+                )
+            ),
+        )
         if count < ranks:
             raise ValueError(
                 f"patchgd.sampled {settings.sampled} draws {count} patches of {config.data.images} images such as {name!r}, but {ranks} ranks share them (mesh.tiles {config.mesh.tiles}): draw more, or take fewer ranks"
@@ -357,11 +434,15 @@ def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> N
     those: dict[int, list[int]] = {}
     for i, p in pairs:
         those.setdefault(i, []).append(p)
-    for (i, patches), own in zip(those.items(), rows.split([len(patches) for patches in those.values()])):
+    for (i, patches), own in zip(
+        those.items(), rows.split([len(patches) for patches in those.values()])
+    ):
         features[i][patches] = own
 
 
 def drawn(share: float, patches: int) -> int:
     """Return k, how many patches of an image an inner iteration draws: a share of them, rounded up, or their number."""
-    wanted = math.ceil(share * patches - 1e-9) if share <= 1 else int(share)  # a product such as 0.07 * 100 is a little above 7
+    wanted = (
+        math.ceil(share * patches - 1e-9) if share <= 1 else int(share)
+    )  # a product such as 0.07 * 100 is a little above 7
     return max(1, min(patches, wanted))

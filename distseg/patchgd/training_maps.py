@@ -30,7 +30,14 @@ class MapEngine(PatchEngine):
     _answers: list[Tensor] | None = None
 
     def _filler(self, context: Context) -> MapFiller:
-        return MapFiller(self.network, context, self.device, self.precision, self.channels_last, self.config.patchgd.at_once)
+        return MapFiller(
+            self.network,
+            context,
+            self.device,
+            self.precision,
+            self.channels_last,
+            self.config.patchgd.at_once,
+        )
 
     def fill(self, images: Patches) -> list[Tensor]:
         features = super().fill(images)
@@ -46,7 +53,9 @@ class MapEngine(PatchEngine):
             pairs = self._draw(images, "fill", j)
             with self._masks("answers", j):
                 z, skips = self.filler.encode(self._read(images, pairs), self._keys(images, pairs))
-                logits = self.filler.decode(z, torch.stack([told[i][p] for i, p in self._mine(pairs)]), skips)
+                logits = self.filler.decode(
+                    z, torch.stack([told[i][p] for i, p in self._mine(pairs)]), skips
+                )
             rows = self._sums(self.loss.rows(logits, self._labels(images, pairs)), pairs)
             first = self._first(images, pairs, j)
             put(found, [pairs[n] for n in first], rows[first])
@@ -54,7 +63,9 @@ class MapEngine(PatchEngine):
 
     def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
         """Return the sums of the loss of all pairs, (pairs, sums), of this rank's."""
-        return shared(found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu"))
+        return shared(
+            found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu")
+        )
 
     def _labels(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
         """Return the labels of this rank's patches, (n, *patch); of y, pixels that belong to another patch count nowhere."""
@@ -73,7 +84,12 @@ class MapEngine(PatchEngine):
         """Return the sums of the loss of the patches of y that are not drawn, (images, sums), on the first rank of the tile group."""
         if self._answers is None or self.mesh.tiles.rank:
             return None
-        return torch.stack([rows.sum(0) - rows[[p for at, p in pairs if at == i]].sum(0) for i, rows in enumerate(self._answers)])
+        return torch.stack(
+            [
+                rows.sum(0) - rows[[p for at, p in pairs if at == i]].sum(0)
+                for i, rows in enumerate(self._answers)
+            ]
+        )
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         pairs = self._draw(images, "patches", j)
@@ -86,13 +102,17 @@ class MapEngine(PatchEngine):
             block = [rows.detach().requires_grad_() for rows in features]
             told = [self.filler.told(rows, size) for rows, size in zip(block, images.sizes)]
             given = [x.detach().requires_grad_() for x in told]
-            logits = self.filler.decode(leaves[0], torch.stack([given[i][p] for i, p in mine]), dict(zip(skips, leaves[1:])))
+            logits = self.filler.decode(
+                leaves[0], torch.stack([given[i][p] for i, p in mine]), dict(zip(skips, leaves[1:]))
+            )
         rows = self.loss.rows(logits, self._labels(images, pairs))
         loss = self._settled(images, [i for i, _ in mine], rows, besides=self._besides(pairs))
         if self._answers is not None:
             put(self._answers, pairs, self._sums(rows, pairs))
         of_told = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
-        total = add(torch.cat([g.flatten() for g in of_told]), self.mesh.tiles).split([g.numel() for g in of_told])
+        total = add(torch.cat([g.flatten() for g in of_told]), self.mesh.tiles).split(
+            [g.numel() for g in of_told]
+        )
         torch.autograd.backward(told, [g.view_as(x) for g, x in zip(total, told)])
         back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         back[0] = back[0] + torch.stack([block[i].grad[p] for i, p in mine]).view_as(z).to(z.dtype)

@@ -39,19 +39,41 @@ class PatchUNet(PatchNetwork):
 
     of_image = False
 
-    def __init__(self, unet: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None, channels: int = 64):
+    def __init__(
+        self,
+        unet: nn.Module,
+        patch: Sequence[int],
+        step: Sequence[int] | None = None,
+        outputs: int | None = None,
+        channels: int = 64,
+    ):
         nn.Module.__init__(self)
         self.patch, self.step, self.outputs = tuple(patch), tuple(step or patch), outputs
         parts = dict(zip(("encoder", "decoder"), halves(unet)))
-        self.encoder, self.decoder = (nn.Sequential(OrderedDict((_flat(name), layer) for name, layer in part)) for part in parts.values())
-        self.names = {f"{part}.{_flat(name)}.{own}": f"{name}.{own}" for part, layers in parts.items() for name, layer in layers for own in layer.state_dict()}
+        self.encoder, self.decoder = (
+            nn.Sequential(OrderedDict((_flat(name), layer) for name, layer in part))
+            for part in parts.values()
+        )
+        self.names = {
+            f"{part}.{_flat(name)}.{own}": f"{name}.{own}"
+            for part, layers in parts.items()
+            for name, layer in layers
+            for own in layer.state_dict()
+        }
         tell_like(self, unet)
         with torch.no_grad(), skip_store({}):
-            image = torch.empty(1, bands_of(unet), *patch, device="meta", dtype=next(unet.parameters()).dtype)
+            image = torch.empty(
+                1, bands_of(unet), *patch, device="meta", dtype=next(unet.parameters()).dtype
+            )
             _, features, *cells = outline(self.encoder)(image).shape
         self.features, self.cells = features, tuple(cells)
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(self.patch) - 1]
-        self.head = nn.Sequential(conv(features, channels, 3, padding=1, bias=False), nn.GroupNorm(1, channels), nn.LeakyReLU(0.1), conv(channels, features, 3, padding=1))
+        self.head = nn.Sequential(
+            conv(features, channels, 3, padding=1, bias=False),
+            nn.GroupNorm(1, channels),
+            nn.LeakyReLU(0.1),
+            conv(channels, features, 3, padding=1),
+        )
 
     @property
     def begun(self) -> nn.Module:
@@ -62,7 +84,11 @@ class PatchUNet(PatchNetwork):
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):
             spans.append(list(zip(starts, [*starts[1:], n])))
-        grid = torch.cartesian_prod(*(torch.arange(len(s)) for s in spans)).view(-1, len(spans)).tolist()
+        grid = (
+            torch.cartesian_prod(*(torch.arange(len(s)) for s in spans))
+            .view(-1, len(spans))
+            .tolist()
+        )
         return [Box(*zip(*(spans[d][k] for d, k in enumerate(cell)))) for cell in grid]
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
@@ -70,12 +96,16 @@ class PatchUNet(PatchNetwork):
         grid, dims = self.grid(size), len(self.cells)
         z = features.view(len(features), *grid, self.features, *self.cells)
         order = [0, dims + 1, *(n for d in range(dims) for n in (1 + d, dims + 2 + d))]
-        return z.permute(order).reshape(len(features), self.features, *(g * c for g, c in zip(grid, self.cells)))
+        return z.permute(order).reshape(
+            len(features), self.features, *(g * c for g, c in zip(grid, self.cells))
+        )
 
     def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """What the head tells each patch: (N, patches, s * cells) -> (N, patches, s, *cells)."""
         grid, dims = self.grid(size), len(self.cells)
-        y = self.head(self.block(features, size)).view(len(features), self.features, *(n for pair in zip(grid, self.cells) for n in pair))
+        y = self.head(self.block(features, size)).view(
+            len(features), self.features, *(n for pair in zip(grid, self.cells) for n in pair)
+        )
         order = [0, *(2 + 2 * d for d in range(dims)), 1, *(3 + 2 * d for d in range(dims))]
         return y.permute(order).reshape(len(features), math.prod(grid), self.features, *self.cells)
 
@@ -108,9 +138,20 @@ def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str
     layers = flat_layers(unet) if is_flat(unet) else []
     kinds = [type(layer) for _, layer in layers]
     last = max((n for n, kind in enumerate(kinds) if kind is Stash), default=None)
-    cut = next((n for n, kind in enumerate(kinds) if last is not None and n > last and issubclass(kind, _UP)), None)
+    cut = next(
+        (
+            n
+            for n, kind in enumerate(kinds)
+            if last is not None and n > last and issubclass(kind, _UP)
+        ),
+        None,
+    )
     if cut is None or any(kind is Pop for kind in kinds[:cut]):
-        raise ValueError("PatchGD trains networks that make a vector of a patch, such as distseg.models.classifier:residual, and for labels of pixels flat U-Nets (model.name: unet); this one is neither")
+        raise ValueError(
+            "PatchGD trains networks that make a vector of a patch, such as distseg.models.classifier:residual, and for labels of pixels flat U-Nets (model.name: unet); this one is neither"
+        )
     if any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
-        raise ValueError("this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none")
+        raise ValueError(
+            "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none"
+        )
     return layers[:cut], layers[cut:]

@@ -17,7 +17,9 @@ from typing import Callable, Sequence
 import numpy as np
 
 
-def fastest_split(seconds: np.ndarray, stages: int, peaks: np.ndarray | None = None, limit: float | None = None) -> list[int]:
+def fastest_split(
+    seconds: np.ndarray, stages: int, peaks: np.ndarray | None = None, limit: float | None = None
+) -> list[int]:
     """The layers of each stage that make the slowest stage fastest; among these, the smallest sum of squares.
 
     Args:
@@ -31,7 +33,9 @@ def fastest_split(seconds: np.ndarray, stages: int, peaks: np.ndarray | None = N
     """
     layers = seconds.shape[-1] - 1
     _check_stages(layers, stages)
-    allowed = np.broadcast_to(np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1), (stages, layers + 1, layers + 1))
+    allowed = np.broadcast_to(
+        np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1), (stages, layers + 1, layers + 1)
+    )
     if limit is not None:
         least, _ = _cheapest(np.where(allowed, peaks, np.inf), np.maximum)
         if least > limit:
@@ -79,7 +83,9 @@ def torchgpipe_split(seconds: Sequence[float], stages: int) -> list[int]:
     try:
         from torchgpipe.balance.blockpartition import solve
     except ImportError as e:
-        raise ImportError(f"torchgpipe's split needs torchgpipe, which can not be imported ({e}): pip install torchgpipe==0.0.7") from e
+        raise ImportError(
+            f"torchgpipe's split needs torchgpipe, which can not be imported ({e}): pip install torchgpipe==0.0.7"
+        ) from e
     return [len(block) for block in solve(list(seconds), stages)]
 
 
@@ -90,4 +96,6 @@ def starts_of(balance: Sequence[int]) -> list[int]:
 
 def _check_stages(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
-        raise ValueError(f"a model of {layers} layers can't be cut into {stages} stages: choose 1 to {layers}")
+        raise ValueError(
+            f"a model of {layers} layers can't be cut into {stages} stages: choose 1 to {layers}"
+        )

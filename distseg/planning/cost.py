@@ -95,10 +95,30 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         _, backward = counted(call.backward)
         keeps = frozenset(numbers.of(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
-        result, convolves = numbers.of(output), any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
-        found.append(LayerCost(name, device.seconds(forward), device.seconds(backward), parameters, 0, output.nbytes, keeps, result, convolves))
+        result, convolves = (
+            numbers.of(output),
+            any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules()),
+        )
+        found.append(
+            LayerCost(
+                name,
+                device.seconds(forward),
+                device.seconds(backward),
+                parameters,
+                0,
+                output.nbytes,
+                keeps,
+                result,
+                convolves,
+            )
+        )
     inputs = tuple(call.reads for call in calls_of(model))
-    return Costs(tuple(_counted_once(found, numbers.sizes)), tuple(numbers.sizes), inputs, f"modelled for {device.name}")
+    return Costs(
+        tuple(_counted_once(found, numbers.sizes)),
+        tuple(numbers.sizes),
+        inputs,
+        f"modelled for {device.name}",
+    )
 
 
 def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int = 3) -> Costs:
@@ -115,9 +135,14 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
     model = copied(model, lambda t: t if isinstance(t, nn.Parameter) else t.clone())
     times = []
     for _, call in alone(model, random_input(model, size, batch, device)):
-        pairs = [(_seconds(call.forward, device), _seconds(call.backward, device)) for _ in range(repeats + 1)]
+        pairs = [
+            (_seconds(call.forward, device), _seconds(call.backward, device))
+            for _ in range(repeats + 1)
+        ]
         times.append([min(column) for column in zip(*pairs[1:])])
-    layers = tuple(replace(layer, forward=f, backward=b) for layer, (f, b) in zip(structure.layers, times))
+    layers = tuple(
+        replace(layer, forward=f, backward=b) for layer, (f, b) in zip(structure.layers, times)
+    )
     return replace(structure, layers=layers, source=f"measured on {device.type}")
 
 

@@ -17,7 +17,12 @@ import numpy as np
 from distseg.tiling.graph import Skip
 
 
-def v_split(seconds: Sequence[float], skips: Sequence[Skip], ranks: int, travel: Sequence[float] | None = None) -> list[int]:
+def v_split(
+    seconds: Sequence[float],
+    skips: Sequence[Skip],
+    ranks: int,
+    travel: Sequence[float] | None = None,
+) -> list[int]:
     """The layers of each of the 2 * ranks - 1 stages of the V that make the slowest rank fastest, by a dynamic programme over pairs of cuts.
 
     Args:
@@ -32,10 +37,14 @@ def v_split(seconds: Sequence[float], skips: Sequence[Skip], ranks: int, travel:
     cuts = np.array(_pairs(layers, skips))  # (P, 2): a, b
     until = np.concatenate(([0.0], np.cumsum(seconds)))
     inner = until[cuts[:, 1]] - until[cuts[:, 0]]  # what lies between a pair's cuts
-    after = np.array([0.0, *(travel or [0.0] * layers)])  # a cut after so many layers; the model's input and output stay
+    after = np.array(
+        [0.0, *(travel or [0.0] * layers)]
+    )  # a cut after so many layers; the model's input and output stay
     after[layers] = 0.0
     crossing = after[cuts].sum(1)
-    peeled = inner[:, None] - inner[None, :] + crossing[:, None] + crossing[None, :]  # (from, to) a pair further in
+    peeled = (
+        inner[:, None] - inner[None, :] + crossing[:, None] + crossing[None, :]
+    )  # (from, to) a pair further in
     further_in = (cuts[:, None, 0] < cuts[None, :, 0]) & (cuts[:, None, 1] > cuts[None, :, 1])
     cost = np.where(further_in, peeled, np.inf)
     slowest, origins = np.where((cuts == (0, layers)).all(1), 0.0, np.inf), []
@@ -60,5 +69,8 @@ def v_split(seconds: Sequence[float], skips: Sequence[Skip], ranks: int, travel:
 def _pairs(layers: int, skips: Sequence[Skip]) -> list[tuple[int, int]]:
     """Pairs (a, b) with a skip either within layers a..b-1 or outside."""
     return [
-        (a, b) for a in range(layers) for b in range(a + 1, layers + 1) if all((a <= s.stash < b) == (a <= s.pop < b) for s in skips)
+        (a, b)
+        for a in range(layers)
+        for b in range(a + 1, layers + 1)
+        if all((a <= s.stash < b) == (a <= s.pop < b) for s in skips)
     ]

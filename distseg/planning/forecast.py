@@ -36,13 +36,18 @@ class Modelled(NamedTuple):
     pixels: int
 
 
-def costs_of(config: Config, model: nn.Module, image: Sequence[int], device: str) -> Modelled | None:
+def costs_of(
+    config: Config, model: nn.Module, image: Sequence[int], device: str
+) -> Modelled | None:
     """Of a plain model, perhaps only outlined; None where its layers are not known one by one."""
     try:
         calls_of(model)
     except ValueError:
         return None
-    return Modelled(modelled(model, image, config.data.images, CORE if device == "cpu" else V100), math.prod(image))
+    return Modelled(
+        modelled(model, image, config.data.images, CORE if device == "cpu" else V100),
+        math.prod(image),
+    )
 
 
 class StagePasses:
@@ -54,7 +59,14 @@ class StagePasses:
         pixels: of a unit, its windows together.
     """
 
-    def __init__(self, found: Modelled, partition: Partition, orders: Sequence[Sequence[Action]], recompute: str, pixels: float):
+    def __init__(
+        self,
+        found: Modelled,
+        partition: Partition,
+        orders: Sequence[Sequence[Action]],
+        recompute: str,
+        pixels: float,
+    ):
         self.partition, self.orders, self.recompute = partition, orders, recompute
         self.splits = any(isinstance(action, Weight) for order in orders for action in order)
         self._costs, self._share = found.costs, pixels / found.pixels
@@ -68,27 +80,55 @@ class StagePasses:
         return total
 
     def seconds(self, kind: str, stage: int) -> float:
-        layers = self._costs.layers if self.partition.ranges[stage] == range(0) else [self._costs.layers[n] for n in self.partition.ranges[stage]]
-        put_off = sum(layer.backward / 2 for layer in layers if layer.puts_off) if self.splits else 0.0
+        layers = (
+            self._costs.layers
+            if self.partition.ranges[stage] == range(0)
+            else [self._costs.layers[n] for n in self.partition.ranges[stage]]
+        )
+        put_off = (
+            sum(layer.backward / 2 for layer in layers if layer.puts_off) if self.splits else 0.0
+        )
         backward = sum(layer.backward for layer in layers)
-        return self._share * {"weight": put_off, "backward": backward - put_off}.get(kind, sum(layer.forward for layer in layers))
+        return self._share * {"weight": put_off, "backward": backward - put_off}.get(
+            kind, sum(layer.forward for layer in layers)
+        )
 
     def simulated(self, factor: float) -> Simulation:
         """The step of one pipeline, where every pass takes ``factor`` times as long and messages nothing."""
         again = set().union(*(recomputed(order, self.recompute) for order in self.orders))
-        of: Callable[[str], Callable[[int, int], float]] = lambda kind: lambda stage, m: factor * self.seconds(kind, stage)
+        of: Callable[[str], Callable[[int, int], float]] = lambda kind: (
+            lambda stage, m: factor * self.seconds(kind, stage)
+        )
         once_more = lambda stage, m: of("recompute")(stage, m) if (stage, m) in again else 0.0
-        return simulate(self.orders, self.partition.edges, of("forward"), of("backward"), self.partition.placement, None, once_more, of("weight"))
+        return simulate(
+            self.orders,
+            self.partition.edges,
+            of("forward"),
+            of("backward"),
+            self.partition.placement,
+            None,
+            once_more,
+            of("weight"),
+        )
 
 
-def of_tiles(found: Modelled, executor: StreamingExecutor, image: Sequence[int], program: Sequence[Operation], works: Sequence[StagePlan]) -> Passes:
+def of_tiles(
+    found: Modelled,
+    executor: StreamingExecutor,
+    image: Sequence[int],
+    program: Sequence[Operation],
+    works: Sequence[StagePlan],
+) -> Passes:
     """Of streamed tiles on a rank: layers cost as their cells do."""
     sizes, total = executor.layout(image).sizes, Counter()
 
     def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:
         work = works[op.micro_batch]
         for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts):
-            share, layer = part.made.pixels / max(1, math.prod(sizes[number + 1])), found.costs.layers[number]
+            share, layer = (
+                part.made.pixels / max(1, math.prod(sizes[number + 1])),
+                found.costs.layers[number],
+            )
             yield share * layer.forward, share * layer.backward
 
     for op in program:

@@ -23,7 +23,9 @@ class Alone:
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], image: int | None, readers: int):
         self.layer, self.readers = layer, readers
-        self.inputs = [x.detach().requires_grad_(number != image) for number, x in enumerate(inputs)]
+        self.inputs = [
+            x.detach().requires_grad_(number != image) for number, x in enumerate(inputs)
+        ]
         self.output: Tensor | None = None
 
     def forward(self) -> Tensor:
@@ -36,7 +38,9 @@ class Alone:
         if inputs and self.output.requires_grad:
             # Any values do as gradients, of which those of several readers are added, and its own are there already.
             times = max(1, self.readers)
-            torch.autograd.grad([self.output] * times, inputs, [self.output.detach()] * times, allow_unused=True)  # a layer need not use all of its parameters
+            torch.autograd.grad(
+                [self.output] * times, inputs, [self.output.detach()] * times, allow_unused=True
+            )  # a layer need not use all of its parameters
 
 
 class _Alias(torch.autograd.Function):
@@ -54,10 +58,18 @@ class _Alias(torch.autograd.Function):
 def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
     """Each layer in order, fed with what those before it gave: who takes one runs its forward."""
     calls = calls_of(model)
-    frees, readers = last_readings([call.inputs for call in calls], range(len(calls))), Counter(source for call in calls for source in call.reads)
+    frees, readers = (
+        last_readings([call.inputs for call in calls], range(len(calls))),
+        Counter(source for call in calls for source in call.reads),
+    )
     maps = {0: x}
     for number, call in enumerate(calls):
-        found = Alone(call.layer, [maps[source] for source in call.inputs], call.inputs.index(0) if 0 in call.inputs else None, readers[number + 1])
+        found = Alone(
+            call.layer,
+            [maps[source] for source in call.inputs],
+            call.inputs.index(0) if 0 in call.inputs else None,
+            readers[number + 1],
+        )
         yield call.name, found
         maps[number + 1] = found.output.detach()
         for source in frees[number]:
@@ -70,7 +82,9 @@ class Numbers:
     def __init__(self, model: nn.Module):
         self.sizes: list[int] = []
         self._known: dict[int, int] = {}
-        self._weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self._weights = {
+            t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())
+        }
         self._alive: list[Tensor] = []  # so that no address is used twice
 
     def is_weight(self, tensor: Tensor) -> bool:
@@ -97,4 +111,6 @@ def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 def random_input(model: nn.Module, size: Sequence[int], batch: int, device) -> Tensor:
     """(batch, C, *size) of the weights' dtype."""
-    return torch.randn(batch, channels_of(model)[0], *size, dtype=next(model.parameters()).dtype, device=device)
+    return torch.randn(
+        batch, channels_of(model)[0], *size, dtype=next(model.parameters()).dtype, device=device
+    )

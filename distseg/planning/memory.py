@@ -38,9 +38,14 @@ class Policy:
     def __post_init__(self):
         if self.micro_batches < 1:
             raise ValueError(f"a step has at least one micro-batch, got {self.micro_batches}")
-        for name, choices in (("schedule", tuple(SCHEDULES)), ("recompute", ("never", "except_last", "always"))):
+        for name, choices in (
+            ("schedule", tuple(SCHEDULES)),
+            ("recompute", ("never", "except_last", "always")),
+        ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} is one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
 
     def actions(self, stage: int, stages: int) -> list[Action]:
         """Of a stage that a rank has for itself."""
@@ -92,10 +97,27 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
             full, inputs = full + (not dropped), inputs + dropped
             found.add(Held(full, inputs, arriving, returning, min(inputs, late), put_off))
         if isinstance(action, Backward):
-            if dropped:  # computed again, just before its backward pass, while the gradient is awaited
-                found.add(Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off))
-            found.add(Held(full + dropped, inputs - dropped, arriving, returning, put_off=put_off, backward=True))
-            full, inputs, put_off = full - (not dropped), inputs - dropped, put_off + splits(policy.schedule)
+            if (
+                dropped
+            ):  # computed again, just before its backward pass, while the gradient is awaited
+                found.add(
+                    Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off)
+                )
+            found.add(
+                Held(
+                    full + dropped,
+                    inputs - dropped,
+                    arriving,
+                    returning,
+                    put_off=put_off,
+                    backward=True,
+                )
+            )
+            full, inputs, put_off = (
+                full - (not dropped),
+                inputs - dropped,
+                put_off + splits(policy.schedule),
+            )
         if isinstance(action, Weight):
             put_off -= 1
     return found
@@ -129,9 +151,19 @@ class Ranges:
 def ranges_of(costs: Costs) -> Ranges:
     n, size = len(costs.layers), costs.sizes
     results = [0, *(layer.result for layer in costs.layers)]  # results[i] is the input of layer i
-    full, handed, working, put_off, working_apart, received, sent = (np.zeros((n + 1, n + 1)) for _ in range(7))
+    full, handed, working, put_off, working_apart, received, sent = (
+        np.zeros((n + 1, n + 1)) for _ in range(7)
+    )
     for a in range(n):
-        inputs, kept, read, rise, rise_apart, activations, gradients = {results[a]}, set(), set(), 0, 0, 0, 0
+        inputs, kept, read, rise, rise_apart, activations, gradients = (
+            {results[a]},
+            set(),
+            set(),
+            0,
+            0,
+            0,
+            0,
+        )
         for b in range(a + 1, n + 1):
             layer = costs.layers[b - 1]
             inputs |= {results[s.stash] for s in costs.skips if s.stash < a and s.pop == b - 1}
@@ -140,7 +172,12 @@ def ranges_of(costs: Costs) -> Ranges:
             skips = sum(size[t] for t in waiting)
             activations += layer.activation
             # With layer b - 1 in work, the activations of the layers before b are still there.
-            in_work = activations + size[results[b - 1]] + size[results[b]] + WEIGHT_BYTES * layer.parameters
+            in_work = (
+                activations
+                + size[results[b - 1]]
+                + size[results[b]]
+                + WEIGHT_BYTES * layer.parameters
+            )
             rise = max(rise, in_work)
             if layer.puts_off:
                 read |= layer.kept
@@ -154,7 +191,16 @@ def ranges_of(costs: Costs) -> Ranges:
             working[a, b] = skips + rise - activations
             put_off[a, b] = gradients + sum(size[t] for t in read)
             working_apart[a, b] = skips + rise_apart - activations
-    return Ranges(sums([layer.parameters for layer in costs.layers]), full, handed, working, put_off, working_apart, received, sent)
+    return Ranges(
+        sums([layer.parameters for layer in costs.layers]),
+        full,
+        handed,
+        working,
+        put_off,
+        working_apart,
+        received,
+        sent,
+    )
 
 
 @dataclass(frozen=True)
@@ -178,22 +224,34 @@ class StageMemory:
 def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy) -> StageMemory:
     """Of layers a..b-1, ``where = (a, b)``, as stage ``stage`` of ``stages``; ``where = ...`` gives tables over all (a, b)."""
     weights = WEIGHT_BYTES * ranges.parameters[where]
-    full, inputs, received, sent, put_off = (getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "put_off"))
+    full, inputs, received, sent, put_off = (
+        getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "put_off")
+    )
     working = (ranges.working_apart if splits(policy.schedule) else ranges.working)[where]
     loads = [
         held.full * full + held.inputs * inputs + held.arriving * received + (held.returning + held.leaving) * sent
         + held.put_off * put_off + held.backward * working
         for held in holdings(stage, stages, policy)
     ]  # fmt: skip
-    return StageMemory(weights, weights, policy.optimizer_copies * weights, np.maximum.reduce(loads) - working, working)
+    return StageMemory(
+        weights,
+        weights,
+        policy.optimizer_copies * weights,
+        np.maximum.reduce(loads) - working,
+        working,
+    )
 
 
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
     """(S, n + 1, n + 1) bytes, for :func:`distseg.planning.balance.fastest_split`."""
-    return np.stack([stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)])
+    return np.stack(
+        [stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)]
+    )
 
 
-def stage_seconds(costs: Costs, ranges: Ranges, policy: Policy, stages: int, bytes_per_second: float | None = None) -> np.ndarray:
+def stage_seconds(
+    costs: Costs, ranges: Ranges, policy: Policy, stages: int, bytes_per_second: float | None = None
+) -> np.ndarray:
     """(S, n + 1, n + 1) seconds of a micro-batch: forward, backward, forward again where it is recomputed, and what crosses the cuts.
 
     Args:
@@ -201,4 +259,8 @@ def stage_seconds(costs: Costs, ranges: Ranges, policy: Policy, stages: int, byt
     """
     passes = np.array([policy.forward_passes(stage, stages) for stage in range(stages)])
     seconds = passes[:, None, None] * sums(costs.forward) + sums(costs.backward)
-    return seconds if bytes_per_second is None else seconds + 2 * (ranges.received + ranges.sent) / bytes_per_second
+    return (
+        seconds
+        if bytes_per_second is None
+        else seconds + 2 * (ranges.received + ranges.sent) / bytes_per_second
+    )

@@ -34,7 +34,14 @@ class Stage:
     memory: float
 
 
-def plan(model: str, costs: Costs, stages: int, policy: Policy, limit: float | None = None, judged_by: Costs | None = None) -> dict:
+def plan(
+    model: str,
+    costs: Costs,
+    stages: int,
+    policy: Policy,
+    limit: float | None = None,
+    judged_by: Costs | None = None,
+) -> dict:
     """Ours and the splits to compare it with, as plain values for JSON.
 
     Args:
@@ -47,23 +54,37 @@ def plan(model: str, costs: Costs, stages: int, policy: Policy, limit: float | N
     """
     ranges = ranges_of(costs)
     seconds = stage_seconds(costs, ranges, policy, stages)
-    splits = {OURS: fastest_split(seconds, stages, peaks(ranges, stages, policy), limit), **others(model, costs, stages, policy)}
+    splits = {
+        OURS: fastest_split(seconds, stages, peaks(ranges, stages, policy), limit),
+        **others(model, costs, stages, policy),
+    }
     judged_by = judged_by or costs
     seconds = stage_seconds(judged_by, ranges, policy, stages)
-    found = {name: _stages(balance, costs, ranges, policy, seconds) for name, balance in splits.items()}
+    found = {
+        name: _stages(balance, costs, ranges, policy, seconds) for name, balance in splits.items()
+    }
     best = max(stage.seconds for stage in found[OURS])
     return {
         "model": model,
         "costs": judged_by.source,
         "policy": vars(policy),
         "memory_limit": limit,
-        "splits": {name: {"balance": splits[name], **verdict(rows, best, limit), "stages": [vars(r) for r in rows]} for name, rows in found.items()},
+        "splits": {
+            name: {
+                "balance": splits[name],
+                **verdict(rows, best, limit),
+                "stages": [vars(r) for r in rows],
+            }
+            for name, rows in found.items()
+        },
     }
 
 
 def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
     """Balances by name: even in layers, torchgpipe's, the paper's."""
-    passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages  # these two know layers, not stages
+    passes = (
+        sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages
+    )  # these two know layers, not stages
     seconds = [passes * f + b for f, b in zip(costs.forward, costs.backward)]
     splits = {"even": even_split(len(seconds), stages)}
     with suppress(ImportError):  # a comparison only
@@ -71,7 +92,9 @@ def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, l
     papers = ZOO[model].balance if model in ZOO else None
     if papers is not None and len(papers) == stages and sum(papers) == len(seconds):
         splits["paper"] = list(papers)
-    return {name: balance for name, balance in splits.items() if min(balance) > 0}  # torchgpipe's heuristic may leave a stage without layers
+    return {
+        name: balance for name, balance in splits.items() if min(balance) > 0
+    }  # torchgpipe's heuristic may leave a stage without layers
 
 
 def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, seconds) -> list[Stage]:
@@ -80,7 +103,16 @@ def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, second
         where = (start, start + count)
         names = [layer.name for layer in costs.layers[slice(*where)]]
         memory = stage_memory(ranges, where, stage, len(balance), policy).total
-        rows.append(Stage(count, names[0], names[-1], int(ranges.parameters[where]), float(seconds[stage][where]), float(memory)))
+        rows.append(
+            Stage(
+                count,
+                names[0],
+                names[-1],
+                int(ranges.parameters[where]),
+                float(seconds[stage][where]),
+                float(memory),
+            )
+        )
     return rows
 
 
@@ -88,17 +120,30 @@ def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) ->
     """Of a split: its slowest stage in seconds, ``best`` (ours) over that, mean stage over slowest, its fullest stage in bytes."""
     slowest, fullest = max(stage.seconds for stage in stages), max(stage.memory for stage in stages)
     efficiency = sum(stage.seconds for stage in stages) / (len(stages) * slowest)
-    return {"slowest": slowest, "ratio": best / slowest, "efficiency": efficiency, "fullest": fullest, "fits": limit is None or fullest <= limit}
+    return {
+        "slowest": slowest,
+        "ratio": best / slowest,
+        "efficiency": efficiency,
+        "fullest": fullest,
+        "fits": limit is None or fullest <= limit,
+    }
 
 
 def summary(report: dict) -> str:
     """The report for a terminal: a table a split, then a line a split."""
     policy, limit = report["policy"], report["memory_limit"]
     said = f"{policy['micro_batches']} micro-batches, {policy['schedule']}, recompute {policy['recompute']}"
-    blocks = [f"{report['model']}: costs {report['costs']}; {said}" + ("" if limit is None else f"; at most {limit / 2**30:.4g} GiB a stage")]
+    blocks = [
+        f"{report['model']}: costs {report['costs']}; {said}"
+        + ("" if limit is None else f"; at most {limit / 2**30:.4g} GiB a stage")
+    ]
     for name, split in report["splits"].items():
-        blocks.append(f"{name}: {' '.join(map(str, split['balance']))}\n{table([_row(i, stage) for i, stage in enumerate(split['stages'])])}")
-    return "\n\n".join([*blocks, table([_line(name, split, limit) for name, split in report["splits"].items()])])
+        blocks.append(
+            f"{name}: {' '.join(map(str, split['balance']))}\n{table([_row(i, stage) for i, stage in enumerate(split['stages'])])}"
+        )
+    return "\n\n".join(
+        [*blocks, table([_line(name, split, limit) for name, split in report["splits"].items()])]
+    )
 
 
 def _row(number: int, stage: dict) -> dict:
@@ -114,12 +159,19 @@ def _row(number: int, stage: dict) -> dict:
 
 
 def _line(name: str, split: dict, limit: float | None) -> dict:
-    row = {"split": name, "slowest [ms]": split["slowest"] * 1e3, "ours / this": split["ratio"], "efficiency": split["efficiency"]}
+    row = {
+        "split": name,
+        "slowest [ms]": split["slowest"] * 1e3,
+        "ours / this": split["ratio"],
+        "efficiency": split["efficiency"],
+    }
     row["fullest [GiB]"] = split["fullest"] / 2**30
     return row if limit is None else {**row, "fits": split["fits"]}
 
 
-def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelled", device: str | None = None) -> Costs:
+def costs_of(
+    model: str, window: Sequence[int], batch: int, kind: str = "modelled", device: str | None = None
+) -> Costs:
     """Modelled for a device by name (V100 by default), or measured on the accelerator or CPU at hand.
 
     Raises:
@@ -132,13 +184,21 @@ def costs_of(model: str, window: Sequence[int], batch: int, kind: str = "modelle
     _check_window(network, window)
     if kind == "measured":
         if device is not None:
-            raise ValueError(f"measured costs are those of the device at hand, but --device is {device}: leave it out, or take --costs modelled")
+            raise ValueError(
+                f"measured costs are those of the device at hand, but --device is {device}: leave it out, or take --costs modelled"
+            )
         network = build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return measured(network, window, batch) if kind == "measured" else modelled(network, window, batch, DEVICES[device or "v100"]())
+        return (
+            measured(network, window, batch)
+            if kind == "measured"
+            else modelled(network, window, batch, DEVICES[device or "v100"]())
+        )
     except (RuntimeError, ValueError) as e:
         why = " ".join(str(e).splitlines()[:1])
-        raise ValueError(f"model {model} can not be planned on {batch} windows of {Size(window)} pixels (--tile, --batch): {why}") from e
+        raise ValueError(
+            f"model {model} can not be planned on {batch} windows of {Size(window)} pixels (--tile, --batch): {why}"
+        ) from e
 
 
 def check_stages(model: str, stages: int) -> None:
@@ -149,15 +209,21 @@ def check_stages(model: str, stages: int) -> None:
     """
     layers = len(flat_layers(outline_model(ModelConfig(model))))
     if not 1 <= stages <= layers:
-        raise ValueError(f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): choose 1 to {layers}")
+        raise ValueError(
+            f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): choose 1 to {layers}"
+        )
 
 
 def _check_window(model: nn.Module, window: Sequence[int]) -> None:
     dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), len(window))
     if len(window) != dims:
-        raise ValueError(f"--tile is {Size(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers")
+        raise ValueError(
+            f"--tile is {Size(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers"
+        )
     if Size(window).volume > _MOST_PIXELS:
-        raise ValueError(f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once")
+        raise ValueError(
+            f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once"
+        )
 
 
 _MOST_PIXELS = 2**40

@@ -30,7 +30,13 @@ from distseg.tiling.tile import ReceptiveField, tiles, window
 CORE = Device("a CPU core", 90e9, 10e9)
 
 
-def partition_of(config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str = "cpu") -> Partition | None:
+def partition_of(
+    config: Config,
+    model: nn.Module,
+    image: Sequence[int],
+    reach: ReceptiveField,
+    device: str = "cpu",
+) -> Partition | None:
     """The stages of ``mesh.stages`` ranks, or of one rank's devices; None for one stage of a model that is no flat Sequential.
 
     Args:
@@ -59,15 +65,28 @@ def _placement(config: Config) -> tuple[int, ...]:
     """The rank of each stage, by ``pipeline.placement``."""
     if config.pipeline.placement == "devices":
         return (0,) * stages_of(config.pipeline)
-    return v_placement(config.mesh.stages) if config.pipeline.placement == "v" else tuple(range(config.mesh.stages))
+    return (
+        v_placement(config.mesh.stages)
+        if config.pipeline.placement == "v"
+        else tuple(range(config.mesh.stages))
+    )
 
 
-def _balance(config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str) -> list[int]:
+def _balance(
+    config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str
+) -> list[int]:
     if is_streamed(config) and config.run.memory is None:
         return _balance_streaming(config, model, image, reach, device)
     fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
-    largest = max((window(tile, image, reach) for tile in tiles(image, fine, reach.stride)), key=lambda box: box.pixels)
-    return _split(config, model, modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100))
+    largest = max(
+        (window(tile, image, reach) for tile in tiles(image, fine, reach.stride)),
+        key=lambda box: box.pixels,
+    )
+    return _split(
+        config,
+        model,
+        modelled(model, largest.size, config.data.images, CORE if device == "cpu" else V100),
+    )
 
 
 def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
@@ -75,12 +94,19 @@ def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
     placement = _placement(config)
     policy = _policy(config, model)
     if config.pipeline.placement == "v":
-        seconds = [policy.forward_passes(0, len(placement)) * f + b for f, b in zip(costs.forward, costs.backward)]
+        seconds = [
+            policy.forward_passes(0, len(placement)) * f + b
+            for f, b in zip(costs.forward, costs.backward)
+        ]
         return v_split(seconds, costs.skips, config.mesh.stages)
-    return fastest_split(stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement))
+    return fastest_split(
+        stage_seconds(costs, ranges_of(costs), policy, len(placement)), len(placement)
+    )
 
 
-def _balance_streaming(config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str) -> list[int]:
+def _balance_streaming(
+    config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str
+) -> list[int]:
     """The same where windows of tiles overlap, and by how much depends on where stages are cut: layers cost as much more as they compute more cells.
 
     What that is for one split tells the next one, a few times; the best by its own costs is taken.
@@ -88,13 +114,26 @@ def _balance_streaming(config: Config, model: nn.Module, image: Sequence[int], r
     graph, calls = graph_of(model), calls_of(model)
     part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
     layout = Layout(graph, part.size, [(0, n) for n in part.size], "all")
-    live = [calls[number].inputs[0] for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)]
+    live = [
+        calls[number].inputs[0]
+        for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)
+    ]
     tiling = GridTiling(config.spatial.tiles_per_rank)
-    costs = modelled(model, image, config.data.images, CORE if device == "cpu" else V100)  # a size that the network takes, which a tile's may not be
+    costs = modelled(
+        model, image, config.data.images, CORE if device == "cpu" else V100
+    )  # a size that the network takes, which a tile's may not be
     split, tried = _split(config, model, costs), {}
     while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
-        times = computed_again(layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling)
-        true = replace(costs, layers=tuple(replace(l, forward=t * l.forward, backward=t * l.backward) for l, t in zip(costs.layers, times)))
+        times = computed_again(
+            layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling
+        )
+        true = replace(
+            costs,
+            layers=tuple(
+                replace(l, forward=t * l.forward, backward=t * l.backward)
+                for l, t in zip(costs.layers, times)
+            ),
+        )
         tried[tuple(split)] = _slowest(config, model, true, split)
         split = _split(config, model, true)
     return list(min(tried, key=tried.get))
@@ -116,8 +155,14 @@ def _policy(config: Config, model: nn.Module) -> Policy:
     if not is_streamed(config):
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
     live = live_layers(model.modules(), config.spatial.frozen_norm)
-    in_turn = config.pipeline.placement == "line" and config.pipeline.schedule in ("auto", "1f1b") and not config.spatial.exchanges
-    return Policy(_MANY, "1f1b", "always" if live else "never" if in_turn else "except_last")  # the last stage's tiles go forward once where no norm cuts it, but for Dice
+    in_turn = (
+        config.pipeline.placement == "line"
+        and config.pipeline.schedule in ("auto", "1f1b")
+        and not config.spatial.exchanges
+    )
+    return Policy(
+        _MANY, "1f1b", "always" if live else "never" if in_turn else "except_last"
+    )  # the last stage's tiles go forward once where no norm cuts it, but for Dice
 
 
 _MANY = 100  # tiles, which follow each other as micro-batches do

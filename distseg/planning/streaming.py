@@ -34,7 +34,9 @@ _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 def is_streamed(config: Config) -> bool:
     """Whether ranks compute tile after tile by :mod:`distseg.runtime.streaming`."""
-    return config.spatial.streaming in ("recompute", "offload") or (config.spatial.streaming == "auto" and config.run.memory is not None)
+    return config.spatial.streaming in ("recompute", "offload") or (
+        config.spatial.streaming == "auto" and config.run.memory is not None
+    )
 
 
 def budget_of(memory: int, base: int, what: str) -> float:
@@ -47,7 +49,9 @@ def budget_of(memory: int, base: int, what: str) -> float:
         ValueError: nothing is left.
     """
     if memory <= base:
-        raise ValueError(f"run.memory is {memory / 1e6:.0f} MB, but a process with {what} takes {base / 1e6:.0f} MB already: give {(base + _BESIDES) / 1e6:.0f} MB or more")
+        raise ValueError(
+            f"run.memory is {memory / 1e6:.0f} MB, but a process with {what} takes {base / 1e6:.0f} MB already: give {(base + _BESIDES) / 1e6:.0f} MB or more"
+        )
     return max(_SURE * (memory - base - _KEPT), (memory - base) / _RISES)
 
 
@@ -67,7 +71,9 @@ def short_of_room(memory: int | None, base: float) -> list[str]:
     """What to tell before work whose peak may be above ``memory``, where a process takes ``base`` before any tile is computed."""
     if memory is None or memory - base >= _BESIDES:
         return []
-    return [f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"]
+    return [
+        f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"
+    ]
 
 
 def short_of_decoding(memory: int | None, base: float, image: str, decoding: int) -> list[str]:
@@ -116,16 +122,27 @@ class Activations:
         for number, takes, makes in zip(segment.nodes, way.takes, way.makes):
             made = values(number + 1, makes)
             reordered = 0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1
-            under_way = max(under_way, (1 + reordered) * (made + values(self.graph[number].first, takes)))
+            under_way = max(
+                under_way, (1 + reordered) * (made + values(self.graph[number].first, takes))
+            )
         if segment.result == self.graph.result:
-            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result  # the loss, with labels
-        gradients = sum(values(source, box.pixels) for source, box in way.read.items() if source != 0)
+            under_way += (
+                (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result
+            )  # the loss, with labels
+        gradients = sum(
+            values(source, box.pixels) for source, box in way.read.items() if source != 0
+        )
         return self.kept(way, images) + gradients + under_way + values(segment.result, result)
 
     def kept(self, way: Chain, images: int) -> float:
         """Bytes that a tile holds between its forward and its backward pass."""
         values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
-        total = sum(images * self.channels[0] * box.pixels * self.pixel if source == 0 else values(source, box.pixels) for source, box in way.read.items())
+        total = sum(
+            images * self.channels[0] * box.pixels * self.pixel
+            if source == 0
+            else values(source, box.pixels)
+            for source, box in way.read.items()
+        )
         for number, makes in zip(way.segment.nodes, way.makes):
             made = values(number + 1, makes)
             total += 0 if self._kept_otherwise(number) else made
@@ -142,10 +159,21 @@ class Activations:
         there: dict[int, float] = {}
         most = 0.0
         for number, takes, makes in zip(numbers, way.takes, way.makes):
-            node, reordered = self.graph[number], 0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1
-            there.update({source: values(source, way.read[source].pixels) for source in node.inputs if source in way.read})
+            node, reordered = (
+                self.graph[number],
+                0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1,
+            )
+            there.update(
+                {
+                    source: values(source, way.read[source].pixels)
+                    for source in node.inputs
+                    if source in way.read
+                }
+            )
             made = 0.0 if issubclass(self.kinds[number], Stash) else values(number + 1, makes)
-            most = max(most, sum(there.values()) + made + reordered * (values(node.first, takes) + made))
+            most = max(
+                most, sum(there.values()) + made + reordered * (values(node.first, takes) + made)
+            )
             there[number + 1] = made
             for source in frees[number]:
                 del there[source]
@@ -162,7 +190,11 @@ class Activations:
         before = self.graph[number].first - 1
         while before >= 0 and issubclass(self.kinds[before], _FREE):
             before = self.graph[before].first - 1
-        return before >= 0 and issubclass(self.kinds[number], _ACTIVATIONS) and issubclass(self.kinds[before], (*NORMS, _CONVS, Pop, Join))
+        return (
+            before >= 0
+            and issubclass(self.kinds[number], _ACTIVATIONS)
+            and issubclass(self.kinds[before], (*NORMS, _CONVS, Pop, Join))
+        )
 
 
 @dataclass(frozen=True)
@@ -183,7 +215,9 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
         made = [1] * len(segment.nodes)
         for dim, (n, step) in enumerate(zip(result, tiling(layout, segment, Box.whole(result), 1))):
             spans = [(a, min(a + step, n)) for a in range(0, n, step)]
-            needs, _ = needs_along(graph, segment.nodes, dim, [size[dim] for size in layout.sizes], spans)
+            needs, _ = needs_along(
+                graph, segment.nodes, dim, [size[dim] for size in layout.sizes], spans
+            )
             made = [m * sum(b - a for a, b in need.made) for m, need in zip(made, needs)]
         for number, m in zip(segment.nodes, made):
             cells[number] += m
@@ -198,7 +232,12 @@ class SizeTiling:
     tile: Sequence[int]
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> list[int]:
-        size = [min(max(1, round(t * m / n)), r) for t, m, n, r in zip(self.tile, layout.sizes[segment.result], layout.image, result.size)]
+        size = [
+            min(max(1, round(t * m / n)), r)
+            for t, m, n, r in zip(
+                self.tile, layout.sizes[segment.result], layout.image, result.size
+            )
+        ]
         rows = math.prod(size) // math.prod(result.size[1:])
         return [rows, *result.size[1:]] if rows >= min(_THIN, size[0]) else size
 
@@ -220,7 +259,9 @@ class BudgetTiling:
         self.activations, self.budget = activations, budget
         self._found: dict[tuple, tuple[int, ...]] = {}
 
-    def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> tuple[int, ...]:
+    def __call__(
+        self, layout: Layout, segment: Segment, result: Box, images: int
+    ) -> tuple[int, ...]:
         key = tuple(layout.image), segment.nodes, result, images
         if key not in self._found:
             self._found[key] = self._size(layout, segment, result, images)
@@ -238,32 +279,73 @@ class BudgetTiling:
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.nodes[0]} to "
                 f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Size(least)} cells: give {math.ceil(_RISES * (taken - self.budget) / 1e6)} MB more"
             )
-        coarsest = [min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes) for dim in range(len(result.size))]
+        coarsest = [
+            min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes)
+            for dim in range(len(result.size))
+        ]
         steps = [max(1, round(n / c)) for n, c in zip(layout.sizes[segment.result], coarsest)]
-        conditions = [lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)]
-        largest = lambda steps: [_with_rows(rows, result.size, least, steps, fits) for fits in conditions for rows in _counts(result.size[0])]
+        conditions = [
+            lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)
+        ]
+        largest = lambda steps: [
+            _with_rows(rows, result.size, least, steps, fits)
+            for fits in conditions
+            for rows in _counts(result.size[0])
+        ]
         found = [*filter(None, largest(steps))] or filter(None, largest([1] * len(steps)))
         return min(found, key=lambda size: judged(size)[1])
 
-    def _judge(self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int) -> tuple[float, float]:
+    def _judge(
+        self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int
+    ) -> tuple[float, float]:
         """Of tiles of a size: how many times longer a value takes for the tensors' size, without end where they do not fit; and about the time of all tiles."""
         activations, way = self.activations, chain(layout, segment, _middle(result, size))
-        total, firsts = activations.of(way, images), [layout.graph[number].first for number in segment.nodes]
-        cells = [*zip(firsts, way.takes), *((number + 1, makes) for number, makes in zip(segment.nodes, way.makes))]
-        largest = max(images * activations.channels[source] * count * activations.itemsize for source, count in cells)
+        total, firsts = (
+            activations.of(way, images),
+            [layout.graph[number].first for number in segment.nodes],
+        )
+        cells = [
+            *zip(firsts, way.takes),
+            *((number + 1, makes) for number, makes in zip(segment.nodes, way.makes)),
+        ]
+        largest = max(
+            images * activations.channels[source] * count * activations.itemsize
+            for source, count in cells
+        )
         costs = _THERE_AND_BACK if activations.graph_kept else _THERE
         near = max(costs.near, costs.share * self.budget)
-        slow = math.inf if total > self.budget else 1.0 if total <= near else _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
-        traffic = sum(activations.channels[source] * takes for source, takes in zip(firsts, way.takes))
-        whole_rows = size[1:] == result.size[1:]  # these lie side by side on the disk, and their windows are of one size
+        slow = (
+            math.inf
+            if total > self.budget
+            else 1.0
+            if total <= near
+            else _FAR
+            if largest <= _REUSED and total <= _CACHED
+            else _PAGED
+        )
+        traffic = sum(
+            activations.channels[source] * takes for source, takes in zip(firsts, way.takes)
+        )
+        whole_rows = (
+            size[1:] == result.size[1:]
+        )  # these lie side by side on the disk, and their windows are of one size
         count = math.prod(-(-n // s) for n, s in zip(result.size, size))
-        runs = 0 if whole_rows else math.prod(size[:-1]) * (1 if activations.last else activations.channels[segment.result])
-        return slow, count * (traffic * slow * (1.0 if whole_rows else costs.cut) + costs.each + runs * costs.run)
+        runs = (
+            0
+            if whole_rows
+            else math.prod(size[:-1])
+            * (1 if activations.last else activations.channels[segment.result])
+        )
+        return slow, count * (
+            traffic * slow * (1.0 if whole_rows else costs.cut) + costs.each + runs * costs.run
+        )
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
     """The tile in the middle, with neighbours on all sides where there are some."""
-    starts = [a + (-(-(b - a) // s) - 1) // 2 * s for a, b, s in zip(result.start, result.stop, size)]
+    starts = [
+        a + (-(-(b - a) // s) - 1) // 2 * s for a, b, s in zip(result.start, result.stop, size)
+    ]
     return Box(tuple(starts), tuple(min(a + s, b) for a, b, s in zip(starts, result.stop, size)))
 
 
@@ -287,9 +369,13 @@ class _Costs:
 
 
 _THERE_AND_BACK = _Costs(near=48e6, share=1 / 8, cut=1.3, run=0, each=1e6)
-_THERE = _Costs(near=16e6, share=0, cut=1.0, run=4e3, each=2e5)  # tiles so small that the process hardly grows by them, whatever the image's size
+_THERE = _Costs(
+    near=16e6, share=0, cut=1.0, run=4e3, each=2e5
+)  # tiles so small that the process hardly grows by them, whatever the image's size
 _CACHED = 256e6  # bytes up to which they stay near the processor
-_REUSED = LARGE_BLOCK - 2**16  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
+_REUSED = (
+    LARGE_BLOCK - 2**16
+)  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
 _FAR = 1.2  # how many times as much traffic is taken rather than larger tensors
 _PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
 _LEAST = 8  # cells a side that no tile goes below
@@ -304,10 +390,14 @@ def _counts(most: int) -> list[int]:
     return [*found, most]
 
 
-def _with_rows(rows: int, whole: Sequence[int], least: Sequence[int], steps: Sequence[int], fits) -> tuple[int, ...] | None:
+def _with_rows(
+    rows: int, whole: Sequence[int], least: Sequence[int], steps: Sequence[int], fits
+) -> tuple[int, ...] | None:
     """The largest tiles in so many rows that fit, other dims cut alike; None where none does."""
     round_up = lambda n, dim: min(max(-(-n // steps[dim]) * steps[dim], least[dim]), whole[dim])
-    size = lambda cuts: tuple(round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole))
+    size = lambda cuts: tuple(
+        round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole)
+    )
     low, high = 0, max(whole[1:], default=1)
     if not fits(size(high)):
         return None

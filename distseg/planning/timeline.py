@@ -23,21 +23,28 @@ COLORS = {  # in the order in which they are drawn: what may lie inside another 
 }  # fmt: skip
 _ACTIONS = {action.kind: action for action in (Forward, Backward, Weight)}
 ACTION = re.compile(r"[FBW](\d+),(\d+)")
-_ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")  # inside an action: drawn narrower, on top of it
+_ABOVE = (
+    "send",
+    "norm-exchange",
+    "halo",
+    "read",
+    "scratch",
+)  # inside an action: drawn narrower, on top of it
 
 
 def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
     """A row for each clock cycle, a column for each rank; ``cycle`` is in seconds. An entry stands where its action starts::
 
-        clock  rank 0  rank 1
-        -----  ------  ------
-            0  F0,0
-            1  F1,0    F0,1
+    clock  rank 0  rank 1
+    -----  ------  ------
+        0  F0,0
+        1  F1,0    F0,1
     """
     started = {(round(s.start / cycle), s.rank): s.name for s in spans if s.kind in _ACTIONS}
     ranks = range(max(rank for _, rank in started) + 1)
     rows = [
-        {"clock": clock, **{f"rank {rank}": started.get((clock, rank), "") for rank in ranks}} for clock in range(max(started)[0] + 1)
+        {"clock": clock, **{f"rank {rank}": started.get((clock, rank), "") for rank in ranks}}
+        for clock in range(max(started)[0] + 1)
     ]
     return table(rows)
 
@@ -45,8 +52,8 @@ def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
 def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
     """A line for each stage, a column for each ``cycle`` seconds; 3 is the forward pass of micro-batch 3, 3' its backward pass, 3" what that put off::
 
-        stage 0  0 1      0' 1'
-        stage 1    0 1 0' 1'
+    stage 0  0 1      0' 1'
+    stage 1    0 1 0' 1'
     """
     actions = [(*_place(s), s) for s in spans if s.kind in _ACTIONS]
     rank_of = {stage: span.rank for _, stage, span in actions}
@@ -64,11 +71,18 @@ def _place(span: Span) -> tuple[int, int]:
     """(micro-batch, stage)."""
     match = ACTION.match(span.name)
     if not match:
-        raise ValueError(f"the name of a {span.kind} span begins with an action such as F3,0, got {span.name!r}")
+        raise ValueError(
+            f"the name of a {span.kind} span begins with an action such as F3,0, got {span.name!r}"
+        )
     return int(match[1]), int(match[2])
 
 
-def plot_timeline(spans: Sequence[Span], output: str | Path, title: str = "Timeline", rows: Sequence[str] | None = None) -> None:
+def plot_timeline(
+    spans: Sequence[Span],
+    output: str | Path,
+    title: str = "Timeline",
+    rows: Sequence[str] | None = None,
+) -> None:
     """A row for each rank, a box for each span with its micro-batch; of a rank's several stages, the later are hatched.
 
     Args:
@@ -79,7 +93,9 @@ def plot_timeline(spans: Sequence[Span], output: str | Path, title: str = "Timel
     """
     unknown = {s.kind for s in spans} - set(COLORS)
     if unknown or not spans:
-        raise ValueError(f"a timeline needs spans of the kinds {', '.join(COLORS)}, got {', '.join(sorted(unknown)) or 'none at all'}")
+        raise ValueError(
+            f"a timeline needs spans of the kinds {', '.join(COLORS)}, got {', '.join(sorted(unknown)) or 'none at all'}"
+        )
     ranks, end = max(s.rank for s in spans) + 1, max(s.end for s in spans)
     boxes = Counter(s.rank for s in spans if s.kind not in _ABOVE)
     width = min(24.0, max(8.0, 0.32 * max(boxes.values(), default=0)))
@@ -103,7 +119,9 @@ def _names(rows: Sequence[str] | None, ranks: Iterable[int]) -> list[str]:
 
 
 def _first_stage(spans: Sequence[Span], rank: int) -> int:
-    return min((int(m[2]) for s in spans if s.rank == rank and (m := ACTION.match(s.name))), default=0)
+    return min(
+        (int(m[2]) for s in spans if s.rank == rank and (m := ACTION.match(s.name))), default=0
+    )
 
 
 def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
@@ -112,12 +130,16 @@ def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
     return action is not None and int(action[2]) > first_stage[span.rank]
 
 
-def _alike(spans: Sequence[Span], first_stage: Mapping[int, int]) -> list[tuple[tuple[int, int, bool], list[Span]]]:
+def _alike(
+    spans: Sequence[Span], first_stage: Mapping[int, int]
+) -> list[tuple[tuple[int, int, bool], list[Span]]]:
     """Spans that are drawn at once, by (place of their kind among the colours, rank, whether of a later stage)."""
     order = {kind: place for place, kind in enumerate(COLORS)}
     found: dict[tuple[int, int, bool], list[Span]] = {}
     for span in spans:
-        found.setdefault((order[span.kind], span.rank, _is_later(span, first_stage)), []).append(span)
+        found.setdefault((order[span.kind], span.rank, _is_later(span, first_stage)), []).append(
+            span
+        )
     return sorted(found.items(), key=lambda item: item[0])
 
 
@@ -135,23 +157,57 @@ def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
     action = ACTION.match(span.name)
     if action and span.kind not in ("wait", *_ABOVE) and span.seconds > smallest * len(action[1]):
         color = "white" if span.kind == "recompute" else INK
-        box = {"boxstyle": "round,pad=0.1", "facecolor": COLORS[span.kind], "edgecolor": "none"} if later else None
-        axis.text(span.start + span.seconds / 2, span.rank, action[1], ha="center", va="center", fontsize=8, color=color, bbox=box)
+        box = (
+            {"boxstyle": "round,pad=0.1", "facecolor": COLORS[span.kind], "edgecolor": "none"}
+            if later
+            else None
+        )
+        axis.text(
+            span.start + span.seconds / 2,
+            span.rank,
+            action[1],
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=color,
+            bbox=box,
+        )
 
 
 def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None = None) -> dict:
     """The Chrome trace format: complete events (ph X) in microseconds, a process for the job, a thread for each rank."""
     ranks = sorted({s.rank for s in spans})
-    threads = [{"name": "thread_name", "ph": "M", "pid": job, "tid": rank, "args": {"name": name}} for rank, name in zip(ranks, _names(rows, ranks))]
-    events = [
-        {"name": s.name, "cat": s.kind, "ph": "X", "ts": s.start * 1e6, "dur": s.seconds * 1e6, "pid": job, "tid": s.rank, "args": {"kind": s.kind}}
-        for s in sorted(spans, key=lambda s: (s.start, -s.end))  # Perfetto nests what lies inside an earlier span
+    threads = [
+        {"name": "thread_name", "ph": "M", "pid": job, "tid": rank, "args": {"name": name}}
+        for rank, name in zip(ranks, _names(rows, ranks))
     ]
-    process = {"name": "process_name", "ph": "M", "pid": job, "args": {"name": f"distseg job {job}"}}
+    events = [
+        {
+            "name": s.name,
+            "cat": s.kind,
+            "ph": "X",
+            "ts": s.start * 1e6,
+            "dur": s.seconds * 1e6,
+            "pid": job,
+            "tid": s.rank,
+            "args": {"kind": s.kind},
+        }
+        for s in sorted(
+            spans, key=lambda s: (s.start, -s.end)
+        )  # Perfetto nests what lies inside an earlier span
+    ]
+    process = {
+        "name": "process_name",
+        "ph": "M",
+        "pid": job,
+        "args": {"name": f"distseg job {job}"},
+    }
     return {"traceEvents": [process, *threads, *events], "displayTimeUnit": "ms"}
 
 
-def write_trace(spans: Sequence[Span], output: str | Path, job: int = 0, rows: Sequence[str] | None = None) -> None:
+def write_trace(
+    spans: Sequence[Span], output: str | Path, job: int = 0, rows: Sequence[str] | None = None
+) -> None:
     """Open the file in ui.perfetto.dev or chrome://tracing."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)

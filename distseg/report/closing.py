@@ -25,9 +25,7 @@ def closing_of_training(
         lines = [f"trained {done}; checkpoints are in {run}/checkpoints"]
     else:
         words = best_score(best["validation"])
-        lines = [
-            f"trained {done}; best {words} after epoch {best['epoch']}: {best['checkpoint']}"
-        ]
+        lines = [f"trained {done}; best {words} after epoch {best['epoch']}: {best['checkpoint']}"]
     split = next((name for name in ("test", "val") if name in splits), None)
     if split:
         lines.append(f"next: distseg evaluate {run}" + f" --split {split}" * (split != "test"))
@@ -36,7 +34,9 @@ def closing_of_training(
     return lines
 
 
-def closing_of_evaluation(run: str, scores: Mapping, beside: Mapping | None, output: str | None) -> list[str]:
+def closing_of_evaluation(
+    run: str, scores: Mapping, beside: Mapping | None, output: str | None
+) -> list[str]:
     """Return the closing lines of ``distseg evaluate``.
 
     Args:
@@ -73,14 +73,20 @@ def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[
         placed: of each image, whether its file says where it lies.
         formats: of the class maps.
     """
-    there, elsewhere = ([name for name, known in placed.items() if known is wanted] for wanted in (True, False))
+    there, elsewhere = (
+        [name for name, known in placed.items() if known is wanted] for wanted in (True, False)
+    )
     if not there:
         return []
     if "tiff" not in formats:
-        return [f"note: {there[0]} says where on earth it lies (CRS, transform), which only class maps as TIFF keep for other programs: add tiff to predict.formats"]
+        return [
+            f"note: {there[0]} says where on earth it lies (CRS, transform), which only class maps as TIFF keep for other programs: add tiff to predict.formats"
+        ]
     if not elsewhere:
         return []
-    return [f"note: {elsewhere[0]} says of no place on earth where it lies (CRS, transform), as {len(there)} of the {len(placed)} images do: class maps of such images have none"]
+    return [
+        f"note: {elsewhere[0]} says of no place on earth where it lies (CRS, transform), as {len(there)} of the {len(placed)} images do: class maps of such images have none"
+    ]
 
 
 def best_score(scores: Mapping) -> str:

@@ -91,7 +91,9 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
         after = f" after {si(grown, 'B')} of it" if grown else ""
         takes = f"it takes up to {si(needed, 'B')}, " if needed else ""
         free = f"{si(free_bytes(path), 'B')} are free"
-        raise _no_room(code, f"{path} could not be written, {_FULL[code]}{after}: {takes}{free}; {_MAKE_ROOM}") from e
+        raise _no_room(
+            code, f"{path} could not be written, {_FULL[code]}{after}: {takes}{free}; {_MAKE_ROOM}"
+        ) from e
 
 
 def check_replaceable(path: Path) -> None:
@@ -101,7 +103,9 @@ def check_replaceable(path: Path) -> None:
         FileExistsError: ``path`` is a folder, a pipe or a device.
     """
     if path.exists() and not path.is_file():
-        raise FileExistsError(f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, which no file may replace: choose another output")
+        raise FileExistsError(
+            f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, which no file may replace: choose another output"
+        )
 
 
 @contextmanager
@@ -125,7 +129,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield growing
             os.chmod(growing, mode)
             to_disk(growing)
-            with _held(path.parent) as folder:  # before: once the file is there, another process may rename the folder
+            with _held(
+                path.parent
+            ) as folder:  # before: once the file is there, another process may rename the folder
                 os.replace(growing, path)
                 os.fsync(folder)
     finally:
@@ -163,7 +169,9 @@ def locked(path: Path, what: Path) -> IO:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise BlockingIOError(f"another process is writing {what}: wait for it, or choose another output") from None
+            raise BlockingIOError(
+                f"another process is writing {what}: wait for it, or choose another output"
+            ) from None
         except OSError:
             return lock
         if _is_still(path, lock.fileno()):
@@ -179,7 +187,11 @@ def _is_still(path: Path, handle: int) -> bool:
 
 def _begun(path: Path) -> tuple[Path, int]:
     """A new empty file for ``path`` to grow in, and the mode that the umask gives it."""
-    name = path.name if len(os.fsencode(path.name)) < 200 else f"{zlib.crc32(os.fsencode(path.name)):08x}{path.suffix}"
+    name = (
+        path.name
+        if len(os.fsencode(path.name)) < 200
+        else f"{zlib.crc32(os.fsencode(path.name)):08x}{path.suffix}"
+    )
     growing = path.with_name(f".{name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.writing")
     handle = os.open(growing, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
     mode = stat.S_IMODE(os.fstat(handle).st_mode)

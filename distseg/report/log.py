@@ -59,7 +59,13 @@ class RunLog(SilentLog):
         revalidates: the checkpoint does not know yet of the validation after that step, which comes again.
     """
 
-    def __init__(self, folder: str | Path, tensorboard: bool = True, resumed_step: int | None = None, revalidates: bool = False):
+    def __init__(
+        self,
+        folder: str | Path,
+        tensorboard: bool = True,
+        resumed_step: int | None = None,
+        revalidates: bool = False,
+    ):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
@@ -73,7 +79,13 @@ class RunLog(SilentLog):
     def write(self, kind: str, step: int, epoch: int, **fields: Any) -> None:
         assert kind in KINDS and "time" not in fields, (kind, KINDS, sorted(fields))
         fields = plain(fields)
-        line = {"kind": kind, "step": int(step), "epoch": int(epoch), "time": round(time.time(), 3), **fields}
+        line = {
+            "kind": kind,
+            "step": int(step),
+            "epoch": int(epoch),
+            "time": round(time.time(), 3),
+            **fields,
+        }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         if self._events and kind in ("step", "validation"):
             for tag, value in scalars(kind, fields):
@@ -85,7 +97,13 @@ class RunLog(SilentLog):
             self._events.close()
 
 
-def open_log(folder: str | Path, tensorboard: bool, enabled: bool, resumed_step: int | None = None, revalidates: bool = False) -> SilentLog:
+def open_log(
+    folder: str | Path,
+    tensorboard: bool,
+    enabled: bool,
+    resumed_step: int | None = None,
+    revalidates: bool = False,
+) -> SilentLog:
     """A :class:`RunLog` on the one rank that is ``enabled``, a :class:`SilentLog` on the others."""
     return RunLog(folder, tensorboard, resumed_step, revalidates) if enabled else SilentLog()
 
@@ -99,12 +117,16 @@ def read_log(path: str | Path) -> list[dict]:
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     if not path.exists():
-        raise ValueError(f"there is no log at {path}: give the folder of a run (train.output) or its {FILE}")
+        raise ValueError(
+            f"there is no log at {path}: give the folder of a run (train.output) or its {FILE}"
+        )
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     entries = [_parse(line) for line in lines]
     for number, (line, entry) in enumerate(zip(lines[:-1], entries), 1):
         if entry is None:
-            raise ValueError(f"{path}, line {number} is not a JSON object: {line[:60]!r}; remove the line, or give a log that distseg wrote")
+            raise ValueError(
+                f"{path}, line {number} is not a JSON object: {line[:60]!r}; remove the line, or give a log that distseg wrote"
+            )
     return [entry for entry in entries if entry is not None]
 
 
@@ -121,9 +143,17 @@ def _truncate(path: Path, step: int, revalidates: bool) -> None:
     leaves one or the other."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries = [_parse(line) for line in lines]
-    _keep_damaged(path, [number for number, entry in enumerate(entries[:-1], 1) if entry is None])  # the last one may be cut by a kill
-    again = lambda entry: revalidates and entry.get("step") == step and entry.get("kind") == "validation"  # noqa: E731
-    kept = [(line, entry) for line, entry in zip(lines, entries) if entry is not None and entry.get("step", 0) <= step and not again(entry)]
+    _keep_damaged(
+        path, [number for number, entry in enumerate(entries[:-1], 1) if entry is None]
+    )  # the last one may be cut by a kill
+    again = lambda entry: (
+        revalidates and entry.get("step") == step and entry.get("kind") == "validation"
+    )  # noqa: E731
+    kept = [
+        (line, entry)
+        for line, entry in zip(lines, entries)
+        if entry is not None and entry.get("step", 0) <= step and not again(entry)
+    ]
     _tell_gaps(path, step, {entry.get("step") for _, entry in kept if entry.get("kind") == "step"})
     with atomic_write(path) as growing:
         growing.write_bytes(b"".join(line + b"\n" for line, _ in kept))
@@ -134,12 +164,18 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
     if lines:
         kept_as = _free(path.parent)[0]
         shutil.copyfile(path, kept_as)
-        print(f"distseg: {path} is damaged in line {', '.join(map(str, lines[:5]))}, which is left out; the file as it was is {kept_as.name}", file=sys.stderr)
+        print(
+            f"distseg: {path} is damaged in line {', '.join(map(str, lines[:5]))}, which is left out; the file as it was is {kept_as.name}",
+            file=sys.stderr,
+        )
 
 
 def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
     if missing := [n for n in range(1, step + 1) if n not in there]:
-        print(f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the first is step {missing[0]}): the curves will have a gap", file=sys.stderr)
+        print(
+            f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the first is step {missing[0]}): the curves will have a gap",
+            file=sys.stderr,
+        )
 
 
 def _set_aside(folder: Path) -> None:
@@ -162,9 +198,14 @@ def _event_writer(folder: Path, resumed_step: int | None):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        print(f"tensorboard is not installed (pip install tensorboard): {FILE} is written, event files are not", file=sys.stderr)
+        print(
+            f"tensorboard is not installed (pip install tensorboard): {FILE} is written, event files are not",
+            file=sys.stderr,
+        )
         return None
-    return SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1, flush_secs=10)
+    return SummaryWriter(
+        str(folder), purge_step=None if resumed_step is None else resumed_step + 1, flush_secs=10
+    )
 
 
 def plain(value: Any) -> Any:

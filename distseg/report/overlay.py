@@ -43,20 +43,38 @@ def plot_overlay(
     _check(image, truth, prediction, classes, ignore)
     number, block = len(classes), block_size(image.shape)
     table = np.vstack([class_colors(classes, colors), _rgb(UNLABELLED)])
-    counts = np.bincount(_labels(prediction if truth is None else truth, ignore, number).ravel(), minlength=number + 1)
+    counts = np.bincount(
+        _labels(prediction if truth is None else truth, ignore, number).ravel(),
+        minlength=number + 1,
+    )
     small, predicted = shrink_image(image), ("prediction", table[shrink_labels(prediction, counts)])
     legend = list(zip(classes, table))
     if truth is None:
         panels = [("image", small), predicted]
     else:
-        panels = [("image", small), ("truth", table[shrink_labels(_labels(truth, ignore, number), counts)]), predicted]
+        panels = [
+            ("image", small),
+            ("truth", table[shrink_labels(_labels(truth, ignore, number), counts)]),
+            predicted,
+        ]
         panels.append(_error_panel(small, truth, prediction, ignore))
-        legend += [("error", _rgb(ERROR)), *([("no label", _rgb(UNLABELLED))] if counts[number] else [])]
+        legend += [
+            ("error", _rgb(ERROR)),
+            *([("no label", _rgb(UNLABELLED))] if counts[number] else []),
+        ]
         title = "     ".join(filter(None, [title, iou_text(truth, prediction, classes, ignore)]))
-    _draw(panels, legend, title, f"drawn at 1:{block}, rare classes favoured" if block > 1 else "", output)
+    _draw(
+        panels,
+        legend,
+        title,
+        f"drawn at 1:{block}, rare classes favoured" if block > 1 else "",
+        output,
+    )
 
 
-def iou_per_class(truth: np.ndarray, prediction: np.ndarray, number: int, ignore: int = 255) -> list[float]:
+def iou_per_class(
+    truth: np.ndarray, prediction: np.ndarray, number: int, ignore: int = 255
+) -> list[float]:
     """Intersection over union of each class over the labelled pixels; NaN for a class that neither map has."""
     valid = truth != ignore
     pairs = truth[valid].astype(np.int64) * number + prediction[valid]
@@ -65,31 +83,48 @@ def iou_per_class(truth: np.ndarray, prediction: np.ndarray, number: int, ignore
     return [h / u if u else math.nan for h, u in zip(hits, union)]
 
 
-def iou_text(truth: np.ndarray, prediction: np.ndarray, classes: Sequence[str], ignore: int = 255) -> str:
+def iou_text(
+    truth: np.ndarray, prediction: np.ndarray, classes: Sequence[str], ignore: int = 255
+) -> str:
     """``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``."""
     values = iou_per_class(truth, prediction, len(classes), ignore)
     present = [v for v in values if not math.isnan(v)]
-    parts = [f"{name} {'absent' if math.isnan(v) else f'{v:.3f}'}" for name, v in zip(classes, values)]
+    parts = [
+        f"{name} {'absent' if math.isnan(v) else f'{v:.3f}'}" for name, v in zip(classes, values)
+    ]
     mean = [f"mean {sum(present) / len(present):.3f}"] if len(present) > 1 else []
     return "IoU:  " + " · ".join([*parts, *mean])
 
 
-def _error_panel(small: np.ndarray, truth: np.ndarray, prediction: np.ndarray, ignore: int) -> tuple[str, np.ndarray]:
+def _error_panel(
+    small: np.ndarray, truth: np.ndarray, prediction: np.ndarray, ignore: int
+) -> tuple[str, np.ndarray]:
     """The errors over a pale grey image, and their share."""
     valid = truth != ignore
     wrong = valid & (truth != prediction)
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
     grey = (175 + 0.3 * small.mean(-1, keepdims=True)).repeat(3, -1)
     share = wrong.sum() / max(1, valid.sum())
-    return f"errors: {share:.2%} of the labelled pixels", np.where(drawn[..., None], _rgb(ERROR), grey).astype(np.uint8)
+    return f"errors: {share:.2%} of the labelled pixels", np.where(
+        drawn[..., None], _rgb(ERROR), grey
+    ).astype(np.uint8)
 
 
 def _columns(panels: int, aspect: float) -> int:
     """Columns of panels (width / height = aspect) that bring the whole picture nearest to 1.6."""
-    return min((c for c in (1, 2, 4) if c <= panels), key=lambda c: abs(math.log(c * aspect / -(-panels // c) / 1.6)))
+    return min(
+        (c for c in (1, 2, 4) if c <= panels),
+        key=lambda c: abs(math.log(c * aspect / -(-panels // c) / 1.6)),
+    )
 
 
-def _draw(panels: list[tuple[str, np.ndarray]], legend: list[tuple[str, np.ndarray]], title: str, note: str, output: str | Path) -> None:
+def _draw(
+    panels: list[tuple[str, np.ndarray]],
+    legend: list[tuple[str, np.ndarray]],
+    title: str,
+    note: str,
+    output: str | Path,
+) -> None:
     """Lay the panels out in figure pixels, a title above and the legend below."""
     height, width = (n * max(1, 640 // max(panels[0][1].shape)) for n in panels[0][1].shape[:2])
     columns, gap = _columns(len(panels), width / height), 24
@@ -100,21 +135,46 @@ def _draw(panels: list[tuple[str, np.ndarray]], legend: list[tuple[str, np.ndarr
     points, left, right = text * 72 / DPI, gap / total_width, 1 - gap / total_width
     with new_figure(output, (total_width / DPI, total_height / DPI), DPI) as figure:
         for index, (name, pixels) in enumerate(panels):
-            x, y = gap + index % columns * (width + gap), total_height - head - (index // columns + 1) * (height + label)
-            axes = figure.add_axes([x / total_width, y / total_height, width / total_width, height / total_height])
+            x, y = (
+                gap + index % columns * (width + gap),
+                total_height - head - (index // columns + 1) * (height + label),
+            )
+            axes = figure.add_axes(
+                [x / total_width, y / total_height, width / total_width, height / total_height]
+            )
             axes.imshow(pixels, interpolation="nearest", aspect="auto")
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set(visible=True, color="#BBBBBB", linewidth=0.6)
             axes.set_title(name, fontsize=points, fontweight="normal", pad=points * 0.35)
-        figure.text(left, 1 - 0.55 * head / total_height, title, fontsize=1.25 * points, fontweight="bold", va="center")
-        figure.text(right, foot / 2 / total_height, note, fontsize=0.8 * points, color=FAINT, ha="right", va="center")
+        figure.text(
+            left,
+            1 - 0.55 * head / total_height,
+            title,
+            fontsize=1.25 * points,
+            fontweight="bold",
+            va="center",
+        )
+        figure.text(
+            right,
+            foot / 2 / total_height,
+            note,
+            fontsize=0.8 * points,
+            color=FAINT,
+            ha="right",
+            va="center",
+        )
         _legend(figure, legend, points, (left, foot / 2 / total_height))
 
 
-def _legend(figure, entries: list[tuple[str, np.ndarray]], points: float, anchor: tuple[float, float]) -> None:
+def _legend(
+    figure, entries: list[tuple[str, np.ndarray]], points: float, anchor: tuple[float, float]
+) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(facecolor=color / 255, edgecolor="#555555", linewidth=0.6, label=name) for name, color in entries]
+    patches = [
+        Patch(facecolor=color / 255, edgecolor="#555555", linewidth=0.6, label=name)
+        for name, color in entries
+    ]
     figure.legend(
         handles=patches, loc="center left", bbox_to_anchor=anchor, ncols=len(patches), fontsize=points, borderaxespad=0,
         borderpad=0, handlelength=1.2, handleheight=1.0, columnspacing=1.6,
@@ -130,14 +190,24 @@ def _labels(labels: np.ndarray, ignore: int, number: int) -> np.ndarray:
     return np.where(labels == ignore, number, labels)
 
 
-def _check(image: np.ndarray, truth: np.ndarray | None, prediction: np.ndarray, classes: Sequence[str], ignore: int) -> None:
+def _check(
+    image: np.ndarray,
+    truth: np.ndarray | None,
+    prediction: np.ndarray,
+    classes: Sequence[str],
+    ignore: int,
+) -> None:
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-        raise ValueError(f"the image is {image.dtype} of shape {image.shape}, but uint8 (H, W, 3) is drawn: choose three bands and scale them to 0..255")
+        raise ValueError(
+            f"the image is {image.dtype} of shape {image.shape}, but uint8 (H, W, 3) is drawn: choose three bands and scale them to 0..255"
+        )
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is None:
             continue
         if labels.shape != image.shape[:2]:
-            raise ValueError(f"the {name} has shape {labels.shape}, but the image has {image.shape[:2]} pixels: give the same window of both")
+            raise ValueError(
+                f"the {name} has shape {labels.shape}, but the image has {image.shape[:2]} pixels: give the same window of both"
+            )
         values = labels[labels != ignore] if name == "truth" else labels
         if values.size and not 0 <= values.min() <= values.max() < len(classes):
             raise ValueError(

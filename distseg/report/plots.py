@@ -32,11 +32,22 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
         if not any(line["kind"] == "step" for line in log):
             raise ValueError(f"{path} holds no line of kind 'step': nothing was trained there yet")
     panels = [(_draw_loss, 3.0)]
-    panels += [(_draw_validation, 2.6)] if any({"iou", *_OF_IMAGES} & set(line) for log in logs for line in log if line["kind"] == "validation") else []
+    panels += (
+        [(_draw_validation, 2.6)]
+        if any(
+            {"iou", *_OF_IMAGES} & set(line)
+            for log in logs
+            for line in log
+            if line["kind"] == "validation"
+        )
+        else []
+    )
     panels += [(_draw_rate, 1.3)] if any("lr" in line for log in logs for line in log) else []
     heights = [height for _, height in panels]
     with new_figure(output, (8.5, sum(heights) + 0.8), layout="constrained") as figure:
-        axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+        axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)[
+            :, 0
+        ]
         for axis, (draw, _) in zip(axes, panels):
             draw(axis, logs, _run_names(log_paths))
             if axis.get_legend_handles_labels()[0]:
@@ -44,11 +55,15 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
         axes[-1].set_xlabel("optimizer step")
 
 
-def series(log: list[dict], kind: str, field: str, key: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+def series(
+    log: list[dict], kind: str, field: str, key: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a field (of one ``key`` of a dict), where the log has it; null is NaN."""
     lines = [line for line in log if line["kind"] == kind and field in line]
     values = [line[field] if key is None else (line[field] or {}).get(key) for line in lines]
-    return np.array([line["step"] for line in lines]), np.array([np.nan if v is None else v for v in values], dtype=float)
+    return np.array([line["step"] for line in lines]), np.array(
+        [np.nan if v is None else v for v in values], dtype=float
+    )
 
 
 def smooth(values: np.ndarray, span: float) -> np.ndarray:
@@ -75,13 +90,34 @@ def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
         prefix, color = (f"{name}: " if len(logs) > 1 else ""), PALETTE[index % len(PALETTE)]
         span = len(loss) // 40
         if span > 1:
-            axis.plot(steps, loss, color=color, alpha=0.22, linewidth=0.8, label="_" if prefix else "each step")
-            axis.plot(steps, smooth(loss, span), color=color, linewidth=1.8, label=f"{prefix}mean of ~{span}")
+            axis.plot(
+                steps,
+                loss,
+                color=color,
+                alpha=0.22,
+                linewidth=0.8,
+                label="_" if prefix else "each step",
+            )
+            axis.plot(
+                steps,
+                smooth(loss, span),
+                color=color,
+                linewidth=1.8,
+                label=f"{prefix}mean of ~{span}",
+            )
         else:
             axis.plot(steps, loss, color=color, linewidth=1.5, label=f"{prefix}training")
         steps, loss = series(log, "validation", "loss")
         if len(steps):
-            axis.plot(steps, loss, color=INK if len(logs) == 1 else color, marker="o", markersize=3.5, linewidth=1.0, label=f"{prefix}validation")
+            axis.plot(
+                steps,
+                loss,
+                color=INK if len(logs) == 1 else color,
+                marker="o",
+                markersize=3.5,
+                linewidth=1.0,
+                label=f"{prefix}validation",
+            )
     axis.set(title="Loss")
     _stretch(axis, [series(log, "step", "loss")[1] for log in logs])
 
@@ -97,8 +133,14 @@ def _stretch(axis, losses: list[np.ndarray]) -> None:
 
 
 def _draw_validation(axis, logs: list[list[dict]], names: list[str]) -> None:
-    classes = list(dict.fromkeys(key for log in logs for line in log for key in (line.get("iou") or {})))
-    of_images = [] if classes else [kind for kind in _OF_IMAGES if any(kind in line for log in logs for line in log)]
+    classes = list(
+        dict.fromkeys(key for log in logs for line in log for key in (line.get("iou") or {}))
+    )
+    of_images = (
+        []
+        if classes
+        else [kind for kind in _OF_IMAGES if any(kind in line for log in logs for line in log)]
+    )
     for index, (log, name) in enumerate(zip(logs, names)):
         for number, label in enumerate(classes or of_images):
             steps, iou = series(log, "validation", *(("iou", label) if classes else (label,)))
@@ -133,13 +175,20 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
     """
     for row in rows:
         if not {"processes", "speedup"} <= set(row):
-            raise ValueError(f"a row of a scaling plot needs processes and speedup, got {', '.join(row) or 'nothing'}")
+            raise ValueError(
+                f"a row of a scaling plot needs processes and speedup, got {', '.join(row) or 'nothing'}"
+            )
     counts = sorted({row["processes"] for row in rows})
     with new_figure(output, (6.0, 4.6), layout="constrained") as figure:
         axis = figure.subplots()
         axis.plot(counts, counts, color=FAINT, linestyle="--", linewidth=1.2, label="ideal")
         for index, name in enumerate(dict.fromkeys(row.get("series", "measured") for row in rows)):
-            _draw_series(axis, [row for row in rows if row.get("series", "measured") == name], name, PALETTE[index % len(PALETTE)])
+            _draw_series(
+                axis,
+                [row for row in rows if row.get("series", "measured") == name],
+                name,
+                PALETTE[index % len(PALETTE)],
+            )
         for scale in (axis.set_xscale, axis.set_yscale):
             scale("log", base=2)
         axis.set_xticks(counts, [str(n) for n in counts])
@@ -154,9 +203,29 @@ def _draw_series(axis, rows: list[Mapping], name: str, color: str) -> None:
 
     rows = sorted(rows, key=lambda row: row["processes"])
     counts, speedups = [row["processes"] for row in rows], [row["speedup"] for row in rows]
-    ranges = [[s - row.get("low", s) for s, row in zip(speedups, rows)], [row.get("high", s) - s for s, row in zip(speedups, rows)]]
-    axis.errorbar(counts, speedups, yerr=ranges, color=color, marker="o", linewidth=1.8, markersize=5, capsize=3, label=name)
+    ranges = [
+        [s - row.get("low", s) for s, row in zip(speedups, rows)],
+        [row.get("high", s) - s for s, row in zip(speedups, rows)],
+    ]
+    axis.errorbar(
+        counts,
+        speedups,
+        yerr=ranges,
+        color=color,
+        marker="o",
+        linewidth=1.8,
+        markersize=5,
+        capsize=3,
+        label=name,
+    )
     for n, speedup in zip(counts, speedups):
         if n > 1:
-            text = axis.annotate(f"{speedup / n:.0%}", (n, speedup), xytext=(7, -11), textcoords="offset points", color=color, fontsize=9)
+            text = axis.annotate(
+                f"{speedup / n:.0%}",
+                (n, speedup),
+                xytext=(7, -11),
+                textcoords="offset points",
+                color=color,
+                fontsize=9,
+            )
             text.set_path_effects([withStroke(linewidth=3, foreground="white")])

@@ -39,7 +39,14 @@ class SilentProgress:
 class Progress(SilentProgress):
     """Counts work, pixels and seconds, and puts them in words; its children say where the words go."""
 
-    def __init__(self, total: int, unit: str, label: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        total: int,
+        unit: str,
+        label: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.total, self.unit, self.label = total, unit, label
         self.done, self.pixels, self.fields, self.share = 0, 0, {}, 0.0
         self.stream = stream or sys.stderr
@@ -66,7 +73,9 @@ class Progress(SilentProgress):
         """The rate, then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``."""
         rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
         rate += [f"{self.share:.0%} of the next {self.unit}"] if self.share else []
-        return rate + [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items()]
+        return rate + [
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.fields.items()
+        ]
 
     def count(self) -> str:
         return f"{self.done}/{self.total} {self.unit}s"
@@ -91,11 +100,22 @@ class LineProgress(Progress):
             done = self.done + self.share
             left = self.seconds * (self.total - done) / done if done else None
             time_left = [] if left is None else [f"{duration(left)} left"]
-            self._print([f"{self.count()} ({done / self.total:.0%})", *self.details()[:1], *time_left, *self.details()[1:]])
+            self._print(
+                [
+                    f"{self.count()} ({done / self.total:.0%})",
+                    *self.details()[:1],
+                    *time_left,
+                    *self.details()[1:],
+                ]
+            )
 
     def _finish(self) -> None:
         spent = duration(self.seconds)
-        ended = f"{self.count()} in {spent}" if self.done >= self.total else f"stopped at {self.count()} after {spent}"
+        ended = (
+            f"{self.count()} in {spent}"
+            if self.done >= self.total
+            else f"stopped at {self.count()} after {spent}"
+        )
         self._print([ended, *self.details()])
 
     def _print(self, parts: list[str]) -> None:
@@ -112,7 +132,12 @@ class BarProgress(Progress):
 
         super().__init__(*args, **kwargs)
         self._bar = tqdm(
-            total=self.total, unit=self.unit, desc=self.label, file=self.stream, bar_format=self._FORMAT, dynamic_ncols=True
+            total=self.total,
+            unit=self.unit,
+            desc=self.label,
+            file=self.stream,
+            bar_format=self._FORMAT,
+            dynamic_ncols=True,
         )
 
     def _show(self) -> None:
@@ -123,7 +148,9 @@ class BarProgress(Progress):
         self._bar.close()  # which draws it once more
 
 
-def progress(total: int, unit: str, label: str, enabled: bool = True, stream: TextIO | None = None) -> SilentProgress:
+def progress(
+    total: int, unit: str, label: str, enabled: bool = True, stream: TextIO | None = None
+) -> SilentProgress:
     """The progress that fits: silent where not ``enabled``, a bar at a terminal, lines elsewhere (or without tqdm).
 
     Args:
@@ -136,7 +163,9 @@ def progress(total: int, unit: str, label: str, enabled: bool = True, stream: Te
     if not enabled:
         return SilentProgress()
     stream = stream or sys.stderr
-    return (BarProgress if stream.isatty() and _has_tqdm() else LineProgress)(total, unit, label, stream)
+    return (BarProgress if stream.isatty() and _has_tqdm() else LineProgress)(
+        total, unit, label, stream
+    )
 
 
 def _has_tqdm() -> bool:

@@ -23,7 +23,9 @@ def block_size(shape: Sequence[int]) -> int:
 def _block_sums(values: np.ndarray, block: int) -> np.ndarray:
     """(H, W, ...) -> sums over blocks; the last ones may be smaller."""
     for dim in (0, 1):
-        values = np.add.reduceat(values, np.arange(0, values.shape[dim], block), axis=dim, dtype=np.int64)
+        values = np.add.reduceat(
+            values, np.arange(0, values.shape[dim], block), axis=dim, dtype=np.int64
+        )
     return values
 
 
@@ -40,5 +42,8 @@ def shrink_labels(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
     for number, count in enumerate(counts):
         score = _block_sums(labels == number, block_size(labels.shape)) / math.sqrt(max(count, 1))
         better = np.ones(score.shape, bool) if best is None else score > best
-        best, winner = np.where(better, score, 0 if best is None else best), np.where(better, number, 0 if winner is None else winner)
+        best, winner = (
+            np.where(better, score, 0 if best is None else best),
+            np.where(better, number, 0 if winner is None else winner),
+        )
     return winner

@@ -40,7 +40,9 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
-        raise ImportError(f"pictures need matplotlib, which can not be imported ({e}): pip install matplotlib") from e
+        raise ImportError(
+            f"pictures need matplotlib, which can not be imported ({e}): pip install matplotlib"
+        ) from e
 
 
 @contextmanager
@@ -63,7 +65,13 @@ def class_colors(classes: Sequence[str], colors: Sequence | None = None) -> np.n
     from PIL.ImageColor import getrgb
 
     if colors is not None and len(colors) != len(classes):
-        raise ValueError(f"{len(colors)} colours do not fit {len(classes)} classes ({', '.join(classes)}): give one a class, or none")
+        raise ValueError(
+            f"{len(colors)} colours do not fit {len(classes)} classes ({', '.join(classes)}): give one a class, or none"
+        )
     free = iter(PALETTE * (len(classes) // len(PALETTE) + 1))
-    chosen = colors if colors is not None else [NATURAL.get(name.lower()) or next(free) for name in classes]
+    chosen = (
+        colors
+        if colors is not None
+        else [NATURAL.get(name.lower()) or next(free) for name in classes]
+    )
     return np.array([getrgb(c)[:3] if isinstance(c, str) else c for c in chosen], dtype=np.uint8)

@@ -28,17 +28,23 @@ def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
         return "(no rows)"
     widths = [max(map(len, column)) for column in zip(names, *cells)]
     lines = [names, ["-" * w for w in widths], *cells]
-    return "\n".join("  ".join(_pad(c, w, r) for c, w, r in zip(line, widths, rights)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(_pad(c, w, r) for c, w, r in zip(line, widths, rights)).rstrip() for line in lines
+    )
 
 
 def markdown_table(rows: Rows, columns: Sequence[str] | None = None) -> str:
     """The same table for a markdown page."""
     names, cells, rights = _layout(rows, columns)
     lines = [names, ["---:" if right else "---" for right in rights], *cells]
-    return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
+    )
 
 
-def _layout(rows: Rows, columns: Sequence[str] | None) -> tuple[list[str], list[list[str]], list[bool]]:
+def _layout(
+    rows: Rows, columns: Sequence[str] | None
+) -> tuple[list[str], list[list[str]], list[bool]]:
     names = list(columns or dict.fromkeys(key for row in rows for key in row))
     texts = [format_column([row.get(name) for row in rows]) for name in names]
     rights = [all(t == MISSING or _NUMBER.fullmatch(t) for t in column) for column in texts]
@@ -54,7 +60,9 @@ def format_column(values: Sequence[Any]) -> list[str]:
     sizes = [abs(v) for v in values if _is_finite_float(v) and v]
     decimals = max(0, 3 - math.floor(math.log10(max(sizes)))) if sizes else 0
     common = bool(sizes) and max(sizes) < 1e6 and min(sizes) >= 10.0 ** (1 - decimals)
-    return [f"{v:,.{decimals}f}" if common and _is_finite_float(v) else format_value(v) for v in values]
+    return [
+        f"{v:,.{decimals}f}" if common and _is_finite_float(v) else format_value(v) for v in values
+    ]
 
 
 def format_value(value: Any) -> str:

@@ -41,7 +41,9 @@ def own_part(
         tiled.freeze_norms()
     if partition:
         if not tiled.flat:
-            raise ValueError("a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1")
+            raise ValueError(
+                "a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1"
+            )
         tiled.begin_at(partition.ranges)
         tiled.keep(mine)
     return tiled
@@ -56,7 +58,13 @@ def place_model(model: nn.Module, device, precision: str, channels_last: bool) -
         model.to(memory_format=last_format(5 if volumes else 4))
 
 
-def place_stages(model: TiledModel, partition: Partition | None, devices: Sequence[torch.device], precision: str, channels_last: bool) -> None:
+def place_stages(
+    model: TiledModel,
+    partition: Partition | None,
+    devices: Sequence[torch.device],
+    precision: str,
+    channels_last: bool,
+) -> None:
     """The same with each stage of a rank's on its device, where there are several."""
     if len(devices) == 1:
         return place_model(model, devices[0], precision, channels_last)
@@ -68,7 +76,11 @@ def place_stages(model: TiledModel, partition: Partition | None, devices: Sequen
 
 def autocast(precision: str, device) -> Callable[[], ContextManager]:
     """Makes the context in which the network runs: bf16 autocast or nothing."""
-    return (lambda: torch.autocast(device.type, torch.bfloat16)) if precision == "bf16" else nullcontext
+    return (
+        (lambda: torch.autocast(device.type, torch.bfloat16))
+        if precision == "bf16"
+        else nullcontext
+    )
 
 
 def used_reach(exact: ReceptiveField, spatial: SpatialConfig) -> ReceptiveField:

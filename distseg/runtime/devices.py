@@ -41,7 +41,11 @@ def devices_of(config: Config, device: torch.device, gpus: int | None = None) ->
     if pipeline.placement != "devices":
         return [device]
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    found = _named(pipeline.devices) if pipeline.devices else _share(device, len(pipeline.balance), gpus)
+    found = (
+        _named(pipeline.devices)
+        if pipeline.devices
+        else _share(device, len(pipeline.balance), gpus)
+    )
     for d in found:
         if d.type != device.type:
             raise ValueError(
@@ -62,7 +66,9 @@ def _named(names: Sequence[str]) -> list[torch.device]:
         except RuntimeError:
             found.append(None)
         if found[-1] is None or found[-1].type not in ("cpu", "cuda"):
-            raise ValueError(f"pipeline.devices names {name!r}, which is no device: write cpu, cuda:0, cuda:1 and so on")
+            raise ValueError(
+                f"pipeline.devices names {name!r}, which is no device: write cpu, cuda:0, cuda:1 and so on"
+            )
     return found
 
 
@@ -86,7 +92,9 @@ def check_there(pipeline: PipelineConfig) -> None:
         ValueError: saying how to install it.
     """
     if pipeline.placement == "devices" and importlib.util.find_spec("torchgpipe") is None:
-        raise ValueError("pipeline.placement devices needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line")
+        raise ValueError(
+            "pipeline.placement devices needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line"
+        )
 
 
 def stages_of(pipeline: PipelineConfig) -> int:
@@ -102,8 +110,19 @@ class DevicePipeline:
         recompute: which micro-batches torchgpipe checkpoints: never, except_last or always.
     """
 
-    def __init__(self, partition: Partition, stages: Sequence[Stage], devices: Sequence[torch.device], recompute: str = "never"):
-        self.partition, self.stages, self.devices, self.recompute = partition, list(stages), list(devices), recompute
+    def __init__(
+        self,
+        partition: Partition,
+        stages: Sequence[Stage],
+        devices: Sequence[torch.device],
+        recompute: str = "never",
+    ):
+        self.partition, self.stages, self.devices, self.recompute = (
+            partition,
+            list(stages),
+            list(devices),
+            recompute,
+        )
         self.head = stages[-1].head
         self._layers = [as_layer(stage, self._current) for stage in stages]
         self._gpipes: dict[int, nn.Module] = {}  # by the number of micro-batches
@@ -119,12 +138,18 @@ class DevicePipeline:
         _check_alike(units)
         self._units = units
         try:
-            table = self._gpipe(len(units))(torch.cat([unit.pieces[0].pixels for unit in units]))  # (micro-batches * B, K)
+            table = self._gpipe(len(units))(
+                torch.cat([unit.pieces[0].pixels for unit in units])
+            )  # (micro-batches * B, K)
             rows = table.chunk(len(units))
             for unit, found in zip(units, rows):
                 self.head.note(unit, [found])
             if table.requires_grad:
-                table.backward(torch.cat([self.head.slopes(unit, [found])[0] for unit, found in zip(units, rows)]))
+                table.backward(
+                    torch.cat(
+                        [self.head.slopes(unit, [found])[0] for unit, found in zip(units, rows)]
+                    )
+                )
         finally:
             self._units = ()
             self._numbers.clear()
@@ -135,7 +160,11 @@ class DevicePipeline:
         if micro_batches not in self._gpipes:
             balance = [1] * len(self._layers)
             self._gpipes[micro_batches] = GPipe(
-                nn.Sequential(*self._layers), balance, devices=self.devices, chunks=micro_batches, checkpoint=self.recompute
+                nn.Sequential(*self._layers),
+                balance,
+                devices=self.devices,
+                chunks=micro_batches,
+                checkpoint=self.recompute,
             )
         return self._gpipes[micro_batches]
 
@@ -164,9 +193,15 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 
     before, behind = _handed_on(stage.incoming), _handed_on(stage.outgoing)
     # By the whole edge: a name may come again behind its pop, where torchgpipe wants another.
-    incoming, outgoing = ({str(e): e.map for e in edges if e not in (before, behind)} for edges in (stage.incoming, stage.outgoing))
+    incoming, outgoing = (
+        {str(e): e.map for e in edges if e not in (before, behind)}
+        for edges in (stage.incoming, stage.outgoing)
+    )
     result = LOSS if stage.head else behind.map
-    sizes_only = any(isinstance(stage.model.layers[number], (CutTo, Spread, OfLines)) for number in stage.layers or ())
+    sizes_only = any(
+        isinstance(stage.model.layers[number], (CutTo, Spread, OfLines))
+        for number in stage.layers or ()
+    )
 
     @skippable(stash=list(outgoing), pop=list(incoming))
     class Layer(nn.Module):
@@ -179,7 +214,11 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
             for edge, source in outgoing.items():
                 yield stash(edge, outputs[source][0])
             made = outputs[result][0]
-            return _Beside.apply(made, *(inputs[source][0] for source in incoming.values())) if sizes_only else made
+            return (
+                _Beside.apply(made, *(inputs[source][0] for source in incoming.values()))
+                if sizes_only
+                else made
+            )
 
     return Layer()
 
@@ -205,7 +244,9 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
     """
     found = next((edge for edge in edges if edge.target == edge.source + 1), None)
     if edges and found is None:
-        raise ValueError(f"with pipeline.placement devices each stage hands a map to the next, but of {edges[0]} nothing does: set pipeline.balance, or placement to line")
+        raise ValueError(
+            f"with pipeline.placement devices each stage hands a map to the next, but of {edges[0]} nothing does: set pipeline.balance, or placement to line"
+        )
     return found
 
 

@@ -66,7 +66,13 @@ class Exchange:
         self, graph: Graph, stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
         device=torch.device("cpu"), channels_last: bool = False, stored: Sequence[int] = (),
     ):  # fmt: skip
-        self.graph, self.stride, self.comm, self.every, self.fuse_below = graph, tuple(stride), comm, every, fuse_below
+        self.graph, self.stride, self.comm, self.every, self.fuse_below = (
+            graph,
+            tuple(stride),
+            comm,
+            every,
+            fuse_below,
+        )
         self.grid, self.per_rank = Size(grid), Size(per_rank)
         self.channels_last, self.stored = channels_last, tuple(stored)
         self.mail = Mail(comm, device)
@@ -84,14 +90,21 @@ class Exchange:
         if image not in self._layouts:
             fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
             check_grid(image, fine, self.stride)
-            borders = [(0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)]
-            self._layouts[image] = Layout(self.graph, image, borders, self.every, self.fuse_below, self.stored).check_result(borders)
+            borders = [
+                (0, *(b for _, b in split(n, g, s))) for n, g, s in zip(image, fine, self.stride)
+            ]
+            self._layouts[image] = Layout(
+                self.graph, image, borders, self.every, self.fuse_below, self.stored
+            ).check_result(borders)
         return self._layouts[image]
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
         """Return the pixels that a tile needs of an image before it exchanges anything, and those that it stores for its borders."""
         layout = self.layout(image)
-        cell, first = layout.cell_of(tile), [number for number in self.graph.readers[0] if self.graph[number].first == 0]
+        cell, first = (
+            layout.cell_of(tile),
+            [number for number in self.graph.readers[0] if self.graph[number].first == 0],
+        )
         taken = [layout.part(number, cell).taken for number in first if number in layout.points]
         return reduce(Box.hull, taken, layout.made(0, cell))
 
@@ -100,7 +113,9 @@ class Exchange:
         layout = self.layout(image)
         return layout.made(0, layout.cell_of(tile)).hull(tile)
 
-    def layers(self, maps: list[dict[int, Tensor]], context: Context, first: int) -> Callable[[int, nn.Module], list[Tensor]]:
+    def layers(
+        self, maps: list[dict[int, Tensor]], context: Context, first: int
+    ) -> Callable[[int, nn.Module], list[Tensor]]:
         """What computes a layer, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.
 
         Args:
@@ -125,15 +140,31 @@ class Exchange:
 
         return compute
 
-    def _layer(self, number: int, layer: nn.Module, maps: list[dict[int, Tensor]], parts: list[Part], layouts, cells, context: Context, stores) -> list[Tensor]:
+    def _layer(
+        self,
+        number: int,
+        layer: nn.Module,
+        maps: list[dict[int, Tensor]],
+        parts: list[Part],
+        layouts,
+        cells,
+        context: Context,
+        stores,
+    ) -> list[Tensor]:
         """One layer on all pieces: where it looks further than they have, after an exchange."""
         node = self.graph[number]
         xs, haves = [had[node.first] for had in maps], [part.held for part in parts]
-        concerned = [i for i, layout in enumerate(layouts) if number in layout.points and not isinstance(getattr(layer, "inner", None), VectorAt)]  # all tiles have a vector
+        concerned = [
+            i
+            for i, layout in enumerate(layouts)
+            if number in layout.points and not isinstance(getattr(layer, "inner", None), VectorAt)
+        ]  # all tiles have a vector
         if concerned:
             frames = [framed(layer, parts[i]) for i in concerned]
             mine = [_autocast(layer, xs[i]) for i in concerned]
-            exchange = self._exchange(number, layer, concerned, frames, mine, parts, layouts, cells, context.places)
+            exchange = self._exchange(
+                number, layer, concerned, frames, mine, parts, layouts, cells, context.places
+            )
             if not exchange.idle:
                 if len(concerned) == len(xs) and fuses(layer):
                     return exchanged_convolution(layer, exchange, frames, parts, mine)
@@ -142,21 +173,35 @@ class Exchange:
         made = []
         for i, (x, have, part) in enumerate(zip(xs, haves, parts)):
             context.current = i
-            others = [(maps[i][source], layouts[i].made(source, cells[i])) for source in node.inputs[1:]]
+            others = [
+                (maps[i][source], layouts[i].made(source, cells[i])) for source in node.inputs[1:]
+            ]
             with context.around(stores[i]):
                 made.append(run(layer, x, have, part, others))
         return made
 
-    def _exchange(self, position, layer, concerned, frames, xs, parts, layouts, cells, places) -> HaloExchange:
+    def _exchange(
+        self, position, layer, concerned, frames, xs, parts, layouts, cells, places
+    ) -> HaloExchange:
         # Of the shapes that a layer sees this is all that can vary from step to step.
-        key = position, xs[0].shape[1], xs[0].dtype, tuple((places[i].image, cells[i], len(places[i].images)) for i in concerned)
+        key = (
+            position,
+            xs[0].shape[1],
+            xs[0].dtype,
+            tuple((places[i].image, cells[i], len(places[i].images)) for i in concerned),
+        )
         if key not in self._exchanges:
-            self._exchanges[key] = self._plan(position, layer, concerned, frames, xs, parts, layouts, cells)
+            self._exchanges[key] = self._plan(
+                position, layer, concerned, frames, xs, parts, layouts, cells
+            )
         return self._exchanges[key]
 
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
         """Who sends what to whom. Both sides order the strips of a message by image, target and source."""
-        around = [Frame(parts[i].size, parts[i].owned, parts[i].held, frame) for i, frame in zip(concerned, frames)]
+        around = [
+            Frame(parts[i].size, parts[i].owned, parts[i].held, frame)
+            for i, frame in zip(concerned, frames)
+        ]
         group = _numbered([layouts[i] for i in concerned])
         number = {(group[k], cells[i]): k for k, i in enumerate(concerned)}
         sends, receives, here = [], [], []
@@ -170,7 +215,9 @@ class Exchange:
             for c in copies_to(cells[i], cuts, wanted):
                 if self.rank_of(c.source) != self.comm.rank:
                     receives.append((group[k], c.target, c.source, k, c.box))
-        by_peer = lambda strips, end: _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
+        by_peer = lambda strips, end: _by(
+            sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end])
+        )
         return HaloExchange(
             self.mail, around, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
             fill=fill_of(layer) or 0.0, tag=2 * position, name=self.graph[position].name, last=self.channels_last,

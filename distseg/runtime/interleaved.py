@@ -18,10 +18,27 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Iterable, Iterator, Sequence
 
-from distseg.runtime.operations import BackwardTile, Drop, ForwardTile, OfTile, Operation, Send, SendGradient
-from distseg.runtime.tile_program import StagePlan, backward, expected, expected_back, forward, outputs
+from distseg.runtime.operations import (
+    BackwardTile,
+    Drop,
+    ForwardTile,
+    OfTile,
+    Operation,
+    Send,
+    SendGradient,
+)
+from distseg.runtime.tile_program import (
+    StagePlan,
+    backward,
+    expected,
+    expected_back,
+    forward,
+    outputs,
+)
 
-_Awaited = tuple[tuple, int, int]  # rows that must have come from other ranks: of what, its first row, the row before which it must be there
+_Awaited = tuple[
+    tuple, int, int
+]  # rows that must have come from other ranks: of what, its first row, the row before which it must be there
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,11 @@ class _Group:
 def can_interleave(works: Sequence[StagePlan]) -> bool:
     """Of a micro-batch, by rank: whether there are several, each with a stage of its own, and no map of which all must be made before any is read."""
     apart = all(len(work.stages) == 1 for work in works)
-    return len(works) > 1 and apart and not any(work.whole(p) for work in works for s in work.mine for p in work.sources(s))
+    return (
+        len(works) > 1
+        and apart
+        and not any(work.whole(p) for work in works for s in work.mine for p in work.sources(s))
+    )
 
 
 def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
@@ -49,9 +70,16 @@ def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
     streams = [*map(_streams, works)]
     least = _Turns(works, streams, [1] * len(works))
     list(least.taken())
-    ahead = [limit + 2 * (len(works) - 1 - rank) * _abreast(there) for rank, (limit, (there, _)) in enumerate(zip(least.limits, streams))]
+    ahead = [
+        limit + 2 * (len(works) - 1 - rank) * _abreast(there)
+        for rank, (limit, (there, _)) in enumerate(zip(least.limits, streams))
+    ]
     turns = _Turns(works, streams, ahead)
-    found = [[op for work in those for op in expected(work)] + [op for work in those for op in expected_back(work, work.stages[0])] for those in works]
+    found = [
+        [op for work in those for op in expected(work)]
+        + [op for work in those for op in expected_back(work, work.stages[0])]
+        for those in works
+    ]
     for rank, group in turns.taken():
         found[rank] += group.operations
     return found
@@ -65,7 +93,12 @@ class _Turns:
         limits: tiles that may be under way on each rank; more, where otherwise none could go on.
     """
 
-    def __init__(self, works: Sequence[Sequence[StagePlan]], streams: Sequence[tuple[list[_Group], list[_Group]]], limits: Sequence[int]):
+    def __init__(
+        self,
+        works: Sequence[Sequence[StagePlan]],
+        streams: Sequence[tuple[list[_Group], list[_Group]]],
+        limits: Sequence[int],
+    ):
         self.works, self.limits = works, list(limits)
         self.there, self.back = ([*map(deque, each)] for each in zip(*streams))
         self._under_way: list[set] = [set() for _ in works]
@@ -89,7 +122,10 @@ class _Turns:
         """For one more tile, which is of no later micro-batch than 1F1B would have under way."""
         under_way = self._under_way[rank]
         first = min((tile[0] for tile in under_way), default=math.inf)
-        return len(under_way) < limit and self.there[rank][0].operations[0].micro_batch < first + len(self.works) - rank
+        return (
+            len(under_way) < limit
+            and self.there[rank][0].operations[0].micro_batch < first + len(self.works) - rank
+        )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
         """Where none can go on in its turn: a tile that can go back, or else one more that goes forward."""
@@ -104,7 +140,9 @@ class _Turns:
         if not stream:
             return False
         group = stream[0]
-        return self._under_way[rank].issuperset(group.kept) and all(self._sent.get(key, start) >= rows for key, start, rows in group.awaited)
+        return self._under_way[rank].issuperset(group.kept) and all(
+            self._sent.get(key, start) >= rows for key, start, rows in group.awaited
+        )
 
     def _take(self, rank: int, stream: deque[_Group]) -> _Group:
         group = stream.popleft()
@@ -120,7 +158,9 @@ class _Turns:
 def _streams(works: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """What a rank does on the way there and on the way back; all in one, of the rank whose tiles turn around."""
     stage = works[0].stages[0]
-    groups = lambda *ways: [group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)]
+    groups = lambda *ways: [
+        group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)
+    ]
     there, back = (lambda work: forward(work, stage)), (lambda work: backward(work, stage))
     if any(map(works[0].is_last, works[0].mine)):
         return groups(there, outputs, back), []
@@ -143,13 +183,18 @@ def _groups(operations: Iterable[Operation], work: StagePlan) -> list[_Group]:
 
 def _group(operations: Sequence[Operation], work: StagePlan) -> _Group:
     awaited = [one for op in operations for one in _awaited(op, work)]
-    return _Group(operations, awaited, [op.tile for op in operations if isinstance(op, BackwardTile)])
+    return _Group(
+        operations, awaited, [op.tile for op in operations if isinstance(op, BackwardTile)]
+    )
 
 
 def _abreast(there: Sequence[_Group]) -> int:
     """The tiles of all segments of a stage for some rows of the image: as many more under way, and no stage waits for the next one's answer."""
     tiles = [op for group in there for op in group.operations if isinstance(op, ForwardTile)]
-    bands = Counter(segment for segment, *_ in {(op.segment, op.micro_batch, op.block, op.box.start[0]) for op in tiles})
+    bands = Counter(
+        segment
+        for segment, *_ in {(op.segment, op.micro_batch, op.block, op.box.start[0]) for op in tiles}
+    )
     return -(-len(tiles) // max(bands.values(), default=1))
 
 
@@ -160,13 +205,23 @@ def _awaited(op: Operation, work: StagePlan) -> Iterator[_Awaited]:
             box = rows_of(block, op.position)
             yield ("map", op.micro_batch, block, op.position), box.start[0], box.stop[0]
     if isinstance(op, OfTile):
-        for position, (_, stop) in work.cut.rows(op.block, op.segment, (op.box.start[0], op.box.stop[0])).items():
+        for position, (_, stop) in work.cut.rows(
+            op.block, op.segment, (op.box.start[0], op.box.stop[0])
+        ).items():
             if position in work.elsewhere:
-                yield ("map", op.micro_batch, op.block, position), rows_of(op.block, position).start[0], stop
+                yield (
+                    ("map", op.micro_batch, op.block, position),
+                    rows_of(op.block, position).start[0],
+                    stop,
+                )
     if isinstance(op, BackwardTile):
         position = work.stop(op.segment)
         for reader in work.readers[position]:
-            yield ("gradient", reader, op.micro_batch, op.block, position), rows_of(op.block, position).start[0], op.box.stop[0]
+            yield (
+                ("gradient", reader, op.micro_batch, op.block, position),
+                rows_of(op.block, position).start[0],
+                op.box.stop[0],
+            )
 
 
 def _key(op: Send, rank: int, block: int, position: int) -> tuple:

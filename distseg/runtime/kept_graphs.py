@@ -18,15 +18,22 @@ class Weighed(NamedTuple):
     most: float
 
 
-def keeping(program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float) -> list[Operation]:
+def keeping(
+    program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float
+) -> list[Operation]:
     """The program with as many tiles kept, from the first on, as ``room`` bytes have room for at any time beside the tile at hand."""
-    free = np.array([room - weigh(op).most if isinstance(op, OfTile) else math.inf for op in program])
+    free = np.array(
+        [room - weigh(op).most if isinstance(op, OfTile) else math.inf for op in program]
+    )
     found = list(program)
     for there, back in _pairs(program):
         between, kept = free[there + 1 : back], weigh(program[there]).kept
         if (between >= kept).all():
             between -= kept
-            found[there], found[back] = replace(program[there], kept=True), replace(program[back], kept=True)
+            found[there], found[back] = (
+                replace(program[there], kept=True),
+                replace(program[back], kept=True),
+            )
     return found
 
 

@@ -33,7 +33,9 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
     """All forward passes, then the same backwards in time: a mirrored schedule keeps what must precede what."""
     forwards = _list(_steps(placement), micro_batches, micro_batches).orders
-    return [order + [Backward(a.stage, a.micro_batch) for a in reversed(order)] for order in forwards]
+    return [
+        order + [Backward(a.stage, a.micro_batch) for a in reversed(order)] for order in forwards
+    ]
 
 
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
@@ -71,8 +73,16 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
     there = [(Forward, stage, 1) for stage in range(len(placement))]
     back = [(Backward, stage, backward) for stage in reversed(range(len(placement))) if backward]
     for kind, stage, factor in there + back:
-        chain.append(_Step(kind, stage, placement[stage], factor * units[stage], chain[-1] if chain else None))
-    return chain + [replace(step, kind=Weight, units=weight * units[step.stage], after=step) for step in chain if step.kind is Backward and weight]
+        chain.append(
+            _Step(
+                kind, stage, placement[stage], factor * units[stage], chain[-1] if chain else None
+            )
+        )
+    return chain + [
+        replace(step, kind=Weight, units=weight * units[step.stage], after=step)
+        for step in chain
+        if step.kind is Backward and weight
+    ]
 
 
 def _units(placement: Sequence[int]) -> list[int]:
@@ -84,7 +94,9 @@ def _units(placement: Sequence[int]) -> list[int]:
 def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
     """Of all limits up to the number of stages the one whose lists end first, of equals the lowest."""
     limits = range(max(step.rank for step in steps) + 1, max(step.stage for step in steps) + 2)
-    return min((_list(steps, micro_batches, limit) for limit in limits), key=lambda lists: lists.end).orders
+    return min(
+        (_list(steps, micro_batches, limit) for limit in limits), key=lambda lists: lists.end
+    ).orders
 
 
 def _list(steps: Sequence[_Step], micro_batches: int, in_flight: int) -> _Lists:
@@ -95,7 +107,9 @@ def _list(steps: Sequence[_Step], micro_batches: int, in_flight: int) -> _Lists:
     """
     ends: dict[_Step, list[int]] = {step: [] for step in steps}  # by micro-batch
     last = {step.stage: step for step in steps}
-    urgent = sorted(reversed(steps), key=lambda step: step.kind is Weight)  # what is furthest along the chain, and last what nobody waits for
+    urgent = sorted(
+        reversed(steps), key=lambda step: step.kind is Weight
+    )  # what is furthest along the chain, and last what nobody waits for
     free = [0] * (max(step.rank for step in steps) + 1)  # when each rank is
     orders: list[list[Action]] = [[] for _ in free]
     time = 0

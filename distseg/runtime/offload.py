@@ -36,10 +36,19 @@ class Map:
         OSError: the file does not fit its disk, before anything is written.
     """
 
-    def __init__(self, box: Box, like: Tensor, folder: str | Path | None = None, zero: bool = False, rows: bool = False):
+    def __init__(
+        self,
+        box: Box,
+        like: Tensor,
+        folder: str | Path | None = None,
+        zero: bool = False,
+        rows: bool = False,
+    ):
         self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
         self.rows = rows and not self.last
-        self.outer = (len(like),) if self.last else tuple(like.shape[:2])  # dims before those of the box
+        self.outer = (
+            (len(like),) if self.last else tuple(like.shape[:2])
+        )  # dims before those of the box
         self.images, self.channels = like.shape[:2]
         self.cell = self.channels * like.element_size()  # bytes
         self.bytes = self.bytes_of(box)
@@ -76,7 +85,9 @@ class Map:
 
     def room(self, box: Box) -> Tensor:
         """A tensor for a part of the map as it lies there, in the host's memory; pinned, where a GPU reads it next."""
-        return torch.empty(self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(
+            self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda"
+        )
 
     def within(self, room: Tensor, box: Box) -> Tensor:
         """What begins :meth:`room` of a larger part, as room for a smaller one."""
@@ -126,7 +137,9 @@ class Map:
         return (*self.outer, *box.size, self.channels) if self.last else (*self.outer, *box.size)
 
     def _part(self, box: Box) -> Tensor:
-        return self._values[(..., *box.relative_to(self.box).slices, *((slice(None),) if self.last else ()))]
+        return self._values[
+            (..., *box.relative_to(self.box).slices, *((slice(None),) if self.last else ()))
+        ]
 
     def _inward(self, x: Tensor) -> Tensor:
         return (x.movedim(1, -1) if self.last else x).to("cpu").contiguous()
@@ -137,13 +150,22 @@ class Map:
     def _widened(self, box: Box) -> Box:
         """With the rest of its rows, where it has nearly all of them: one run instead of a run a row."""
         held = self.box
-        if box.size[1:] == held.size[1:] or not box.pixels or any(_NEARLY * a < b for a, b in zip(box.size[1:], held.size[1:])):
+        if (
+            box.size[1:] == held.size[1:]
+            or not box.pixels
+            or any(_NEARLY * a < b for a, b in zip(box.size[1:], held.size[1:]))
+        ):
             return box
         return Box((box.start[0], *held.start[1:]), (box.stop[0], *held.stop[1:]))
 
     def _fetched(self, box: Box) -> Tensor:
         """A part of the map as it lies in the file: (B, C, *box.size), or (B, *box.size, C)."""
-        values = torch.empty((self.images, self.channels, *box.size) if self.rows else (self.images, *box.size, self.channels), dtype=self.dtype)
+        values = torch.empty(
+            (self.images, self.channels, *box.size)
+            if self.rows
+            else (self.images, *box.size, self.channels),
+            dtype=self.dtype,
+        )
         self._run(os.preadv, values, box, "read from")
         return values
 
@@ -155,14 +177,20 @@ class Map:
 
     def _run(self, how, values: Tensor, box: Box, what: str) -> None:
         """Between ``values``, as they lie in the file, and the part ``box`` of the map there, by runs of bytes."""
-        arrays, cell = (self.images * self.channels, self.cell // self.channels) if self.rows else (self.images, self.cell)
+        arrays, cell = (
+            (self.images * self.channels, self.cell // self.channels)
+            if self.rows
+            else (self.images, self.cell)
+        )
         flat, offset = memoryview(as_bytes(values).numpy()), 0
         for place, length in _runs(arrays, box.relative_to(self.box), self.box.size, cell):
             _all(how, self._file.fileno(), flat[offset : offset + length], place, what)
             offset += length
 
 
-_NEARLY = 1.125  # as many cells a row of a map may have as a part of it, of which whole rows are read
+_NEARLY = (
+    1.125  # as many cells a row of a map may have as a part of it, of which whole rows are read
+)
 
 
 class VectorMap:
@@ -175,7 +203,13 @@ class VectorMap:
     in_memory = bytes = 0  # next to nothing
 
     def __init__(self, box: Box, like: Tensor, gradient: bool = False):
-        self.box, self.dtype, self.device, self.last, self._gradient = box, like.dtype, like.device, False, gradient
+        self.box, self.dtype, self.device, self.last, self._gradient = (
+            box,
+            like.dtype,
+            like.device,
+            False,
+            gradient,
+        )
         self.images, self.channels = like.shape[:2]
         self._values = torch.zeros(like.shape, dtype=like.dtype)
 
@@ -212,12 +246,18 @@ def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
     while split > 1 and part[split - 1] == size[split - 1]:
         split -= 1
     strides = [cell * math.prod(size[d + 1 :]) for d in range(len(size))]
-    first, length = sum(a * s for a, s in zip(box.start, strides)), part[split - 1] * strides[split - 1]
+    first, length = (
+        sum(a * s for a, s in zip(box.start, strides)),
+        part[split - 1] * strides[split - 1],
+    )
     if not length:
         return
     for array in range(arrays):
         for index in product(*(range(n) for n in part[: split - 1])):
-            yield array * cell * math.prod(size) + first + sum(i * s for i, s in zip(index, strides)), length
+            yield (
+                array * cell * math.prod(size) + first + sum(i * s for i, s in zip(index, strides)),
+                length,
+            )
 
 
 def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
@@ -225,7 +265,10 @@ def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
     while done < len(buffer):
         moved = how(file, [buffer[done:]], place + done)
         if not moved:
-            raise OSError(errno.EIO, f"the scratch file ended while a feature map was {what} it: did something else cut it?")
+            raise OSError(
+                errno.EIO,
+                f"the scratch file ended while a feature map was {what} it: did something else cut it?",
+            )
         done += moved
 
 
@@ -234,7 +277,9 @@ def _reserved(size: int, folder: str | Path):
     try:
         file = tempfile.TemporaryFile(prefix="distseg-", dir=folder, buffering=0)
     except OSError as e:
-        raise OSError(f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write to as spatial.scratch") from None
+        raise OSError(
+            f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write to as spatial.scratch"
+        ) from None
     try:
         if size:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -265,5 +310,7 @@ def free_bytes(folder: str | Path) -> int:
     try:
         disk = os.statvfs(folder)
     except OSError as e:
-        raise OSError(f"the scratch folder {folder} can not be used ({e.strerror}): name another as spatial.scratch") from None
+        raise OSError(
+            f"the scratch folder {folder} can not be used ({e.strerror}): name another as spatial.scratch"
+        ) from None
     return disk.f_bavail * disk.f_frsize

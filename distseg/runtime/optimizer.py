@@ -34,9 +34,13 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
     """
     parameters = user_names(model.named_parameters(remove_duplicate=False), model)
     for setting, parts in (("rates", config.rates), ("thaw", config.thaw)):
-        if unknown := [part for part in parts or () if not any(_belongs(name, part) for name in parameters)]:
+        if unknown := [
+            part for part in parts or () if not any(_belongs(name, part) for name in parameters)
+        ]:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
-            raise ValueError(f"optim.{setting} names {unknown[0]!r}, but this network has no such part: its parameters begin with {', '.join(tops[:8])}{', ...' * (len(tops) > 8)}")
+            raise ValueError(
+                f"optim.{setting} names {unknown[0]!r}, but this network has no such part: its parameters begin with {', '.join(tops[:8])}{', ...' * (len(tops) > 8)}"
+            )
     for name, parameter in parameters.items():
         if of_part(config.rates, name, 1.0) == 0:
             parameter.requires_grad_(False)
@@ -53,9 +57,15 @@ def make_optimizer(
     """
     groups: dict[tuple[float, int], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        groups.setdefault((of_part(config.rates, name, 1.0), of_part(config.thaw, name, 0)), []).append(parameter)
-    groups = groups or {(1.0, 0): [nn.Parameter(torch.zeros(0))]}  # a pipeline stage may have no weights
-    of_group = [dict(params=those, factor=factor, thaw=epochs) for (factor, epochs), those in groups.items()]
+        groups.setdefault(
+            (of_part(config.rates, name, 1.0), of_part(config.thaw, name, 0)), []
+        ).append(parameter)
+    groups = groups or {
+        (1.0, 0): [nn.Parameter(torch.zeros(0))]
+    }  # a pipeline stage may have no weights
+    of_group = [
+        dict(params=those, factor=factor, thaw=epochs) for (factor, epochs), those in groups.items()
+    ]
     optimizer = _optimizer(config, of_group, fused)
     set_learning_rate(optimizer, config.lr, 0)
     return optimizer
@@ -65,12 +75,17 @@ def _optimizer(config: OptimConfig, parameters: list[dict], fused: bool) -> torc
     common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=fused, foreach=False)
     if config.name == "sgd":
         return _light(torch.optim.SGD)(parameters, momentum=config.momentum, **common)
-    return _light(torch.optim.Adam if config.name == "adam" else torch.optim.AdamW)(parameters, **common)
+    return _light(torch.optim.Adam if config.name == "adam" else torch.optim.AdamW)(
+        parameters, **common
+    )
 
 
 def _light(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The optimizer without what PyTorch wraps its methods in for torch.compile, which imports torch._dynamo: 300 modules, a second or two of each process."""
-    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "state_dict", "load_state_dict")}
+    methods = {
+        name: unwrap(getattr(kind, name))
+        for name in ("add_param_group", "state_dict", "load_state_dict")
+    }
     return type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(unwrap(kind.step))})
 
 
@@ -95,7 +110,9 @@ def learning_rate(config: OptimConfig, step: int, total: int) -> float:
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "linear":
-        return config.lr * (config.decay_factor * total - step) / (config.decay_factor * total - rise)
+        return (
+            config.lr * (config.decay_factor * total - step) / (config.decay_factor * total - rise)
+        )
     t = (step - rise) / max(1, total - rise)
     return _cosine(config.lr, config.lr / 1e4 if config.schedule == "one_cycle" else 0.0, t)
 

@@ -32,14 +32,30 @@ from distseg.models.capture.positions import Positions
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
 from distseg.models.lines import OfLines
 from distseg.models.modified import unmodified
-from distseg.models.network import Call, calls_of, channels_of_maps, flat_layers, is_flat, is_followed, of_image
+from distseg.models.network import (
+    Call,
+    calls_of,
+    channels_of_maps,
+    flat_layers,
+    is_flat,
+    is_followed,
+    of_image,
+)
 from distseg.models.passes import checkpoints_ignored
 from distseg.models.resize import Follows
 from distseg.runtime.exchange import Exchange
 from distseg.tiling.graph import Graph, last_readings
 from distseg.tiling.tile import ReceptiveField, TilePlacement
 
-_GLOBAL = (nn.LayerNorm, nn.LocalResponseNorm, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.MultiheadAttention, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_GLOBAL = (
+    nn.LayerNorm,
+    nn.LocalResponseNorm,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.MultiheadAttention,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 class TiledModel(nn.Module):
@@ -60,13 +76,26 @@ class TiledModel(nn.Module):
         graph: Graph | None = None, kinds: Sequence[type] = (), channels: Sequence[int] = (), of_image: bool = False,
     ):  # fmt: skip
         super().__init__()
-        self.model, self.context, self.reach, self.inputs, self.exchange, self.graph, self.kinds, self.channels = model, context, reach, inputs, exchange, graph, kinds, channels
+        (
+            self.model,
+            self.context,
+            self.reach,
+            self.inputs,
+            self.exchange,
+            self.graph,
+            self.kinds,
+            self.channels,
+        ) = model, context, reach, inputs, exchange, graph, kinds, channels
         self.vectors = {number for number, count in enumerate(channels) if not count}
         """The maps that are vectors of the image."""
         self.flat = inputs is not None
         self.layers = [layer for _, layer in flat_layers(model)] if self.flat else None
         # Of the whole model, also where only some of its layers are kept:
-        self.live_always = [p for p, layer in enumerate(self.layers or []) if isinstance(layer, DistributedNorm) and not layer.tracks]
+        self.live_always = [
+            p
+            for p, layer in enumerate(self.layers or [])
+            if isinstance(layer, DistributedNorm) and not layer.tracks
+        ]
         """Positions of the norms that take statistics in evaluation too."""
         self.of_image = of_image
         self.always_live = any(not n.tracks for n in self.norms)
@@ -88,7 +117,11 @@ class TiledModel(nn.Module):
 
     def device_of(self, part: range) -> torch.device | None:
         """Where the weights of some layers are; None where they have none."""
-        tensors = (t for layer in self.layers[part.start : part.stop] for t in (*layer.parameters(), *layer.buffers()))
+        tensors = (
+            t
+            for layer in self.layers[part.start : part.stop]
+            for t in (*layer.parameters(), *layer.buffers())
+        )
         return next((t.device for t in tensors), None)
 
     def keep(self, positions: set[int]) -> None:
@@ -104,7 +137,12 @@ class TiledModel(nn.Module):
     def begin_at(self, ranges: Sequence[range]) -> None:
         """Stages are these layers: what they are handed is another's, so nothing is done to it in place."""
         for layers in ranges:
-            handed = {source for number in layers for source in self.inputs[number] if source <= layers.start}
+            handed = {
+                source
+                for number in layers
+                for source in self.inputs[number]
+                if source <= layers.start
+            }
             for number in layers:
                 layer = self.layers[number]
                 if self.inputs[number][0] in handed:
@@ -137,7 +175,12 @@ class TiledModel(nn.Module):
         return self._one(self.model, window, index=index, store={})
 
     def run(
-        self, maps: list[dict[int, Tensor]], places: list[TilePlacement], part: range, leaving: Iterable[int] = (), after_layer: Callable[[], None] | None = None
+        self,
+        maps: list[dict[int, Tensor]],
+        places: list[TilePlacement],
+        part: range,
+        leaving: Iterable[int] = (),
+        after_layer: Callable[[], None] | None = None,
     ) -> None:
         """Some layers of a flat network on all windows.
 
@@ -147,7 +190,11 @@ class TiledModel(nn.Module):
         """
         self.context.places = places
         frees = self._frees_of(part, frozenset(leaving))
-        compute = self._windowed(maps) if self.exchange is None else self.exchange.layers(maps, self.context, part.start)
+        compute = (
+            self._windowed(maps)
+            if self.exchange is None
+            else self.exchange.layers(maps, self.context, part.start)
+        )
         try:
             for number in part:
                 made = compute(number, self.layers[number])
@@ -171,7 +218,10 @@ class TiledModel(nn.Module):
                 return layer.joint([had[inputs[0]] for had in maps])
             if isinstance(layer, Folded):
                 return [had[inputs[0]] for had in maps]
-            return [self._one(layer, *(had[source] for source in inputs), index=i, store=stores[i]) for i, had in enumerate(maps)]
+            return [
+                self._one(layer, *(had[source] for source in inputs), index=i, store=stores[i])
+                for i, had in enumerate(maps)
+            ]
 
         return compute
 
@@ -185,14 +235,18 @@ class TiledModel(nn.Module):
         self.context.current = index
         with self.context.around(store):
             y = layer(*inputs)
-        return y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)  # what a user's module makes of a whole image
+        return (
+            y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)
+        )  # what a user's module makes of a whole image
 
     def freeze_norms(self) -> None:
         """Let batch norms use and keep their running statistics in training."""
         norms = [n for n in self.norms if not isinstance(n, DistributedMean)]
         for n in norms:
             if not n.tracks:
-                raise ValueError(f"{n.name} ({n.kind} norm) has no running statistics to freeze: spatial.frozen_norm needs batch norm")
+                raise ValueError(
+                    f"{n.name} ({n.kind} norm) has no running statistics to freeze: spatial.frozen_norm needs batch norm"
+                )
             n.frozen = True
         self.live_in_training = len(norms) < len(self.norms)
 
@@ -226,7 +280,13 @@ class Elsewhere(_Instead):
     """In the place of a layer that another rank holds."""
 
 
-def parallelize(model: nn.Module, reach: ReceptiveField, context: Context | None = None, exchange: Exchange | None = None, whole: bool = False) -> TiledModel:
+def parallelize(
+    model: nn.Module,
+    reach: ReceptiveField,
+    context: Context | None = None,
+    exchange: Exchange | None = None,
+    whole: bool = False,
+) -> TiledModel:
     """Swap the layers of ``model`` that look beyond a window for their distributed twins.
 
     Args:
@@ -251,15 +311,25 @@ def parallelize(model: nn.Module, reach: ReceptiveField, context: Context | None
         check_module(model, [8 * s for s in reach.stride])
     graph = exchange.graph if exchange else _graph(model)
     vector = graph.of_image if graph else of_image(model)
-    kinds, channels = ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model)) if graph else ((), ())
+    kinds, channels = (
+        ([type(layer) for _, layer in flat_layers(model)], channels_of_maps(model))
+        if graph
+        else ((), ())
+    )
     context = context or Context()
     context.whole = whole and not is_followed(model)
-    strides = dict.fromkeys(_told(model), reach.stride) if context.whole else cumulative_strides(model, reach)
+    strides = (
+        dict.fromkeys(_told(model), reach.stride)
+        if context.whole
+        else cumulative_strides(model, reach)
+    )
     for name, stride in strides.items():
         layer = model.get_submodule(name)
         _put(model, name, _twin(layer, context, stride, name))
     _share_statistics([m for m in model.modules() if isinstance(m, DistributedNorm) and m.tracks])
-    inputs = None if vector and graph is None else _inputs(model)  # nobody knows where its vector begins
+    inputs = (
+        None if vector and graph is None else _inputs(model)
+    )  # nobody knows where its vector begins
     _place(model, graph, context)
     for part in _flat_parts(model):
         _fold(part)
@@ -315,7 +385,10 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
         calls = calls_of(model)
     except ValueError:
         return None
-    hides = lambda layer: not isinstance(layer, DistributedNorm) and any(isinstance(m, DistributedNorm) for m in layer.modules())
+    hides = lambda layer: (
+        not isinstance(layer, DistributedNorm)
+        and any(isinstance(m, DistributedNorm) for m in layer.modules())
+    )
     return None if any(hides(call.layer) for call in calls) else [call.reads for call in calls]
 
 
@@ -326,7 +399,9 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
             _put(model, name, PlacedPositions(layer, context))
         if isinstance(layer, Follows):
             if graph is None:
-                raise ValueError(f"layer {name} ({type(layer).__name__}) has the size of another map, but not all layers of this network are known, so its size can't be worked out")
+                raise ValueError(
+                    f"layer {name} ({type(layer).__name__}) has the size of another map, but not all layers of this network are known, so its size can't be worked out"
+                )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 
 
@@ -363,8 +438,12 @@ def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
     try:
         calls = calls_of(part)
     except ValueError:
-        calls = [Call(name, layer, (number,)) for number, (name, layer) in enumerate(flat_layers(part))]
-    return calls, Counter(source for call in calls for source in call.reads * (1 + isinstance(call.layer, Stash)))
+        calls = [
+            Call(name, layer, (number,)) for number, (name, layer) in enumerate(flat_layers(part))
+        ]
+    return calls, Counter(
+        source for call in calls for source in call.reads * (1 + isinstance(call.layer, Stash))
+    )
 
 
 def _fold(part: nn.Module) -> None:
@@ -375,9 +454,16 @@ def _fold(part: nn.Module) -> None:
         norm = call.layer
         if not isinstance(norm, DistributedNorm) or isinstance(norm, DistributedMean):
             continue
-        before = calls[call.inputs[0] - 1] if call.inputs[0] and readers[call.inputs[0]] == 1 else None
+        before = (
+            calls[call.inputs[0] - 1] if call.inputs[0] and readers[call.inputs[0]] == 1 else None
+        )
         behind = reading[number + 1] if readers[number + 1] == 1 and number + 1 in reading else None
-        if before and isinstance(before.layer, KeyedDropout) and before.layer.by_channel and norm.frames == 1:
+        if (
+            before
+            and isinstance(before.layer, KeyedDropout)
+            and before.layer.by_channel
+            and norm.frames == 1
+        ):
             norm.dropout = [before.layer] if before.layer.p > 0 else []
             _put(part, before.name, Folded(before.layer))
         if behind and unmodified(behind.layer, (nn.ReLU, nn.LeakyReLU)):
@@ -395,7 +481,13 @@ def _act_in_place(part: nn.Module) -> None:
             layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
             layer.inplace = True
             _put(part, call.name, layer)
-        if unmodified(layer, nn.modules.conv._ConvNd) or len(call.inputs) > 1 and isinstance(layer, (Pop, Join)) or alone and isinstance(layer, _HANDS_ON):
+        if (
+            unmodified(layer, nn.modules.conv._ConvNd)
+            or len(call.inputs) > 1
+            and isinstance(layer, (Pop, Join))
+            or alone
+            and isinstance(layer, _HANDS_ON)
+        ):
             fresh.add(number + 1)
 
 
@@ -418,7 +510,9 @@ def _check_own_layers(model: nn.Module) -> None:
         if not isinstance(layer, (*NORMS, *DROPOUTS)):
             continue
         if places.setdefault(layer, name) != name:
-            raise ValueError(f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own")
+            raise ValueError(
+                f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own"
+            )
         check_plain(name, layer)
 
 
@@ -429,7 +523,11 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 
 def _told(model: nn.Module) -> list[str]:
     """The layers that must know where what they are given lies."""
-    return [name for name, layer in model.named_modules() if isinstance(layer, (*STATISTICAL, *DROPOUTS, Spread, OfLines))]
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (*STATISTICAL, *DROPOUTS, Spread, OfLines))
+    ]
 
 
 def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tuple[int, ...]]:
@@ -445,7 +543,9 @@ def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tup
         def hook(_, inputs):
             stride = tuple(n // m for n, m in zip(size, inputs[0].shape[2:]))
             if found.setdefault(name, stride) != stride:
-                raise ValueError(f"layer {name} is called on feature maps of different strides: give each place a layer of its own")
+                raise ValueError(
+                    f"layer {name} is called on feature maps of different strides: give each place a layer of its own"
+                )
 
         return hook
 

@@ -23,11 +23,15 @@ class ParameterUpdate:
 
     def __init__(self, config: Config, mesh: Mesh, network: nn.Module, device: torch.device):
         broadcast(network, mesh.replicas)
-        trained = user_names(((name, p) for name, p in network.named_parameters() if p.requires_grad), network)
+        trained = user_names(
+            ((name, p) for name, p in network.named_parameters() if p.requires_grad), network
+        )
         self.config, self.mesh, self.parameters = config, mesh, list(trained.values())
         self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
         heartbeat("start of what sums gradients")
-        self.reducer = make_reducer(config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type)
+        self.reducer = make_reducer(
+            config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type
+        )
         self.optimizer = make_optimizer(config.optim, trained)
 
     def descend(self, rate: float, norm: float, epoch: int) -> None:

@@ -44,12 +44,19 @@ def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
         ValueError: the numbers do not add up to the model's layers, or a stage has none.
     """
     if min(balance) < 1 or sum(balance) != layers:
-        raise ValueError(f"pipeline.balance {' '.join(map(str, balance))} adds up to {sum(balance)} layers, but the model has {layers}, and each stage needs at least one")
+        raise ValueError(
+            f"pipeline.balance {' '.join(map(str, balance))} adds up to {sum(balance)} layers, but the model has {layers}, and each stage needs at least one"
+        )
     stops = list(accumulate(balance))
     return [range(stop - count, stop) for stop, count in zip(stops, balance)]
 
 
-def edges_between(ranges: Sequence[range], inputs: Sequence[Sequence[int]], names: Sequence[str] | None = None, trained: Container[int] | None = None) -> list[Edge]:
+def edges_between(
+    ranges: Sequence[range],
+    inputs: Sequence[Sequence[int]],
+    names: Sequence[str] | None = None,
+    trained: Container[int] | None = None,
+) -> list[Edge]:
     """What travels: outputs stage by stage, then whatever else crosses a cut.
 
     Args:
@@ -59,11 +66,21 @@ def edges_between(ranges: Sequence[range], inputs: Sequence[Sequence[int]], name
     """
     found = []
     ways = crossing(inputs, ranges)
-    onwards = {source: reader for source, stage, reader in ways if source == ranges[stage].stop and reader == stage + 1}
+    onwards = {
+        source: reader
+        for source, stage, reader in ways
+        if source == ranges[stage].stop and reader == stage + 1
+    }
     for source, stage, reader in ways:
         # The next stage reads it in any case, and hands it on: its rank may be that of a later stage too.
         sender = stage if onwards.get(source, reader) == reader else onwards[source]
-        name = OUTPUT if source in onwards and sender == stage else names[source] if names else f"map {source}"
+        name = (
+            OUTPUT
+            if source in onwards and sender == stage
+            else names[source]
+            if names
+            else f"map {source}"
+        )
         found.append(Edge(name, sender, reader, trained is None or source in trained, source))
     return sorted(found, key=lambda edge: edge.name != OUTPUT)
 
@@ -82,7 +99,9 @@ class Partition:
         return cls((range(0),), (), (0,))
 
     @classmethod
-    def of(cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None) -> "Partition":
+    def of(
+        cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None
+    ) -> "Partition":
         """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s.
 
         Raises:
@@ -90,7 +109,9 @@ class Partition:
         """
         ranges = stage_ranges(balance, len(calls))
         owner: dict[Tensor, tuple[int, int]] = {}  # stage and layer
-        for stage, position in ((stage, position) for stage, positions in enumerate(ranges) for position in positions):
+        for stage, position in (
+            (stage, position) for stage, positions in enumerate(ranges) for position in positions
+        ):
             for tensor in _kept(calls[position].layer):
                 first, layer = owner.setdefault(tensor, (stage, position))
                 if first != stage:
@@ -98,7 +119,9 @@ class Partition:
                         f"layers {layer} and {position} share {'a weight' if isinstance(tensor, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, "
                         "each of which would keep its own: set pipeline.balance so that one stage has both, or give each its own"
                     )
-        edges = edges_between(ranges, [call.reads for call in calls], _names(calls), _trained(calls))
+        edges = edges_between(
+            ranges, [call.reads for call in calls], _names(calls), _trained(calls)
+        )
         return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
 
     @property

@@ -22,7 +22,9 @@ from distseg.runtime.stage_program import operations, receives_ahead
 from distseg.runtime.trace import NoTrace
 from distseg.tiling.tile_batch import MicroBatch
 
-_Key = tuple[Edge, int, bool]  # of what an edge hands on for a micro-batch, or, back, the gradient that returns
+_Key = tuple[
+    Edge, int, bool
+]  # of what an edge hands on for a micro-batch, or, back, the gradient that returns
 
 
 class Pipeline:
@@ -35,13 +37,23 @@ class Pipeline:
         recompute: which activations are computed again (:func:`distseg.runtime.stage_program.operations`).
     """
 
-    def __init__(self, partition: Partition, stages: Sequence[Stage], comm, device=torch.device("cpu"), recompute: str = "never", trace=None):
+    def __init__(
+        self,
+        partition: Partition,
+        stages: Sequence[Stage],
+        comm,
+        device=torch.device("cpu"),
+        recompute: str = "never",
+        trace=None,
+    ):
         self.partition, self.comm, self.recompute = partition, comm, recompute
         self.stages = {stage.number: stage for stage in stages}
         self.mail = Mail(comm, device)
         self.trace = trace or NoTrace()
         self._numbers = {edge: number for number, edge in enumerate(partition.edges)}
-        self._forms: dict[tuple[Edge, tuple], list[Form]] = {}  # of the tensors of an edge, for units of a signature
+        self._forms: dict[
+            tuple[Edge, tuple], list[Form]
+        ] = {}  # of the tensors of an edge, for units of a signature
         self._posted: dict[_Key, list[Receipt]] = {}
         self._here: dict[_Key, list[Tensor]] = {}  # made here and not yet taken, or received
         self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
@@ -102,7 +114,9 @@ class Pipeline:
         with self.trace.span(op.kind, op.name):
             outputs = stage.forward(m, unit, inputs, keep)
         for edge in stage.outgoing:
-            self._here[edge, m, False] = [x.detach() for x in outputs[edge.map]]  # each reader takes gradients of its own
+            self._here[edge, m, False] = [
+                x.detach() for x in outputs[edge.map]
+            ]  # each reader takes gradients of its own
 
     def _recompute(self, op: Recompute) -> None:
         heartbeat(f"forward of stage {op.stage}, micro-batch {op.micro_batch}, once more")
@@ -113,8 +127,13 @@ class Pipeline:
         """``splits``: gradients of weights may wait for an action of their own."""
         stage, m = self.stages[op.stage], op.micro_batch
         heartbeat(f"backward of stage {op.stage}, micro-batch {m}")
-        gradients = [(edge.map, self._here.pop((edge, m, True))) for edge in stage.outgoing if edge.gradient]
-        with self.trace.span(op.kind, op.name), self.mail.waits.until(Weight(op.stage, m).name if splits else None):
+        gradients = [
+            (edge.map, self._here.pop((edge, m, True))) for edge in stage.outgoing if edge.gradient
+        ]
+        with (
+            self.trace.span(op.kind, op.name),
+            self.mail.waits.until(Weight(op.stage, m).name if splits else None),
+        ):
             returned = stage.backward(m, gradients)
         for edge in stage.incoming:
             if edge.gradient:
@@ -160,13 +179,21 @@ class Pipeline:
         if key not in self._forms:
             with self.trace.span("wait", "forms"):
                 self._forms[key] = self.mail.ask(peer, self._forms_tag(op.edge))
-        self._posted[op.edge, op.micro_batch, op.back] = [self.mail.receive(form, peer, self._tag(op)) for form in self._forms[key]]
+        self._posted[op.edge, op.micro_batch, op.back] = [
+            self.mail.receive(form, peer, self._tag(op)) for form in self._forms[key]
+        ]
 
-    def _post_ahead(self, program: Sequence[Operation], place: int, units: Sequence[MicroBatch]) -> None:
+    def _post_ahead(
+        self, program: Sequence[Operation], place: int, units: Sequence[MicroBatch]
+    ) -> None:
         """Post receives up to the first whose tensors' form is not known yet: order is what matches messages."""
         for op in receives_ahead(program, place):
             unit, key = units[op.micro_batch], (op.edge, op.micro_batch, op.back)
-            if key in self._posted or key in self._here or self.partition.placement[op.sender] == self.comm.rank:
+            if (
+                key in self._posted
+                or key in self._here
+                or self.partition.placement[op.sender] == self.comm.rank
+            ):
                 continue
             if (op.edge, unit.signature) not in self._forms:
                 return

@@ -20,7 +20,9 @@ def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]
     precision = config.precision if config.precision != "auto" else ("bf16" if fast else "fp32")
     last = config.channels_last
     if last is None:
-        last = precision == "bf16" or (device.type == "cuda" and precision != "fp64")  # cuDNN has no float64 kernels for it
+        last = precision == "bf16" or (
+            device.type == "cuda" and precision != "fp64"
+        )  # cuDNN has no float64 kernels for it
     return precision, last
 
 
@@ -43,8 +45,16 @@ def gpu_lines(device: torch.device, precision: str, ranks: int) -> list[str]:
 
 def _tf32(device: torch.device) -> str:
     """distseg leaves this as PyTorch has it."""
-    conv = getattr(torch.backends.cudnn, "conv", None)  # the older setting can't be asked once the newer was set
+    conv = getattr(
+        torch.backends.cudnn, "conv", None
+    )  # the older setting can't be asked once the newer was set
     on = torch.backends.cudnn.allow_tf32 if conv is None else conv.fp32_precision == "tf32"
-    if not on or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" or torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        not on
+        or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+        or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return "float32"
-    return "TF32, PyTorch's default: 10 bits of mantissa (NVIDIA_TF32_OVERRIDE=0 for all of float32)"
+    return (
+        "TF32, PyTorch's default: 10 bits of mantissa (NVIDIA_TF32_OVERRIDE=0 for all of float32)"
+    )

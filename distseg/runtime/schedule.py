@@ -95,7 +95,9 @@ def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list
     if name not in SCHEDULES:
         raise ValueError(f"unknown pipeline schedule {name!r}: choose {', '.join(SCHEDULES)}")
     if not placement or set(placement) != set(range(max(placement) + 1)):
-        raise ValueError(f"the ranks of a placement are numbered from 0 without gaps, got {tuple(placement)}")
+        raise ValueError(
+            f"the ranks of a placement are numbered from 0 without gaps, got {tuple(placement)}"
+        )
     if micro_batches < 1:
         raise ValueError(f"a pipeline needs at least one micro-batch, got {micro_batches}")
     if len(set(placement)) < stages:

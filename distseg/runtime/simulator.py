@@ -19,7 +19,9 @@ from distseg.runtime.stage_program import operations
 from distseg.runtime.trace import Span
 
 RunControl = Sequence[Sequence[Action]]
-Cost = float | Sequence[float] | Callable[[int, int], float]  # seconds: of any stage, by stage, or of (stage, micro-batch)
+Cost = (
+    float | Sequence[float] | Callable[[int, int], float]
+)  # seconds: of any stage, by stage, or of (stage, micro-batch)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Simulation:
         busy = Counter()
         for span in self.spans:
             busy[span.rank] += span.seconds
-        return tuple(1 - busy[rank] / self.makespan if self.makespan else 0.0 for rank in range(self.ranks))
+        return tuple(
+            1 - busy[rank] / self.makespan if self.makespan else 0.0 for rank in range(self.ranks)
+        )
 
 
 def simulate(
@@ -84,8 +88,15 @@ def simulate(
                 run.do(rank, program[at[rank]])
                 at[rank] += 1
         if at == before:
-            stuck = [(rank, program[done:]) for rank, (done, program) in enumerate(zip(at, programs)) if done < len(program)]
-            waits = (f"rank {rank} waits in {_action(left).name} for {run.lacks(left[0])}" for rank, left in stuck)
+            stuck = [
+                (rank, program[done:])
+                for rank, (done, program) in enumerate(zip(at, programs))
+                if done < len(program)
+            ]
+            waits = (
+                f"rank {rank} waits in {_action(left).name} for {run.lacks(left[0])}"
+                for rank, left in stuck
+            )
             raise ValueError("the schedule is a deadlock: " + "; ".join(waits))
     return Simulation(tuple(run.spans), len(orders), peak_live(orders, len(placement)))
 
@@ -97,7 +108,10 @@ def _action(operations: Sequence[Operation]) -> Action:
 
 def peak_live(orders: RunControl, stages: int) -> tuple[int, ...]:
     """For each stage, the largest number of micro-batches between their forward pass and their last action."""
-    return tuple(int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0)) for stage in range(stages))
+    return tuple(
+        int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0))
+        for stage in range(stages)
+    )
 
 
 def peak_memory(orders: RunControl, activations: Sequence[float]) -> list[float]:
@@ -115,7 +129,9 @@ def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[
             yield -activations[action.stage]
 
 
-def check(orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int) -> None:
+def check(
+    orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int
+) -> None:
     """That a schedule is one: complete, with messages in order, and no rank waits for ever.
 
     Messages of one edge and direction are matched first in, first out. So the source's rank must produce the micro-batches
@@ -125,12 +141,23 @@ def check(orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], m
         ValueError: an action that is missing, double or on a wrong rank; messages that would be mistaken; a deadlock.
     """
     given = Counter((rank, action) for rank, order in enumerate(orders) for action in order)
-    kinds = (Forward, Backward, Weight) if any(isinstance(action, Weight) for _, action in given) else (Forward, Backward)
-    wanted = Counter((rank, kind(stage, m)) for stage, rank in enumerate(placement) for m in range(micro_batches) for kind in kinds)
+    kinds = (
+        (Forward, Backward, Weight)
+        if any(isinstance(action, Weight) for _, action in given)
+        else (Forward, Backward)
+    )
+    wanted = Counter(
+        (rank, kind(stage, m))
+        for stage, rank in enumerate(placement)
+        for m in range(micro_batches)
+        for kind in kinds
+    )
     for what, odd in (("lacks", wanted - given), ("should not have", given - wanted)):
         if odd:
             rank, action = next(iter(odd))
-            raise ValueError(f"rank {rank} of the schedule {what} {action.name} (placement {tuple(placement)}, {micro_batches} micro-batches)")
+            raise ValueError(
+                f"rank {rank} of the schedule {what} {action.name} (placement {tuple(placement)}, {micro_batches} micro-batches)"
+            )
     for edge in edges:
         if placement[edge.source] != placement[edge.target]:
             _check_messages(orders, edge, placement)
@@ -140,11 +167,17 @@ def check(orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], m
 def _check_messages(orders: RunControl, edge: Edge, placement: Sequence[int]) -> None:
     for back in (False, True)[: 1 + edge.gradient]:
         way = Receive(0, edge, back)
-        of = lambda kind, stage: [op.micro_batch for op in operations(orders[placement[stage]], [edge]) if isinstance(op, kind) and op.back == back]
+        of = lambda kind, stage: [
+            op.micro_batch
+            for op in operations(orders[placement[stage]], [edge])
+            if isinstance(op, kind) and op.back == back
+        ]
         sent, wanted = of(Hand, way.sender), of(Receive, way.receiver)
         if sent != wanted:
             kind = (Backward if back else Forward).kind
-            raise ValueError(f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage {way.receiver} wants {wanted}")
+            raise ValueError(
+                f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage {way.receiver} wants {wanted}"
+            )
 
 
 def _cost(cost: Cost) -> Callable[[int, int], float]:
@@ -153,7 +186,11 @@ def _cost(cost: Cost) -> Callable[[int, int], float]:
     return (lambda stage, m: cost[stage]) if isinstance(cost, Sequence) else (lambda stage, m: cost)
 
 
-_FIRST = {Recompute: Forward, Backward: Forward, Weight: Backward}  # what of the same stage and micro-batch goes before
+_FIRST = {
+    Recompute: Forward,
+    Backward: Forward,
+    Weight: Backward,
+}  # what of the same stage and micro-batch goes before
 
 
 class _Run:
@@ -161,7 +198,11 @@ class _Run:
 
     def __init__(self, placement, transfer, costs):
         self.placement, self.costs = placement, costs
-        self.transfer = transfer if callable(transfer) else (transfer.__getitem__ if transfer else lambda edge: 0.0)
+        self.transfer = (
+            transfer
+            if callable(transfer)
+            else (transfer.__getitem__ if transfer else lambda edge: 0.0)
+        )
         self.spans: list[Span] = []
         self.done: set[Operation] = set()
         self.arrivals: dict[tuple[Edge, int, bool], float] = {}
@@ -172,7 +213,11 @@ class _Run:
         """What an operation still waits for."""
         if isinstance(op, Receive):
             kind = (Backward if op.back else Forward).kind
-            return None if _key(op) in self.arrivals else f"{op.edge} ({kind} of micro-batch {op.micro_batch})"
+            return (
+                None
+                if _key(op) in self.arrivals
+                else f"{op.edge} ({kind} of micro-batch {op.micro_batch})"
+            )
         first = _FIRST[type(op)](op.stage, op.micro_batch) if type(op) in _FIRST else None
         return None if first is None or first in self.done else first.name
 

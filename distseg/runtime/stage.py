@@ -71,10 +71,19 @@ class Stage:
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:
             gradients = [(LOSS, self.head.slopes(unit, outputs[LOSS]))]
-        pairs = [(x, g) for source, gs in gradients for x, g in zip(outputs[source], gs) if x.requires_grad]
+        pairs = [
+            (x, g)
+            for source, gs in gradients
+            for x, g in zip(outputs[source], gs)
+            if x.requires_grad
+        ]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs)))
-        return {edge.map: [_gradient(x) for x in inputs[edge.map]] for edge in self.incoming if edge.gradient}
+        return {
+            edge.map: [_gradient(x) for x in inputs[edge.map]]
+            for edge in self.incoming
+            if edge.gradient
+        }
 
     def dropped(self, m: int) -> bool:
         """Whether the activations of a micro-batch were not kept."""
@@ -93,8 +102,16 @@ class Stage:
             if self.layers is None:
                 xs = self.model(inputs[0], places)
             else:
-                maps = [{source: xs[i] for source, xs in inputs.items()} for i in range(len(places))]
-                self.model.run(maps, places, self.layers, [edge.map for edge in self.outgoing], self.after_layer)
+                maps = [
+                    {source: xs[i] for source, xs in inputs.items()} for i in range(len(places))
+                ]
+                self.model.run(
+                    maps,
+                    places,
+                    self.layers,
+                    [edge.map for edge in self.outgoing],
+                    self.after_layer,
+                )
                 xs = [had[self.layers.stop] for had in maps]
         if self.head:
             return {LOSS: self.head.rows(unit, xs)}

@@ -21,7 +21,9 @@ from distseg.runtime.partition import Edge
 AHEAD = 2  # passes after this one whose receives are posted
 
 
-def operations(order: Sequence[Action], edges: Sequence[Edge], recompute: str = "never") -> list[Operation]:
+def operations(
+    order: Sequence[Action], edges: Sequence[Edge], recompute: str = "never"
+) -> list[Operation]:
     """Of a rank, from its actions in order.
 
     Args:
@@ -29,7 +31,11 @@ def operations(order: Sequence[Action], edges: Sequence[Edge], recompute: str = 
         recompute: never, except_last or always: which activations are computed again, of those that follow each other at once none by except_last.
     """
     again = recomputed(order, recompute)
-    return [op for action in order for op in _around(action, edges, (action.stage, action.micro_batch) in again)]
+    return [
+        op
+        for action in order
+        for op in _around(action, edges, (action.stage, action.micro_batch) in again)
+    ]
 
 
 def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Operation]:
@@ -40,9 +46,13 @@ def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Oper
     messages = [(edge, back) for edge in edges if edge.gradient or not back]
     if back and again:
         yield Recompute(m, action.stage)
-    yield from (op for op in (Receive(m, *message) for message in messages) if op.receiver == action.stage)
+    yield from (
+        op for op in (Receive(m, *message) for message in messages) if op.receiver == action.stage
+    )
     yield action
-    yield from (op for op in (Hand(m, *message) for message in messages) if op.sender == action.stage)
+    yield from (
+        op for op in (Hand(m, *message) for message in messages) if op.sender == action.stage
+    )
 
 
 def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
@@ -51,7 +61,11 @@ def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
         return set()
     spared = recompute == "except_last"
     forward = [(place, action) for place, action in enumerate(order) if isinstance(action, Forward)]
-    return {(a.stage, a.micro_batch) for place, a in forward if not (spared and _next_is_own_backward(order, place))}
+    return {
+        (a.stage, a.micro_batch)
+        for place, a in forward
+        if not (spared and _next_is_own_backward(order, place))
+    }
 
 
 def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:

@@ -28,19 +28,33 @@ class Borders:
     def __init__(self, exchange: Exchange):
         self._exchange, self._mail = exchange, Mail(exchange.comm)
 
-    def fetch(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]) -> None:
+    def fetch(
+        self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
+    ) -> None:
         """Fill the margins of an image's map each. Collective over the ranks that share the images."""
         going, coming = self._strips(position, layouts, cells, maps)
         self._move(going, coming, Map.put, 2 * position, f"the borders of map {position}")
 
-    def give_back(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], gradients: Sequence[Map]) -> None:
+    def give_back(
+        self,
+        position: int,
+        layouts: Sequence[Layout],
+        cells: Sequence[Cell],
+        gradients: Sequence[Map],
+    ) -> None:
         """The adjoint: add the gradients of margins to those of the cells that they came from, and leave none where they were."""
         coming, going = self._strips(position, layouts, cells, gradients)
-        self._move(going, coming, _add, 2 * position + 1, f"the gradient of the borders of map {position}")
+        self._move(
+            going, coming, _add, 2 * position + 1, f"the gradient of the borders of map {position}"
+        )
         for stored, box in (strip for strips in going.values() for strip in strips):
-            stored.put(box, stored.room(box).zero_())  # a rank may have made cells that it was given all the same
+            stored.put(
+                box, stored.room(box).zero_()
+            )  # a rank may have made cells that it was given all the same
 
-    def _strips(self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]) -> tuple[_Strips, _Strips]:
+    def _strips(
+        self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
+    ) -> tuple[_Strips, _Strips]:
         """What goes to each rank, and what comes."""
         going: _Strips = {}
         coming: _Strips = {}
@@ -51,18 +65,45 @@ class Borders:
             for copy in copies_from(cell, cuts, wanted):
                 going.setdefault(self._exchange.rank_of(copy.target), []).append((stored, copy.box))
             for copy in copies_to(cell, cuts, wanted):
-                coming.setdefault(self._exchange.rank_of(copy.source), []).append((stored, copy.box))
+                coming.setdefault(self._exchange.rank_of(copy.source), []).append(
+                    (stored, copy.box)
+                )
         return going, coming
 
-    def _move(self, going: _Strips, coming: _Strips, put: Callable[[Map, Box, Tensor], None], tag: int, what: str) -> None:
-        arriving = {rank: self._mail.receive_bytes(sum(stored.bytes_of(box) for stored, box in strips), rank, tag) for rank, strips in coming.items()}
-        self._mail.send_all({rank: torch.cat([as_bytes(_cells(stored, stored.take(box)).contiguous()) for stored, box in strips]) for rank, strips in going.items()}, tag)
+    def _move(
+        self,
+        going: _Strips,
+        coming: _Strips,
+        put: Callable[[Map, Box, Tensor], None],
+        tag: int,
+        what: str,
+    ) -> None:
+        arriving = {
+            rank: self._mail.receive_bytes(
+                sum(stored.bytes_of(box) for stored, box in strips), rank, tag
+            )
+            for rank, strips in coming.items()
+        }
+        self._mail.send_all(
+            {
+                rank: torch.cat(
+                    [
+                        as_bytes(_cells(stored, stored.take(box)).contiguous())
+                        for stored, box in strips
+                    ]
+                )
+                for rank, strips in going.items()
+            },
+            tag,
+        )
         for rank, receipt in arriving.items():
             buffer = receipt.tensor(f"{what} from rank {rank} of the image's tiles", "halo")
             parts = buffer.split([stored.bytes_of(box) for stored, box in coming[rank]])
             for (stored, box), part in zip(coming[rank], parts):
                 values = stored.room(box)
-                _cells(stored, values).copy_(part.view(values.dtype).view(_cells(stored, values).shape))
+                _cells(stored, values).copy_(
+                    part.view(values.dtype).view(_cells(stored, values).shape)
+                )
                 put(stored, box, values)
             self._mail.done(buffer)
 

@@ -66,7 +66,10 @@ from distseg.tiling.tile import Box, TilePlacement, boxes_of, strips
 from distseg.tiling.tile_batch import LazyTileBatch
 
 _LABELS = 1 << 20  # labels read at once
-_PIXELS, _CELLS = 1 << 20, 1 << 17  # pixels, or cells of a map, read at once where no tile is computed
+_PIXELS, _CELLS = (
+    1 << 20,
+    1 << 17,
+)  # pixels, or cells of a map, read at once where no tile is computed
 _CPU = torch.device("cpu")
 
 
@@ -118,10 +121,26 @@ class StreamingExecutor:
         placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True, borders: Borders | None = None,
         room: float | None = None,
     ):  # fmt: skip
-        self.model, self.graph, self.live, self.layout, self.tiling, self.folder = model, graph, set(live), layout, tiling, folder
-        self.sizes, self.autocast, self.devices = sizes, autocast, [torch.device(d) for d in devices]
+        self.model, self.graph, self.live, self.layout, self.tiling, self.folder = (
+            model,
+            graph,
+            set(live),
+            layout,
+            tiling,
+            folder,
+        )
+        self.sizes, self.autocast, self.devices = (
+            sizes,
+            autocast,
+            [torch.device(d) for d in devices],
+        )
         self.returns, self.trims, self.borders, self.room = returns, trims, borders, room
-        self.stages, self.placement, self.comm, self.transfers = tuple(stages), tuple(placement), comm, Transfers(comm)
+        self.stages, self.placement, self.comm, self.transfers = (
+            tuple(stages),
+            tuple(placement),
+            comm,
+            Transfers(comm),
+        )
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
         self._works: dict[tuple, StagePlan] = {}
@@ -131,7 +150,9 @@ class StreamingExecutor:
         return self.devices[segment.stage if len(self.devices) > 1 else 0]
 
     def name_of(self, segment: Segment) -> str:
-        begins = next(number for number in segment.nodes if segment.sources[-1] in self.graph[number].inputs)  # behind what is computed again of other segments
+        begins = next(
+            number for number in segment.nodes if segment.sources[-1] in self.graph[number].inputs
+        )  # behind what is computed again of other segments
         return f"{self.graph[begins].name} to {self.graph[segment.nodes[-1]].name}"
 
     def name_of_map(self, position: int) -> str:
@@ -141,7 +162,12 @@ class StreamingExecutor:
         """The tile of a block, in strips that are read at once."""
         return strips(block.place.tile, _LABELS)
 
-    def work(self, places: Sequence[TilePlacement], number: int = 0, boxes: Sequence[Sequence[Box]] | None = None) -> StagePlan:
+    def work(
+        self,
+        places: Sequence[TilePlacement],
+        number: int = 0,
+        boxes: Sequence[Sequence[Box]] | None = None,
+    ) -> StagePlan:
         """What this rank has of micro-batch ``number``, whose blocks lie at these places; made once for each size.
 
         Args:
@@ -157,20 +183,32 @@ class StreamingExecutor:
         """What each rank of the pipeline has of a micro-batch."""
         return [self._work(places, number, None, rank) for rank in range(self.comm.size)]
 
-    def _work(self, places: Sequence[TilePlacement], number: int, boxes: Sequence[Sequence[Box]] | None, rank: int) -> StagePlan:
+    def _work(
+        self,
+        places: Sequence[TilePlacement],
+        number: int,
+        boxes: Sequence[Sequence[Box]] | None,
+        rank: int,
+    ) -> StagePlan:
         layouts = [self.layout(place.image) for place in places]
-        points = {source for layout in layouts for source in layout.exchanged} - {0}  # pixels are read, with their margin
+        points = {source for layout in layouts for source in layout.exchanged} - {
+            0
+        }  # pixels are read, with their margin
         live = {self.graph[number].first for number in self.live}
         segments = segments_of(self.graph, live | points, self.stages)
         rank_of = lambda segment: self.placement[segment.stage]
         mine = [n for n, segment in enumerate(segments) if rank_of(segment) == rank]
         makers = {s.result: rank_of(s) for s in segments}
-        readers = {p: sorted({rank_of(s) for s in segments if p in s.sources} - {rank}) for p in makers}
+        readers = {
+            p: sorted({rank_of(s) for s in segments if p in s.sources} - {rank}) for p in makers
+        }
         ours = {number for n in mine for number in segments[n].nodes}
         live = {self.graph[number].first for number in self.live & ours}
         read = {source for n in mine for source in segments[n].sources}
         cut = Cut(self.graph, segments, layouts, places, self.tiling, boxes)
-        return StagePlan(segments, mine, live, points & read, makers, readers, cut, self.returns, number)
+        return StagePlan(
+            segments, mine, live, points & read, makers, readers, cut, self.returns, number
+        )
 
     def keeping(self, program: Sequence[Operation], works: Sequence[StagePlan]) -> list[Operation]:
         """The same program with those tiles kept that there is room for; all, where no room is given."""
@@ -190,7 +228,12 @@ class StreamingExecutor:
         key = _sizes(places)
         if key not in self._stored:
             work = self.work(places)
-            self._stored[key] = peak(work, lambda block, position: self.sizes.bytes_of(position, work.cut.held(block, position), len(places[block].images)))
+            self._stored[key] = peak(
+                work,
+                lambda block, position: self.sizes.bytes_of(
+                    position, work.cut.held(block, position), len(places[block].images)
+                ),
+            )
         return self._stored[key]
 
     def describe(self, image: Sequence[int], images: int) -> str:
@@ -223,7 +266,11 @@ class StreamingExecutor:
             check_room(self.folder, stored)
 
     def run(
-        self, operations: Sequence[Operation], works: Sequence[StagePlan], micro_batches: Sequence[Sequence[LazyTileBatch]], settle: Callable[[], None] = lambda: None
+        self,
+        operations: Sequence[Operation],
+        works: Sequence[StagePlan],
+        micro_batches: Sequence[Sequence[LazyTileBatch]],
+        settle: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[OutputTile, Tensor]]:
         """Do the operations one after another; yields the logits (B, C', *box.size) of each tile of the network's result.
 
@@ -238,7 +285,11 @@ class StreamingExecutor:
         tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
         trimmers: dict[tuple, GapTrimmer] = {}
         for op in operations:
-            if isinstance(op, OfTile) and self.trims and (kind := (type(op), op.segment)) not in trimmers:
+            if (
+                isinstance(op, OfTile)
+                and self.trims
+                and (kind := (type(op), op.segment)) not in trimmers
+            ):
                 trimmers[kind] = GapTrimmer()
             if isinstance(op, Loss):
                 settle()
@@ -264,7 +315,10 @@ def windows(operations: Sequence[Operation], work: StagePlan) -> Iterator[Box]:
 def computed(operations: Sequence[Operation], work: StagePlan) -> Iterator[tuple[int, Box]]:
     """(layer, cells of its result) of all that the operations of a micro-batch compute, each tile once."""
     for op in (op for op in operations if isinstance(op, OfTile)):
-        yield from ((number, part.made) for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts))
+        yield from (
+            (number, part.made)
+            for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts)
+        )
 
 
 def _sizes(places: Sequence[TilePlacement]) -> tuple:
@@ -284,7 +338,12 @@ class Cut:
         self, graph: Graph, segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[TilePlacement], tiling: Tiling,
         boxes: Sequence[Sequence[Box]] | None = None,
     ):  # fmt: skip
-        self.segments, self.layouts, self.tiling, self.boxes = segments, list(layouts), tiling, boxes
+        self.segments, self.layouts, self.tiling, self.boxes = (
+            segments,
+            list(layouts),
+            tiling,
+            boxes,
+        )
         self.images = [len(place.images) for place in places]
         self.cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
         self.in_rows = cache(self._in_rows)
@@ -319,14 +378,25 @@ class Cut:
         if self.boxes is not None and segment == len(self.segments) - 1:
             return self.boxes[block]
         result = self.made(block, self.segments[segment].result)
-        return boxes_of(result, self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]))
+        return boxes_of(
+            result,
+            self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]),
+        )
 
     def _in_rows(self, block: int, position: int) -> bool:
         """Whether all tiles that make or read a map are whole rows of their results, and no neighbours lie beside them."""
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
-        near = [n for n, segment in enumerate(self.segments) if segment.result == position or position in segment.sources]
-        return all(tile.size[1:] == self.made(block, self.segments[n].result).size[1:] for n in near for tile in self.tiles(block, n)[:1])
+        near = [
+            n
+            for n, segment in enumerate(self.segments)
+            if segment.result == position or position in segment.sources
+        ]
+        return all(
+            tile.size[1:] == self.made(block, self.segments[n].result).size[1:]
+            for n in near
+            for tile in self.tiles(block, n)[:1]
+        )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
         return rows_read(self.layouts[block], self.segments[segment], rows)
@@ -338,19 +408,41 @@ class Cut:
 class MicroBatchRun:
     """The blocks of one micro-batch on their way through this rank's part of the network: does its operations."""
 
-    def __init__(self, executor: StreamingExecutor, work: StagePlan, blocks: Sequence[LazyTileBatch]):
-        self.executor, self.work, self.blocks, self.segments = executor, work, list(blocks), work.segments
+    def __init__(
+        self, executor: StreamingExecutor, work: StagePlan, blocks: Sequence[LazyTileBatch]
+    ):
+        self.executor, self.work, self.blocks, self.segments = (
+            executor,
+            work,
+            list(blocks),
+            work.segments,
+        )
         self.cut, self.span = work.cut, executor.span
-        self.layers, self.transfers, self.context = executor.model.layers, executor.transfers, executor.model.context
-        self.maps: dict[tuple[int, int], Map | VectorMap] = {}  # by block and position, as all below
+        self.layers, self.transfers, self.context = (
+            executor.model.layers,
+            executor.transfers,
+            executor.model.context,
+        )
+        self.maps: dict[
+            tuple[int, int], Map | VectorMap
+        ] = {}  # by block and position, as all below
         self.gradients: dict[tuple[int, int], Map | VectorMap] = {}
         self.norms: dict[int, Pending] = {}  # by their number
         self._norms_at: dict[int, list[int]] = {}
-        for number in sorted(executor.live & {number for segment in work.mine for number in work.segments[segment].nodes}):
+        for number in sorted(
+            executor.live
+            & {number for segment in work.mine for number in work.segments[segment].nodes}
+        ):
             self._norms_at.setdefault(executor.graph[number].first, []).append(number)
-        self._first_with = {number: segment for segment in sorted(work.mine, reverse=True) for number in work.segments[segment].nodes}
+        self._first_with = {
+            number: segment
+            for segment in sorted(work.mine, reverse=True)
+            for number in work.segments[segment].nodes
+        }
         self._moments: dict[int, list] = {}
-        self._kept: dict[tuple, tuple[Tensor, list, float]] = {}  # results and leaves of tiles whose graphs wait, and about what these take
+        self._kept: dict[
+            tuple, tuple[Tensor, list, float]
+        ] = {}  # results and leaves of tiles whose graphs wait, and about what these take
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
         self._sending: dict[tuple[int, int], list[Sending]] = {}
@@ -379,13 +471,21 @@ class MicroBatchRun:
     @property
     def in_memory(self) -> float:
         """Bytes of its maps that are in this process's memory, and of the tiles that are kept."""
-        coming = (r.stored for those in self._returning.values() for r in those if r.stored is not None)
+        coming = (
+            r.stored for those in self._returning.values() for r in those if r.stored is not None
+        )
         kept = sum(size for *_, size in self._kept.values())
-        return kept + sum(stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming))
+        return kept + sum(
+            stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming)
+        )
 
     def _bytes_of_graph(self, op: OfTile) -> float:
         """Asked for by those who trim alone."""
-        return self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block]) if self.executor.trims else 0.0
+        return (
+            self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block])
+            if self.executor.trims
+            else 0.0
+        )
 
     def _name(self, op: OfTile) -> str:
         return self.executor.name_of(self.segments[op.segment])
@@ -430,7 +530,9 @@ class MicroBatchRun:
             with self.span("scratch", "read gradient"):
                 parts.append(self.gradients[i, position].read(box))
         for returning in self._returning.get((i, position), ()):
-            self.transfers.wait_for(returning, box.stop[0], f"the gradient of {self.executor.name_of_map(position)}")
+            self.transfers.wait_for(
+                returning, box.stop[0], f"the gradient of {self.executor.name_of_map(position)}"
+            )
             with self.span("scratch", "read gradient"):
                 parts.append(returning.stored.read(box))
         total = parts[0]
@@ -451,7 +553,10 @@ class MicroBatchRun:
                 for number, part in zip(segment.nodes, way.parts):
                     for source in self.executor.graph[number].inputs:
                         if source in way.read and source not in there:
-                            there[source] = self._source(source, i, way.read[source], leaves, device), way.read[source]
+                            there[source] = (
+                                self._source(source, i, way.read[source], leaves, device),
+                                way.read[source],
+                            )
                     there[number + 1] = self._layer(number, part, there, op), part.made
                     for source in self.cut.frees[op.segment][number]:
                         del there[source]
@@ -467,18 +572,27 @@ class MicroBatchRun:
         stored = self.maps[i, position]
         with self.span("scratch", "read"):
             # A norm leaves what it is given as it is, and without a backward pass nobody keeps it.
-            untouched = not self.executor.returns and len(self._norms_of(position)) == len(self.executor.graph.readers[position])
+            untouched = not self.executor.returns and len(self._norms_of(position)) == len(
+                self.executor.graph.readers[position]
+            )
             return stored.view(window) if untouched else stored.read(window)
 
-    def _source(self, position: int, i: int, window: Box, leaves: list, device: torch.device) -> Tensor:
+    def _source(
+        self, position: int, i: int, window: Box, leaves: list, device: torch.device
+    ) -> Tensor:
         x = self._read(position, i, window).to(device)
         if torch.is_grad_enabled() and (position > 0 or 0 in self.work.live):
             leaves.append((position, window, x.requires_grad_()))
         return x
 
-    def _layer(self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]], op: OfTile) -> Tensor:
+    def _layer(
+        self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]], op: OfTile
+    ) -> Tensor:
         self.transfers.progress()
-        layer, ((x, have), *others) = self.layers[number], [there[source] for source in self.executor.graph[number].inputs]
+        layer, ((x, have), *others) = (
+            self.layers[number],
+            [there[source] for source in self.executor.graph[number].inputs],
+        )
         self.context.regions, self.context.current = [part], 0
         if number in self.norms:
             x = cropped(x, have, part.taken)
@@ -494,7 +608,9 @@ class MicroBatchRun:
         if self._first_with[number] != op.segment:
             return 0.0
         result = self.segments[op.segment].result
-        return op.box.intersection(self.cut.owned(op.block, result)).pixels / math.prod(self.cut.size(op.block, result))
+        return op.box.intersection(self.cut.owned(op.block, result)).pixels / math.prod(
+            self.cut.size(op.block, result)
+        )
 
     def _take_in(self, i: int, leaves: list) -> None:
         """Add the gradients of what was read to the stored ones."""
@@ -540,7 +656,9 @@ class MicroBatchRun:
             self._wait_for(i, op.position)
             gradient, stored = self.gradients[i, op.position], self.maps[i, op.position]
             for box in strips(gradient.box, _CELLS):
-                gradient.write(box, self._corrected(op.position, i, box, gradient.read(box), stored.read(box)))
+                gradient.write(
+                    box, self._corrected(op.position, i, box, gradient.read(box), stored.read(box))
+                )
 
     def _corrected(self, position: int, i: int, box: Box, g: Tensor, y: Tensor) -> Tensor:
         own = self._at(position, i, box)
@@ -560,38 +678,67 @@ class MicroBatchRun:
     def fetch(self, op: Fetch) -> None:
         for i in self._blocks():
             self._wait_for(i, op.position)
-        self.executor.borders.fetch(op.position, self.cut.layouts, self.cut.cells, [self.maps[i, op.position] for i in self._blocks()])
+        self.executor.borders.fetch(
+            op.position,
+            self.cut.layouts,
+            self.cut.cells,
+            [self.maps[i, op.position] for i in self._blocks()],
+        )
 
     def give_back(self, op: GiveBack) -> None:
-        self.executor.borders.give_back(op.position, self.cut.layouts, self.cut.cells, [self.gradients[i, op.position] for i in self._blocks()])
+        self.executor.borders.give_back(
+            op.position,
+            self.cut.layouts,
+            self.cut.cells,
+            [self.gradients[i, op.position] for i in self._blocks()],
+        )
 
     def expect(self, op: Expect) -> None:
         for i in self._blocks():
-            coming = Receiving(self.cut.made(i, op.position), lambda like, i=i: self._map(self.maps, i, op.position, self._here(like)))
-            self._coming[i, op.position] = self.transfers.begin(coming, self.work.makers[op.position], 2 * op.position)
+            coming = Receiving(
+                self.cut.made(i, op.position),
+                lambda like, i=i: self._map(self.maps, i, op.position, self._here(like)),
+            )
+            self._coming[i, op.position] = self.transfers.begin(
+                coming, self.work.makers[op.position], 2 * op.position
+            )
 
     def expect_gradient(self, op: ExpectGradient) -> None:
         for i in self._blocks():
             box = self.cut.made(i, op.position)
-            coming = Receiving(box, lambda like, i=i, box=box: self._made(box, i, op.position, self._here(like), gradient=True))  # all of it comes
-            self._returning.setdefault((i, op.position), []).append(self.transfers.begin(coming, op.source, 2 * op.position + 1))
+            coming = Receiving(
+                box,
+                lambda like, i=i, box=box: self._made(
+                    box, i, op.position, self._here(like), gradient=True
+                ),
+            )  # all of it comes
+            self._returning.setdefault((i, op.position), []).append(
+                self.transfers.begin(coming, op.source, 2 * op.position + 1)
+            )
 
     def send(self, op: Send) -> None:
         key = op.block, op.position
         if key not in self._sending:
             readers = self.work.readers[op.position]
             made = self.cut.made(*key)
-            self._sending[key] = [self.transfers.begin(Sending(self.maps[key], made), reader, 2 * op.position) for reader in readers]
+            self._sending[key] = [
+                self.transfers.begin(Sending(self.maps[key], made), reader, 2 * op.position)
+                for reader in readers
+            ]
         for sending in self._sending[key]:
             sending.final = op.final
         self.transfers.progress()
 
     def send_gradient(self, op: SendGradient) -> None:
-        for i in range(op.block + 1):  # images go one after another; a small one may be final all at once, after rows of the next are
+        for i in range(
+            op.block + 1
+        ):  # images go one after another; a small one may be final all at once, after rows of the next are
             if (i, op.position) not in self._handing_back:
                 gradient = self.gradients[i, op.position]
                 sending = Sending(gradient, self.cut.made(i, op.position), gradient.close)
-                self._handing_back[i, op.position] = self.transfers.begin(sending, self.work.makers[op.position], 2 * op.position + 1)
+                self._handing_back[i, op.position] = self.transfers.begin(
+                    sending, self.work.makers[op.position], 2 * op.position + 1
+                )
         key = op.block, op.position
         self._handing_back[key].final = op.final
         if op.final == self.cut.made(*key).stop[0]:
@@ -601,7 +748,11 @@ class MicroBatchRun:
     def _wait_for(self, i: int, position: int, row: int | None = None) -> None:
         """Until a map that comes from another rank is there, up to a row, by default all of it; no wait for others."""
         if (coming := self._coming.get((i, position))) is not None:
-            self.transfers.wait_for(coming, coming.box.stop[0] if row is None else row, self.executor.name_of_map(position))
+            self.transfers.wait_for(
+                coming,
+                coming.box.stop[0] if row is None else row,
+                self.executor.name_of_map(position),
+            )
 
     def _wait_sent(self, i: int, position: int) -> None:
         for sending in self._sending.pop((i, position), ()):
@@ -627,14 +778,20 @@ class MicroBatchRun:
 
     def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
         if (i, position) not in maps:
-            maps[i, position] = self._made(self.cut.held(i, position), i, position, like, gradient=maps is self.gradients)
+            maps[i, position] = self._made(
+                self.cut.held(i, position), i, position, like, gradient=maps is self.gradients
+            )
         return maps[i, position]
 
-    def _made(self, box: Box, i: int, position: int, like: Tensor, gradient: bool) -> Map | VectorMap:
+    def _made(
+        self, box: Box, i: int, position: int, like: Tensor, gradient: bool
+    ) -> Map | VectorMap:
         """What keeps a map, or its gradient, to which parts are added."""
         if position in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
-        zero = gradient or self.executor.trims  # who trims looks at the size of the process, less that of its maps
+        zero = (
+            gradient or self.executor.trims
+        )  # who trims looks at the size of the process, less that of its maps
         return Map(box, like, self.executor.folder, zero=zero, rows=self.cut.in_rows(i, position))
 
     def _here(self, like: Tensor) -> Tensor:

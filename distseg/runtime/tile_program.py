@@ -133,14 +133,20 @@ def expected(work: StagePlan) -> list[Operation]:
 def expected_back(work: StagePlan, stage: int) -> list[Operation]:
     """The gradients that other ranks return of a stage's maps."""
     made = [work.stop(s) for s in work.of_stage(stage) if not work.is_last(s)]
-    return [ExpectGradient(work.number, position, reader) for position in made for reader in work.readers[position]]
+    return [
+        ExpectGradient(work.number, position, reader)
+        for position in made
+        for reader in work.readers[position]
+    ]
 
 
 def forward(work: StagePlan, stage: int) -> Iterator[Operation]:
     """All segments of a stage but the network's last."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
     for position in dict.fromkeys(p for s in work.of_stage(stage) for p in work.sources(s)):
-        if position not in work.made and work.stages_reading(position)[0] == stage:  # nobody here made it
+        if (
+            position not in work.made and work.stages_reading(position)[0] == stage
+        ):  # nobody here made it
             yield from [Measure(work.number, position)] if position in work.live else ()
             yield from _met(work, position)
     for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):
@@ -150,7 +156,13 @@ def forward(work: StagePlan, stage: int) -> Iterator[Operation]:
             yield Send(work.number, stop, band.block, band.rows[1])
         if fronts.is_done(segment):
             yield from _met(work, stop)
-            yield from _passed(work, segment, lambda s: work.segments[s].stage < stage or s in fronts.segments and fronts.is_done(s))
+            yield from _passed(
+                work,
+                segment,
+                lambda s: (
+                    work.segments[s].stage < stage or s in fronts.segments and fronts.is_done(s)
+                ),
+            )
 
 
 def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
@@ -159,7 +171,9 @@ def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
     for segment in filter(work.is_last, work.mine):
         fronts = _Fronts(work, [segment])
         for _, band in fronts.in_order([segment], lambda *_: True):
-            yield from (OutputTile(work.number, segment, band.block, box, back) for box in band.boxes)
+            yield from (
+                OutputTile(work.number, segment, band.block, box, back) for box in band.boxes
+            )
             if back:
                 yield from _returned(work, fronts, segment, band.block)
         yield from _passed(work, segment, lambda _: True)
@@ -168,7 +182,9 @@ def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
 def backward(work: StagePlan, stage: int) -> Iterator[Operation]:
     """All segments of a stage from behind, but the network's last, which :func:`outputs` went through."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
-    maps = {p for s in work.of_stage(stage) for p in work.sources(s)} | {work.stop(s) for s in fronts.segments}
+    maps = {p for s in work.of_stage(stage) for p in work.sources(s)} | {
+        work.stop(s) for s in fronts.segments
+    }
     for position in sorted(maps, reverse=True):
         if not fronts.readers(position):
             yield from _read_back(work, stage, position)
@@ -191,7 +207,9 @@ def step(works: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
     """
     of = lambda action: works[action.micro_batch]
     backwards = [action for action in actions if isinstance(action, Backward)]
-    found = [op for work in works for op in expected(work)] + [op for action in backwards for op in expected_back(of(action), action.stage)]
+    found = [op for work in works for op in expected(work)] + [
+        op for action in backwards for op in expected_back(of(action), action.stage)
+    ]
     known = linear
     for action in actions:
         ends = any(work.is_last(s) for work in works[:1] for s in work.of_stage(action.stage))
@@ -221,14 +239,26 @@ def beforehand(works: Sequence[StagePlan], actions: Sequence[Action]) -> list[Op
         found += forward(work, action.stage)
         found += outputs(work) if any(map(work.is_last, work.of_stage(action.stage))) else ()
         found += left
-        left = [Drop(work.number, work.stop(s)) for s in work.of_stage(action.stage) if not (work.is_last(s) or work.reading(work.stop(s)))]
+        left = [
+            Drop(work.number, work.stop(s))
+            for s in work.of_stage(action.stage)
+            if not (work.is_last(s) or work.reading(work.stop(s)))
+        ]
     return found + left
 
 
 def whole(work: StagePlan) -> list[Operation]:
     """All operations of a micro-batch that goes through the network alone."""
-    there = [*expected(work), *(op for stage in work.stages for op in forward(work, stage)), *outputs(work)]
-    back = [op for stage in reversed(work.stages) for op in (*expected_back(work, stage), *backward(work, stage))]
+    there = [
+        *expected(work),
+        *(op for stage in work.stages for op in forward(work, stage)),
+        *outputs(work),
+    ]
+    back = [
+        op
+        for stage in reversed(work.stages)
+        for op in (*expected_back(work, stage), *backward(work, stage))
+    ]
     return there + back if work.back else there
 
 
@@ -275,7 +305,10 @@ def _passed(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Itera
     """Without backward passes: maps go that are made, all of them, and that all segments have read, which may be done in another order than they are
     numbered; the last rows of a map may be for other ranks alone."""
     for position in (*work.sources(segment), work.stop(segment)):
-        reading, making = work.reading(position), [work.made[position]] if position in work.made else []
+        reading, making = (
+            work.reading(position),
+            [work.made[position]] if position in work.made else [],
+        )
         if position != 0 and not work.back and reading and all(map(done, (*reading, *making))):
             yield Drop(work.number, position)
 
@@ -286,7 +319,11 @@ def _returned(work: StagePlan, fronts: "_Fronts", segment: int, block: int) -> I
         if position not in work.elsewhere or work.whole(position):
             continue
         stage = work.segments[segment].stage
-        pending = [s for s in work.reading(position) if work.segments[s].stage == stage and not (work.is_last(s) or s in fronts.segments)]
+        pending = [
+            s
+            for s in work.reading(position)
+            if work.segments[s].stage == stage and not (work.is_last(s) or s in fronts.segments)
+        ]
         if work.stages_reading(position)[0] == stage and not pending:
             rows = fronts.grown(position, block)
             if rows is not None:
@@ -326,11 +363,17 @@ class _Fronts:
         self.work, self.segments = work, list(segments)
         self.bands = {s: _bands(work, s) for s in segments}
         self._at = dict.fromkeys(segments, 0)
-        self._readers = {p: [s for s in segments if p in work.sources(s)] for segment in segments for p in work.sources(segment)}
+        self._readers = {
+            p: [s for s in segments if p in work.sources(s)]
+            for segment in segments
+            for p in work.sources(segment)
+        }
         self._lowest = {s: _lowest(bands) for s, bands in self.bands.items()}
         self._sent: dict[tuple[int, int], float] = {}
 
-    def in_order(self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]) -> Iterator[tuple[int, _Band]]:
+    def in_order(
+        self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
+    ) -> Iterator[tuple[int, _Band]]:
         """All bands, always one of the first segment whose next band is ready."""
         left = [s for s in preferred if self.bands[s]]
         while left:
@@ -349,14 +392,19 @@ class _Fronts:
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:
         """Whether all that a band reads is made, as far as a segment here makes it."""
-        return all(self._is_made(position, band.block, rows) for position, rows in band.reads.items())
+        return all(
+            self._is_made(position, band.block, rows) for position, rows in band.reads.items()
+        )
 
     def _is_made(self, position: int, block: int, rows: Span) -> bool:
         maker = self.work.made.get(position)
         if maker not in self.bands or self.is_done(maker):
             return True
         following = self.bands[maker][self._at[maker]]
-        return not self.work.whole(position) and (following.block, following.rows[0]) >= (block, rows[1])
+        return not self.work.whole(position) and (following.block, following.rows[0]) >= (
+            block,
+            rows[1],
+        )
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
         """Whether the gradient of a band is final, as far as segments here read it."""
@@ -367,18 +415,26 @@ class _Fronts:
 
     def _final(self, position: int, block: int) -> float:
         """Rows before this one no band to come reads."""
-        return min((self._reads_from(s, position, block) for s in self.readers(position)), default=math.inf)
+        return min(
+            (self._reads_from(s, position, block) for s in self.readers(position)), default=math.inf
+        )
 
     def _reads_from(self, segment: int, position: int, block: int) -> float:
         bands, at = self.bands[segment], self._at[segment]
         while at < len(bands) and bands[at].block < block:
             at += 1
-        return self._lowest[segment][at][position] if at < len(bands) and bands[at].block == block else math.inf
+        return (
+            self._lowest[segment][at][position]
+            if at < len(bands) and bands[at].block == block
+            else math.inf
+        )
 
     def grown(self, position: int, block: int) -> int | None:
         """The row before which a gradient is final, where some but not all of it has newly become so."""
         final = self._final(position, block)
-        if final == math.inf or final <= self._sent.get((position, block), self.work.cut.made(block, position).start[0]):
+        if final == math.inf or final <= self._sent.get(
+            (position, block), self.work.cut.made(block, position).start[0]
+        ):
             return None
         self._sent[position, block] = final
         return int(final)
@@ -387,7 +443,9 @@ class _Fronts:
 def _bands(work: StagePlan, segment: int) -> list[_Band]:
     found = []
     for block in range(work.blocks):
-        for rows, boxes in groupby(work.cut.tiles(block, segment), key=lambda box: (box.start[0], box.stop[0])):
+        for rows, boxes in groupby(
+            work.cut.tiles(block, segment), key=lambda box: (box.start[0], box.stop[0])
+        ):
             found.append(_Band(block, rows, list(boxes), work.cut.rows(block, segment, rows)))
     return found
 

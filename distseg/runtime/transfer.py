@@ -43,7 +43,12 @@ class Sending:
         done: whether all is sent.
     """
 
-    def __init__(self, stored: Map | VectorMap, box: Box | None = None, then: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        stored: Map | VectorMap,
+        box: Box | None = None,
+        then: Callable[[], None] = lambda: None,
+    ):
         self.box = box or stored.box
         self.stored, self.final, self.done, self._then = stored, self.box.start[0], False, then
         self._most, self._next = _rows(stored, self.box), self.box.start[0]
@@ -65,7 +70,9 @@ class Sending:
         """What goes next: the head, then all rows that are final, as many as a message has at most; of a vector all or nothing."""
         if self._head is not None:
             head, self._head = self._head, None
-            self._next = self._next if self.box.pixels else self.box.stop[0]  # there is nothing else
+            self._next = (
+                self._next if self.box.pixels else self.box.stop[0]
+            )  # there is nothing else
             return head
         rows = min(self.final, self._next + self._most, self.box.stop[0]) - self._next
         if rows <= 0 or isinstance(self.stored, VectorMap) and self.final < self.box.stop[0]:
@@ -113,7 +120,9 @@ class Receiving:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
         if self.there + self._most * len(self._under_way) >= self.box.stop[0]:
             return None
-        return self.stored.room(_strip(self.box, self.there, min(self.there + self._most, self.box.stop[0])))
+        return self.stored.room(
+            _strip(self.box, self.there, min(self.there + self._most, self.box.stop[0]))
+        )
 
     def _begin(self, head: Tensor) -> None:
         self.stored = self._make(_like(head, len(self.box.size)))
@@ -124,7 +133,11 @@ class Receiving:
     def _put(self, room: Tensor, size: int) -> None:
         """Rows as they came, in the first ``size`` bytes."""
         whole = isinstance(self.stored, VectorMap)
-        rows = self.box.size[0] if whole else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
+        rows = (
+            self.box.size[0]
+            if whole
+            else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
+        )
         strip = _strip(self.box, self.there, self.there + rows)
         self.stored.put(strip, room if whole else self.stored.within(room, strip))
         self.there = strip.stop[0]
@@ -162,7 +175,9 @@ class Transfers:
         """Until all rows before ``row`` are there, of those that come this way."""
         row = min(row, receiving.box.stop[0])
         while receiving.there < row:
-            before = receiving.there  # each arrival begins the time anew in which the next has to come
+            before = (
+                receiving.there
+            )  # each arrival begins the time anew in which the next has to come
             self._until(lambda: receiving.there > before, what, "wait")
 
     def wait_sent(self, sending: Sending, what: str) -> None:
@@ -196,7 +211,14 @@ def _strip(box: Box, first: int, stop: int) -> Box:
 
 def _head(stored: Map | VectorMap) -> Tensor:
     """What the other side must know to make a map like this one."""
-    return torch.tensor([stored.images, stored.channels, _TYPES.index(stored.dtype), 2 * isinstance(stored, VectorMap) + stored.last])
+    return torch.tensor(
+        [
+            stored.images,
+            stored.channels,
+            _TYPES.index(stored.dtype),
+            2 * isinstance(stored, VectorMap) + stored.last,
+        ]
+    )
 
 
 def _like(head: Tensor, dims: int) -> Tensor:

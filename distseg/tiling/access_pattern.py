@@ -77,7 +77,9 @@ class Gather(AccessPattern):
         if not self.ceil:
             return room // self.stride + 1
         m = -(-room // self.stride) + 1
-        return m - 1 if (m - 1) * self.stride >= n + self.before else m  # a window wholly in the padding behind
+        return (
+            m - 1 if (m - 1) * self.stride >= n + self.before else m
+        )  # a window wholly in the padding behind
 
     def cut(self, c: int) -> int:
         """Where the owner of outputs changes if that of inputs changes at ``c``: who owns the middle of what an output looks at."""
@@ -133,7 +135,9 @@ class Scatter(AccessPattern):
     def needs(self, a: int, b: int) -> Span:
         """Also the input at whose place the first output lies: it may touch none of them, where k < s, but says where they are."""
         reach = max(self.span, self.stride)
-        return -((reach - 1 - a - self.before) // self.stride), (b - 1 + self.before) // self.stride + 1
+        return -((reach - 1 - a - self.before) // self.stride), (
+            b - 1 + self.before
+        ) // self.stride + 1
 
     def pixels(self, before: Fraction) -> Fraction:
         return before / self.stride
@@ -158,7 +162,9 @@ class Interpolate(AccessPattern):
 
     def needs(self, a: int, b: int) -> Span:
         first = (2 * a + 1 - self.factor) // (2 * self.factor)
-        last = -((self.factor - 1 - 2 * (b - 1)) // (2 * self.factor))  # rounded up: a result right on a cell looks at no other
+        last = -(
+            (self.factor - 1 - 2 * (b - 1)) // (2 * self.factor)
+        )  # rounded up: a result right on a cell looks at no other
         return first - self.further, last + 1 + self.further
 
     def pixels(self, before: Fraction) -> Fraction:

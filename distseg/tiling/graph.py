@@ -53,7 +53,13 @@ class Node:
     @property
     def follows(self) -> int:
         """The map whose size the result's follows."""
-        return self.like if self.like is not None else self.first if self.footprints else self.inputs[-1]
+        return (
+            self.like
+            if self.like is not None
+            else self.first
+            if self.footprints
+            else self.inputs[-1]
+        )
 
     def size(self, dim: int, sizes: Sequence[int]) -> int:
         """Return the cells of the result along a dim, given those of all maps before it."""
@@ -82,9 +88,15 @@ class Graph(Sequence[Node]):
             if not all(0 <= source <= number for source in (*node.inputs, node.follows)):
                 raise ValueError(f"layer {node.name} reads what is made behind it")
         followed = {node.like for node in self.nodes}
-        unread = [node.name for number, node in enumerate(self.nodes[:-1]) if number + 1 not in self.readers and number + 1 not in followed]
+        unread = [
+            node.name
+            for number, node in enumerate(self.nodes[:-1])
+            if number + 1 not in self.readers and number + 1 not in followed
+        ]
         if unread:
-            raise ValueError(f"nothing reads what layer {unread[0]} makes: remove it from the model")
+            raise ValueError(
+                f"nothing reads what layer {unread[0]} makes: remove it from the model"
+            )
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -132,7 +144,9 @@ class Graph(Sequence[Node]):
         return found[::-1]
 
 
-def last_readings(inputs: Sequence[Sequence[int]], numbers: Iterable[int], kept: Container[int] = ()) -> dict[int, list[int]]:
+def last_readings(
+    inputs: Sequence[Sequence[int]], numbers: Iterable[int], kept: Container[int] = ()
+) -> dict[int, list[int]]:
     """By node: the maps that none of ``numbers`` behind it reads, so that they can be let go of, but for those that are ``kept``."""
     found: dict[int, list[int]] = {number: [] for number in numbers}
     last = {source: number for number in found for source in inputs[number] if source not in kept}
@@ -150,11 +164,28 @@ class Skip(NamedTuple):
 
 def skips_of(inputs: Sequence[Sequence[int]]) -> list[Skip]:
     """In order of their maps."""
-    return sorted({Skip(source, number) for number, sources in enumerate(inputs) for source in sources if source != number})
+    return sorted(
+        {
+            Skip(source, number)
+            for number, sources in enumerate(inputs)
+            for source in sources
+            if source != number
+        }
+    )
 
 
-def crossing(inputs: Sequence[Sequence[int]], ranges: Sequence[range]) -> list[tuple[int, int, int]]:
+def crossing(
+    inputs: Sequence[Sequence[int]], ranges: Sequence[range]
+) -> list[tuple[int, int, int]]:
     """What crosses from one run of nodes to another: (map, the run that makes it, a run that reads it), in order; the image is the first run's."""
     run_of = {number: run for run, numbers in enumerate(ranges) for number in numbers}
-    ways = {(source, run_of.get(source - 1, 0), run_of[number]) for number, sources in enumerate(inputs) for source in sources} if ranges else set()
+    ways = (
+        {
+            (source, run_of.get(source - 1, 0), run_of[number])
+            for number, sources in enumerate(inputs)
+            for source in sources
+        }
+        if ranges
+        else set()
+    )
     return sorted(way for way in ways if way[1] != way[2])

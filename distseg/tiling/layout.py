@@ -87,7 +87,10 @@ class Layout:
         points = _exchange_points(graph, maps, exchange_every, fuse_below)
         self.points = frozenset(_earlier(graph, point, stored) for point in points)
         self.exchanged = frozenset(graph[point].first for point in self.points)
-        self._maps, self._needs = maps, [_needs(graph, dim, m, self.points) for dim, m in enumerate(maps)]
+        self._maps, self._needs = (
+            maps,
+            [_needs(graph, dim, m, self.points) for dim, m in enumerate(maps)],
+        )
         self.sizes = [tuple(m[source][0] for m in maps) for source in range(graph.result + 1)]
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
@@ -102,7 +105,9 @@ class Layout:
             ValueError: naming both sizes.
         """
         if not self.graph.of_image and self.result_cuts != tuple(map(tuple, borders)):
-            raise ValueError(f"the model makes {Size(self.result)} pixels of an image of {Size(self.image)}, but a segmentation network keeps the size")
+            raise ValueError(
+                f"the model makes {Size(self.result)} pixels of an image of {Size(self.image)}, but a segmentation network keeps the size"
+            )
         return self
 
     def cell_of(self, tile: Box) -> tuple[int, ...]:
@@ -121,7 +126,15 @@ class Layout:
         def box(field: str) -> Box:
             return box_of([getattr(need, field)[c] for need, c in zip(needs, cell)])
 
-        return Part(self.sizes[source], self.owned(source, cell), box("held"), box("taken"), box("raw"), box("made"), self.sizes[number + 1])
+        return Part(
+            self.sizes[source],
+            self.owned(source, cell),
+            box("held"),
+            box("taken"),
+            box("raw"),
+            box("made"),
+            self.sizes[number + 1],
+        )
 
     def owned(self, source: int, cell: Sequence[int]) -> Box:
         """What a tile owns of a map."""
@@ -129,7 +142,11 @@ class Layout:
 
     def made(self, source: int, cell: tuple[int, ...]) -> Box:
         """What a tile has of a map, before its margin is fetched."""
-        return self.part(self.graph.readers[source][0], cell).held if source == 0 else self.part(source - 1, cell).made
+        return (
+            self.part(self.graph.readers[source][0], cell).held
+            if source == 0
+            else self.part(source - 1, cell).made
+        )
 
     def result_of(self, cell: Sequence[int]) -> Box:
         """What the tile owns of the result."""
@@ -137,9 +154,13 @@ class Layout:
 
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> Along:
         """What nodes need along a dim for a span of the last one's result. The tiles of a grid have few spans, which are found once."""
-        needs, held = needs_along(self.graph, numbers, dim, [size[dim] for size in self.sizes], [span])
+        needs, held = needs_along(
+            self.graph, numbers, dim, [size[dim] for size in self.sizes], [span]
+        )
         inside = {number + 1 for number in numbers}
-        return Along.of(needs, {source: spans for source, spans in held.items() if source not in inside})
+        return Along.of(
+            needs, {source: spans for source, spans in held.items() if source not in inside}
+        )
 
     def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """Of the first map that a node reads, along each dim: the cuts between owners, and what each tile takes."""
@@ -148,8 +169,14 @@ class Layout:
 
     def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """The same of a map, of all nodes before which it is exchanged."""
-        spans = [self.spans(number)[1] for number in self.graph.readers[source] if number in self.points and self.graph[number].first == source]
-        return [m[source][1] for m in self._maps], [[reduce(hull, each) for each in zip(*along)] for along in zip(*spans)]
+        spans = [
+            self.spans(number)[1]
+            for number in self.graph.readers[source]
+            if number in self.points and self.graph[number].first == source
+        ]
+        return [m[source][1] for m in self._maps], [
+            [reduce(hull, each) for each in zip(*along)] for along in zip(*spans)
+        ]
 
 
 _SPANS = 512  # whose needs a layout keeps
@@ -168,26 +195,54 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
     maps = _cut(graph, dim, sizes, borders, lambda number, cuts: map(at(number).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:
         if graph.sized:
-            maps = _cut(graph, dim, sizes, borders, lambda number, cuts: (-(-b * sizes[number + 1] // n) for b in borders[1:-1]))
+            maps = _cut(
+                graph,
+                dim,
+                sizes,
+                borders,
+                lambda number, cuts: (-(-b * sizes[number + 1] // n) for b in borders[1:-1]),
+            )
         else:
             scales = scales_of(graph, dim)
-            maps = _cut(graph, dim, sizes, borders, lambda number, cuts: (math.ceil(b / scales[number + 1]) for b in borders[1:-1]))
+            maps = _cut(
+                graph,
+                dim,
+                sizes,
+                borders,
+                lambda number, cuts: (math.ceil(b / scales[number + 1]) for b in borders[1:-1]),
+            )
     return maps
 
 
-def _cut(graph: Graph, dim: int, sizes: Sequence[int], borders: tuple[int, ...], inner: Callable[[int, tuple[int, ...]], Iterable[int]]) -> list[_Map]:
+def _cut(
+    graph: Graph,
+    dim: int,
+    sizes: Sequence[int],
+    borders: tuple[int, ...],
+    inner: Callable[[int, tuple[int, ...]], Iterable[int]],
+) -> list[_Map]:
     """Return maps cut where ``inner`` says, from the number of a node that has a footprint and the cuts of its first input."""
     maps = [(sizes[0], borders)]
     for number, node in enumerate(graph):
         n = sizes[node.inputs[-1]]  # to whose size others are cut
         short = min(sizes[source] for source in node.inputs)
         if short < n:
-            raise ValueError(f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, but only what comes from further down may be the longer one, and is cut")
-        footprint, (_, cuts), (followed, like) = node.along(dim), maps[node.first], maps[node.follows]
+            raise ValueError(
+                f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, but only what comes from further down may be the longer one, and is cut"
+            )
+        footprint, (_, cuts), (followed, like) = (
+            node.along(dim),
+            maps[node.first],
+            maps[node.follows],
+        )
         if footprint is None or node.like is not None and sizes[number + 1] == followed:
             maps.append((followed, like))  # who owns a cell of one owns that of the other
         else:
-            maps.append(_mapped(node, sizes[node.first], sizes[number + 1], len(cuts) - 1, inner(number, cuts)))
+            maps.append(
+                _mapped(
+                    node, sizes[node.first], sizes[number + 1], len(cuts) - 1, inner(number, cuts)
+                )
+            )
     return maps
 
 
@@ -210,7 +265,9 @@ def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
 def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
     """Of all tiles of the dim; each has its own cells at least."""
     owned = [list(pairwise(cuts)) for _, cuts in maps]
-    return needs_along(graph, range(len(graph)), dim, [n for n, _ in maps], owned[-1], owned, points)[0]
+    return needs_along(
+        graph, range(len(graph)), dim, [n for n, _ in maps], owned[-1], owned, points
+    )[0]
 
 
 @dataclass(frozen=True)
@@ -230,7 +287,9 @@ class _Since:
     bare: bool = False
 
 
-def _exchange_points(graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_below: int) -> list[int]:
+def _exchange_points(
+    graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_below: int
+) -> list[int]:
     """The nodes before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
     points: list[int] = []
     ways = [_Since()]
@@ -241,7 +300,13 @@ def _exchange_points(graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_
         eaten, fused = met[0].eaten, met[0].fused
         if any(_eats(node, dim, m[node.first], m[number + 1]) for dim, m in enumerate(maps)):
             small = min(b - a for m in maps for a, b in pairwise(m[node.first][1])) < fuse_below
-            due = eaten == 0 if every == "level" else eaten % int(every) == 0 if every != "all" else False
+            due = (
+                eaten == 0
+                if every == "level"
+                else eaten % int(every) == 0
+                if every != "all"
+                else False
+            )
             if due and not (small and fused) or bare:
                 points.append(number)
                 eaten = 0 if bare else eaten  # counted anew
@@ -278,34 +343,61 @@ def reach_of(graph: Graph, dims: int) -> ReceptiveField:
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
     scales = scales_of(graph, dim)
-    aligned = [scale for scale in scales if scale.denominator == 1 or not graph.sized]  # no border of 10/7 pixels lies between cells
-    stride = math.lcm(*(scale.numerator for scale in aligned), *(getattr(node.along(dim), "multiple", 1) for node in graph))
+    aligned = [
+        scale for scale in scales if scale.denominator == 1 or not graph.sized
+    ]  # no border of 10/7 pixels lies between cells
+    stride = math.lcm(
+        *(scale.numerator for scale in aligned),
+        *(getattr(node.along(dim), "multiple", 1) for node in graph),
+    )
     if graph.sized:
         return _sized_reach(graph, dim, stride), stride
     sizes = lambda n: graph.sizes_along(dim, n)
-    a = _FAR * stride  # a tile in the midst of an image none of whose ends it sees; all else moves with it
-    _, held = needs_along(graph, range(len(graph)), dim, sizes(2 * a), [(int(a / scales[-1]), int((a + stride) / scales[-1]))])
+    a = (
+        _FAR * stride
+    )  # a tile in the midst of an image none of whose ends it sees; all else moves with it
+    _, held = needs_along(
+        graph,
+        range(len(graph)),
+        dim,
+        sizes(2 * a),
+        [(int(a / scales[-1]), int((a + stride) / scales[-1]))],
+    )
     first, last = held[0][0]
     halo = max(a - first, last - a - stride)
     n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
     if (made := sizes(n)[-1]) != n and not graph.of_image:
-        raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size")
+        raise ValueError(
+            f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size"
+        )
     return halo, stride
 
 
 def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
     """Return the largest halo of some tiles of some images. Where cells hang on the sizes of maps no two images have the same."""
     found = 0
-    for n in (_LONG * stride, _LONG * stride + 1, _LONG * stride + stride // 2 + 1, 2 * _LONG * stride - 1):
+    for n in (
+        _LONG * stride,
+        _LONG * stride + 1,
+        _LONG * stride + stride // 2 + 1,
+        2 * _LONG * stride - 1,
+    ):
         sizes = graph.sizes_along(dim, n)
         if sizes[-1] != n and not graph.of_image and n % stride:
             continue  # it takes images of some sizes only
         if sizes[-1] != n and not graph.of_image:
-            raise ValueError(f"an image of {n} pixels along dim {dim} comes out as {sizes[-1]}, but a segmentation network keeps the size")
-        tiles = [(a, a + stride) for a in (0, n // (2 * stride) * stride, (n - 1) // stride * stride - stride)]
+            raise ValueError(
+                f"an image of {n} pixels along dim {dim} comes out as {sizes[-1]}, but a segmentation network keeps the size"
+            )
+        tiles = [
+            (a, a + stride)
+            for a in (0, n // (2 * stride) * stride, (n - 1) // stride * stride - stride)
+        ]
         wanted = [(a * sizes[-1] // n, -(-b * sizes[-1] // n)) for a, b in tiles]
         _, held = needs_along(graph, range(len(graph)), dim, sizes, wanted)
-        found = max(found, *(max(a - first, last - b) for (a, b), (first, last) in zip(tiles, held[0])))
+        found = max(
+            found, *(max(a - first, last - b) for (a, b), (first, last) in zip(tiles, held[0]))
+        )
     return found
 
 

@@ -40,9 +40,18 @@ class Along:
 
     @classmethod
     def of(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> "Along":
-        taken, raw, made = ([getattr(need, field)[0] for need in needs] for field in ("taken", "raw", "made"))
+        taken, raw, made = (
+            [getattr(need, field)[0] for need in needs] for field in ("taken", "raw", "made")
+        )
         cells = lambda spans: [b - a for a, b in spans]
-        return cls(taken, raw, made, cells(taken), cells(made), {source: spans[0] for source, spans in read.items()})
+        return cls(
+            taken,
+            raw,
+            made,
+            cells(taken),
+            cells(made),
+            {source: spans[0] for source, spans in read.items()},
+        )
 
 
 def needs_along(
@@ -67,13 +76,29 @@ def needs_along(
             made = taken = raw = there
         else:
             made = held[number + 1]
-            taken, raw = map(list, zip(*(taken_of(node, dim, span, sizes[node.first], sizes[number + 1]) for span in made)))
+            taken, raw = map(
+                list,
+                zip(
+                    *(
+                        taken_of(node, dim, span, sizes[node.first], sizes[number + 1])
+                        for span in made
+                    )
+                ),
+            )
         found.append(Need(there, taken, raw, made))
         has[number + 1] = made
     return found, held
 
 
-def _held(graph: Sequence[Node], numbers: Sequence[int], dim: int, sizes: Sequence[int], wanted: list[Span], owned, points) -> dict[int, list[Span]]:
+def _held(
+    graph: Sequence[Node],
+    numbers: Sequence[int],
+    dim: int,
+    sizes: Sequence[int],
+    wanted: list[Span],
+    owned,
+    points,
+) -> dict[int, list[Span]]:
     """What each tile must have of each map."""
     held = {numbers[-1] + 1: wanted}
 
@@ -84,11 +109,16 @@ def _held(graph: Sequence[Node], numbers: Sequence[int], dim: int, sizes: Sequen
     for number in reversed(numbers):
         if number + 1 not in held:  # of which others look at the size alone
             m, n = sizes[number + 1], sizes[numbers[-1] + 1]
-            hold(number + 1, owned[number + 1] if owned else [(a * m // n, -(-b * m // n)) for a, b in wanted])
+            hold(
+                number + 1,
+                owned[number + 1] if owned else [(a * m // n, -(-b * m // n)) for a, b in wanted],
+            )
         node, made = graph[number], held[number + 1]
         for source in node.inputs[1:]:
             hold(source, [inside(span, sizes[source]) for span in made])
-        taken = [taken_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in made]
+        taken = [
+            taken_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in made
+        ]
         has = number in points or node.footprints and node.along(dim).alike
         hold(node.first, owned[node.first] if owned and has else taken)
     return held

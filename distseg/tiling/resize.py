@@ -34,7 +34,11 @@ class Follow:
     unit: int = 1
 
     def size(self, n: int) -> int:
-        return int(n * self.factor) if self.factor is not None else (self.times * n + self.plus) // self.over * self.unit
+        return (
+            int(n * self.factor)
+            if self.factor is not None
+            else (self.times * n + self.plus) // self.over * self.unit
+        )
 
     def pixels(self, before: Fraction) -> Fraction:
         """Return the pixels of a cell where one of the other map has ``before``; 1 where the size is fixed."""
@@ -108,7 +112,11 @@ SIDES = ("half", "larger half", "all", "none")
 
 def in_front(side: str | int, more: int) -> int:
     """Return how many of ``more`` cells lie in front."""
-    return side if isinstance(side, int) else {"half": more // 2, "larger half": -(-more // 2), "all": more, "none": 0}[side]
+    return (
+        side
+        if isinstance(side, int)
+        else {"half": more // 2, "larger half": -(-more // 2), "all": more, "none": 0}[side]
+    )
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,14 @@ class Taps(AccessPattern):
         first, last: of each output the outermost inputs that it looks at; beyond the map lie copies of its outermost cells.
     """
 
-    def __init__(self, n: int, m: int, first: np.ndarray, last: np.ndarray, weigh: Callable[[slice, int], np.ndarray] | None = None):
+    def __init__(
+        self,
+        n: int,
+        m: int,
+        first: np.ndarray,
+        last: np.ndarray,
+        weigh: Callable[[slice, int], np.ndarray] | None = None,
+    ):
         self.n, self.m, self.first, self.last, self._weigh = n, m, first, last, weigh
 
     def cut(self, c: int) -> int:
@@ -189,7 +204,9 @@ class Taps(AccessPattern):
         if a >= b:
             return np.zeros((1, 0), np.int64), np.zeros((1, 0))
         width = int((self.last[wanted] - self.first[wanted]).max()) + 1
-        places = np.minimum(np.arange(width)[:, None] + self.first[wanted], self.last[wanted])  # those beyond have no share
+        places = np.minimum(
+            np.arange(width)[:, None] + self.first[wanted], self.last[wanted]
+        )  # those beyond have no share
         return np.clip(places, 0, self.n - 1), self._weigh(wanted, width)
 
 
@@ -199,7 +216,9 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
     outputs = np.arange(m)
     if kernel == "area":
         return _averages(n, m, outputs)
-    step = (n - 1) / max(1, m - 1) if corners else 1 / factor if factor else n / m  # inputs an output
+    step = (
+        (n - 1) / max(1, m - 1) if corners else 1 / factor if factor else n / m
+    )  # inputs an output
     if kernel.startswith("nearest"):
         return _nearest(n, m, (outputs + 0.5 * (kernel == "nearest-exact")) * step)
     if kernel.endswith("-aa"):
@@ -207,7 +226,9 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
     places = outputs * step if corners else (outputs + 0.5) * step - 0.5
     if kernel == "cubic":
         return _cubic(n, m, places)
-    return _linear(n, m, outputs if n == m else np.maximum(places, 0.0))  # of as many cells PyTorch makes a copy, whatever the factor
+    return _linear(
+        n, m, outputs if n == m else np.maximum(places, 0.0)
+    )  # of as many cells PyTorch makes a copy, whatever the factor
 
 
 def _nearest(n: int, m: int, places: np.ndarray) -> Taps:

@@ -42,7 +42,11 @@ class Segment:
 
 def segments_of(graph: Graph, cuts: Iterable[int], stages: Sequence[range] = ()) -> list[Segment]:
     """The segments of a network whose maps ``cuts`` are stored, those between ``stages``, and what else had better not be computed twice."""
-    stored = {*cuts, *(source for source, _, _ in crossing([node.inputs for node in graph], stages)), graph.result} - {0}
+    stored = {
+        *cuts,
+        *(source for source, _, _ in crossing([node.inputs for node in graph], stages)),
+        graph.result,
+    } - {0}
     while True:
         runs = {result: graph.needed_for(result, stored) for result in sorted(stored)}
         costly = _costly(graph, runs.values(), stored)
@@ -50,8 +54,13 @@ def segments_of(graph: Graph, cuts: Iterable[int], stages: Sequence[range] = ())
             break
         stored |= costly
     stage_of = {number: stage for stage, numbers in enumerate(stages) for number in numbers}
-    sources = lambda nodes: sorted({source for n in nodes for source in graph[n].inputs} - {n + 1 for n in nodes})
-    return [Segment(tuple(nodes), tuple(sources(nodes)), stage_of.get(nodes[-1], 0)) for nodes in runs.values()]
+    sources = lambda nodes: sorted(
+        {source for n in nodes for source in graph[n].inputs} - {n + 1 for n in nodes}
+    )
+    return [
+        Segment(tuple(nodes), tuple(sources(nodes)), stage_of.get(nodes[-1], 0))
+        for nodes in runs.values()
+    ]
 
 
 def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[int]:
@@ -60,7 +69,11 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
     found = set()
     for number, count in times.items():
         source = number + 1
-        part = count > 1 and source not in stored and any(times[reader] < count for reader in graph.readers[source])
+        part = (
+            count > 1
+            and source not in stored
+            and any(times[reader] < count for reader in graph.readers[source])
+        )
         if part and not all(graph[n].simple for n in graph.needed_for(source, stored)):
             found.add(source)
     return found
@@ -89,22 +102,36 @@ class Chain:
     @cached_property
     def read(self) -> dict[int, Box]:
         """The window of each stored map."""
-        return {source: box_of([along.read[source] for along in self.along]) for source in self.segment.sources}
+        return {
+            source: box_of([along.read[source] for along in self.along])
+            for source in self.segment.sources
+        }
 
     @cached_property
     def parts(self) -> list[Part]:
         """Of each layer."""
-        return [self._part(place, self.sizes[self.graph[number].first], self.sizes[number + 1]) for place, number in enumerate(self.segment.nodes)]
+        return [
+            self._part(place, self.sizes[self.graph[number].first], self.sizes[number + 1])
+            for place, number in enumerate(self.segment.nodes)
+        ]
 
     def _part(self, place: int, size: tuple[int, ...], result: tuple[int, ...]) -> Part:
-        taken, raw, made = (box_of([spans[place] for spans in each]) for each in zip(*((a.taken, a.raw, a.made) for a in self.along)))
+        taken, raw, made = (
+            box_of([spans[place] for spans in each])
+            for each in zip(*((a.taken, a.raw, a.made) for a in self.along))
+        )
         return Part(size, taken, taken, taken, raw, made, result)
 
 
 def chain(layout: Layout, segment: Segment, result: Box) -> Chain:
     """What is needed for ``result``, found from the last layer backwards."""
     spans = zip(result.start, result.stop)
-    return Chain(layout.graph, segment, layout.sizes, [layout.along(segment.nodes, dim, span) for dim, span in enumerate(spans)])
+    return Chain(
+        layout.graph,
+        segment,
+        layout.sizes,
+        [layout.along(segment.nodes, dim, span) for dim, span in enumerate(spans)],
+    )
 
 
 def rows_read(layout: Layout, segment: Segment, rows: Span) -> dict[int, Span]:

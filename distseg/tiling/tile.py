@@ -48,7 +48,10 @@ class Box:
         return self.shifted(tuple(-o for o in origin.start))
 
     def shifted(self, offset) -> "Box":
-        return Box(tuple(a + o for a, o in zip(self.start, offset)), tuple(b + o for b, o in zip(self.stop, offset)))
+        return Box(
+            tuple(a + o for a, o in zip(self.start, offset)),
+            tuple(b + o for b, o in zip(self.stop, offset)),
+        )
 
     def intersection(self, other: "Box") -> "Box":
         """What both have, a box in this one; of no pixels where they do not touch."""
@@ -60,11 +63,16 @@ class Box:
         return Box(tuple(map(min, self.start, other.start)), tuple(map(max, self.stop, other.stop)))
 
     def contains(self, other: "Box") -> bool:
-        return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop))
+        return all(
+            a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop)
+        )
 
     def coarsened(self, stride) -> "Box":
         """The cells of a feature map with this cumulative stride: the last one may stand for fewer pixels."""
-        return Box(tuple(a // s for a, s in zip(self.start, stride)), tuple(-(-b // s) for b, s in zip(self.stop, stride)))
+        return Box(
+            tuple(a // s for a, s in zip(self.start, stride)),
+            tuple(-(-b // s) for b, s in zip(self.stop, stride)),
+        )
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop)) + "]"
@@ -79,8 +87,13 @@ class ReceptiveField:
 
     def window(self, tile: Box, image) -> Box:
         """Return the pixels to compute so that the tile comes out exact: the halo around it, on the stride grid, inside the image."""
-        start = tuple(max(0, (a - h) // s * s) for a, h, s in zip(tile.start, self.halo, self.stride))
-        stop = tuple(min(n, -(-(b + h) // s) * s) for b, h, s, n in zip(tile.stop, self.halo, self.stride, image))
+        start = tuple(
+            max(0, (a - h) // s * s) for a, h, s in zip(tile.start, self.halo, self.stride)
+        )
+        stop = tuple(
+            min(n, -(-(b + h) // s) * s)
+            for b, h, s, n in zip(tile.stop, self.halo, self.stride, image)
+        )
         return Box(start, stop)
 
 
@@ -88,7 +101,10 @@ def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
     """``length`` pixels as ``parts`` consecutive ranges, as even as borders on multiples of ``stride`` allow."""
     cells = -(-length // stride)
     assert 1 <= parts <= cells, (length, parts, stride)
-    inner = [min(max(round(k * length / (parts * stride)), k), cells - parts + k) for k in range(1, parts)]
+    inner = [
+        min(max(round(k * length / (parts * stride)), k), cells - parts + k)
+        for k in range(1, parts)
+    ]
     borders = [0, *inner, cells]
     return [(a * stride, min(b * stride, length)) for a, b in zip(borders, borders[1:])]
 
@@ -102,7 +118,10 @@ def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
 
 def boxes_of(box: Box, size) -> list[Box]:
     """The box row by row in boxes of one size; the last along a dim may be smaller."""
-    spans = [[(a, min(a + n, stop)) for a in range(start, stop, n)] for start, stop, n in zip(box.start, box.stop, size)]
+    spans = [
+        [(a, min(a + n, stop)) for a in range(start, stop, n)]
+        for start, stop, n in zip(box.start, box.stop, size)
+    ]
     return [Box(*map(tuple, zip(*each))) for each in product(*spans)]
 
 
@@ -141,7 +160,11 @@ def most_even_grid(image, stride, parts: int) -> Size:
     """The grid of at most ``parts`` tiles, and as many of them as fit, whose tiles are nearest to squares."""
     cells = [-(-n // s) for n, s in zip(image, stride)]
     for count in range(parts, 0, -1):
-        fitting = [grid for grid in _factorings(count, len(cells)) if all(g <= c for g, c in zip(grid, cells))]
+        fitting = [
+            grid
+            for grid in _factorings(count, len(cells))
+            if all(g <= c for g, c in zip(grid, cells))
+        ]
         if fitting:
             return Size(min(fitting, key=lambda grid: sum(g / n for g, n in zip(grid, image))))
     raise AssertionError("one tile fits any image")
@@ -151,7 +174,12 @@ def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
     """All grids of ``count`` tiles."""
     if dims == 1:
         return [(count,)]
-    return [(first, *rest) for first in range(1, count + 1) if count % first == 0 for rest in _factorings(count // first, dims - 1)]
+    return [
+        (first, *rest)
+        for first in range(1, count + 1)
+        if count % first == 0
+        for rest in _factorings(count // first, dims - 1)
+    ]
 
 
 def window(tile: Box, image, reach: ReceptiveField) -> Box:

@@ -24,7 +24,11 @@ def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
 
     What a network makes of whole images every part of them has, and one is to count.
     """
-    found = values if not any(box.start) else torch.full_like(values, math.nan if values.is_floating_point() else ignore)
+    found = (
+        values
+        if not any(box.start)
+        else torch.full_like(values, math.nan if values.is_floating_point() else ignore)
+    )
     return found.view(-1, *(1 for _ in box.start))
 
 
@@ -51,7 +55,9 @@ class MicroBatch:
     @property
     def signature(self) -> tuple:
         """Units that agree in it have tensors of the same shapes in every layer."""
-        return tuple((len(p.place.images), p.place.image, p.place.tile, p.place.window) for p in self.pieces)
+        return tuple(
+            (len(p.place.images), p.place.image, p.place.tile, p.place.window) for p in self.pieces
+        )
 
 
 @dataclass(frozen=True)

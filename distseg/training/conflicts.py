@@ -72,19 +72,33 @@ class Facts:
     def shared(self) -> str | None:
         """The first norm whose statistics ranks share in training, and how many do."""
         return self._first(
-            lambda norm: not self.windows and self._is_live(norm) and self._ranks(norm) > 1, lambda norm: f" would share its statistics with {self._ranks(norm)} ranks"
+            lambda norm: not self.windows and self._is_live(norm) and self._ranks(norm) > 1,
+            lambda norm: f" would share its statistics with {self._ranks(norm)} ranks",
         )
 
     def _ranks(self, norm: nn.Module) -> int:
         mesh = self.config.mesh
-        return mesh.tiles.volume * (mesh.samples if self.config.spatial.norm_scope == "step" and kind_of(norm) == "batch" else 1)
+        return mesh.tiles.volume * (
+            mesh.samples
+            if self.config.spatial.norm_scope == "step" and kind_of(norm) == "batch"
+            else 1
+        )
 
     def _is_live(self, norm: nn.Module) -> bool:
         return not (self.config.spatial.frozen_norm and tracks(norm))
 
-    def _first(self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: "") -> str | None:
+    def _first(
+        self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: ""
+    ) -> str | None:
         """Its name and kind, and what else is said of it."""
-        return next((f"{name} ({kind_of(norm)}{' norm' if isinstance(norm, NORMS) else ' over the image'}){more(norm)}" for name, norm in self.norms if which(norm)), None)
+        return next(
+            (
+                f"{name} ({kind_of(norm)}{' norm' if isinstance(norm, NORMS) else ' over the image'}){more(norm)}"
+                for name, norm in self.norms
+                if which(norm)
+            ),
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,9 @@ class Rule:
 
 def _with(setting: str, facts: Facts) -> bool:
     """Whether ``setting`` is what makes ranks compute streamed tiles."""
-    return facts.streaming and (setting == "run.memory") == (facts.config.spatial.streaming == "auto")
+    return facts.streaming and (setting == "run.memory") == (
+        facts.config.spatial.streaming == "auto"
+    )
 
 
 def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
@@ -109,7 +125,12 @@ def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[R
 
 
 def _with_patchgd(setting: str) -> "Rule":
-    return Rule(setting, "train.method", lambda f: f.config.train.method == "patchgd", "train.method is patchgd, which computes patches, each as a whole image on one rank: leave one of them out")
+    return Rule(
+        setting,
+        "train.method",
+        lambda f: f.config.train.method == "patchgd",
+        "train.method is patchgd, which computes patches, each as a whole image on one rank: leave one of them out",
+    )
 
 
 RULES = (
@@ -175,13 +196,20 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     Raises:
         ValueError: naming the setting, its value, the other one, why, and the repair.
     """
-    facts = Facts(config, [] if model is None else [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)])
+    facts = Facts(
+        config,
+        []
+        if model is None
+        else [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)],
+    )
     for rule in RULES:
         value = of(config, rule.setting)
         if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
-    raise_jointly = config.data.images * (config.mesh.samples if config.spatial.norm_scope == "step" else 1)
+    raise_jointly = config.data.images * (
+        config.mesh.samples if config.spatial.norm_scope == "step" else 1
+    )
     vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
     if vectors and raise_jointly < 2 and not config.spatial.frozen_norm:
         raise ValueError(
@@ -190,7 +218,9 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         )
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
-        raise ValueError(f"spatial.scratch is {scratch}, which is no folder: make it, or name another")
+        raise ValueError(
+            f"spatial.scratch is {scratch}, which is no folder: make it, or name another"
+        )
 
 
 def _is_set(value, default) -> bool:
@@ -265,13 +295,28 @@ def check_labels(store: Store, model: nn.Module, config: Config) -> None:
     Raises:
         ValueError: naming both, and the repair.
     """
-    numbers, size = len(store.classes) == 1, crop_size(store.size(store.split("train")[0]), config.data.crop)
+    numbers, size = (
+        len(store.classes) == 1,
+        crop_size(store.size(store.split("train")[0]), config.data.crop),
+    )
     if of_image(model, size) != store.of_images:
-        made, has = ("a vector of each image", "labels of pixels") if of_image(model) else ("a map of each image", "a label for each image")
-        raise ValueError(f"the network makes {made}, but {store.path} has {has}: take another network (model.name), or prepare the store with the labels that are meant")
+        made, has = (
+            ("a vector of each image", "labels of pixels")
+            if of_image(model)
+            else ("a map of each image", "a label for each image")
+        )
+        raise ValueError(
+            f"the network makes {made}, but {store.path} has {has}: take another network (model.name), or prepare the store with the labels that are meant"
+        )
     if of_numbers(config.loss.name) != numbers:
-        has = f"a number for each image ({store.classes[0]})" if numbers else f"{len(store.classes)} classes"
-        raise ValueError(f"loss.name is {config.loss.name}, but {store.path} has {has}: take {'mse or l1' if numbers else 'cross_entropy'}")
+        has = (
+            f"a number for each image ({store.classes[0]})"
+            if numbers
+            else f"{len(store.classes)} classes"
+        )
+        raise ValueError(
+            f"loss.name is {config.loss.name}, but {store.path} has {has}: take {'mse or l1' if numbers else 'cross_entropy'}"
+        )
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:
@@ -283,23 +328,33 @@ def notes(config: Config, model: nn.Module) -> list[str]:
     norms = [m for m in model.modules() if isinstance(m, NORMS)]
     spatial, mesh = config.spatial, config.mesh
     found = []
-    if spatial.norm_scope == "step" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
+    if spatial.norm_scope == "step" and not any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms
+    ):
         found.append("spatial.norm_scope step is without effect: the model has no batch norm")
     if spatial.norm_scope == "window" and not norms:
         found.append("spatial.norm_scope window is without effect: the model has no norm")
     if spatial.frozen_norm and not norms:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
     if (fewer := _fewer_groups(config, model)) is not None:
-        found.append(f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}")
-    if config.patchgd.statistics == "pass" and not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms):
+        found.append(
+            f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}"
+        )
+    if config.patchgd.statistics == "pass" and not any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms
+    ):
         found.append("patchgd.statistics pass is without effect: the model has no batch norm")
     if config.model.outputs:
         weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
-        found.append(f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction take {next(iter(config.model.outputs))}")
+        found.append(
+            f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction take {next(iter(config.model.outputs))}"
+        )
     if config.pipeline.placement == "v" and mesh.stages == 1:
         found.append("pipeline.placement v is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:
-        found.append(f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient")
+        found.append(
+            f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient"
+        )
     return found
 
 
@@ -308,7 +363,11 @@ def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
     groups = config.model.groups
     if not groups or norm_of(config) != "group":
         return None
-    every = ((name, layer.num_groups) for name, layer in model.named_modules() if isinstance(layer, nn.GroupNorm) and layer.num_channels % groups)
+    every = (
+        (name, layer.num_groups)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.GroupNorm) and layer.num_channels % groups
+    )
     return next((found for found in every if found[1] != groups), None)
 
 

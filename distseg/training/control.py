@@ -25,7 +25,10 @@ from distseg.comm.waits import waits_of
 from distseg.config.settings import TrainConfig
 
 _STOPS = ("", "a signal came", "the job's time limit is near")
-_SLACK, _SHARE = 30.0, 0.1  # seconds before the limit besides the work that is left, at most this share of the job's time
+_SLACK, _SHARE = (
+    30.0,
+    0.1,
+)  # seconds before the limit besides the work that is left, at most this share of the job's time
 
 
 class Decision(NamedTuple):
@@ -65,7 +68,10 @@ class RunControl:
         if self.world.rank == 0:
             self._look_at_clocks()
         saves = self._signals.saves
-        mine = np.array([self._due or saves != self._heeded, 1 if self._signals.ends else 2 * self._near], np.int8)
+        mine = np.array(
+            [self._due or saves != self._heeded, 1 if self._signals.ends else 2 * self._near],
+            np.int8,
+        )
         self._heeded = saves
         self._found = mine.copy()
         if self.world.size > 1:
@@ -96,7 +102,9 @@ class RunControl:
         self._due = bool(self._every) and time.monotonic() - self._saved > 60 * self._every
         if self._end is not None:
             left, gone = self._end - time.monotonic(), time.monotonic() - BORN
-            self._near = left < 2 * self._longest + 2 * self._saving + min(_SLACK, _SHARE * (gone + left))
+            self._near = left < 2 * self._longest + 2 * self._saving + min(
+                _SLACK, _SHARE * (gone + left)
+            )
 
 
 def _end_of_job(minutes: float | None) -> float | None:

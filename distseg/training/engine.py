@@ -28,7 +28,13 @@ from distseg.models.capture.capture import hook_on_gradients
 from distseg.models.capture.hidden import check_apart, check_exact
 from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
-from distseg.models.network import channels_of_maps, fingerprint_of, flat_layers, refusals, unbounded
+from distseg.models.network import (
+    channels_of_maps,
+    fingerprint_of,
+    flat_layers,
+    refusals,
+    unbounded,
+)
 from distseg.planning.stages import partition_of, schedule_of
 from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, is_streamed, room_of
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
@@ -64,9 +70,21 @@ class Engine(ParameterUpdate):
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, model: nn.Module, image, device=torch.device("cpu"), precision: str = "fp32", channels_last: bool = False
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: nn.Module,
+        image,
+        device=torch.device("cpu"),
+        precision: str = "fp32",
+        channels_last: bool = False,
     ):
-        self.config, self.mesh, self.precision, self.channels_last = config, mesh, precision, channels_last
+        self.config, self.mesh, self.precision, self.channels_last = (
+            config,
+            mesh,
+            precision,
+            channels_last,
+        )
         mesh.waits.timeout = config.run.timeout
         with raise_jointly(mesh.world):
             check_there(config.pipeline)
@@ -74,7 +92,9 @@ class Engine(ParameterUpdate):
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # with pipeline.placement devices another than the launcher chose
+                torch.cuda.set_device(
+                    self.device
+                )  # with pipeline.placement devices another than the launcher chose
             self.autocast = autocast(precision, device)
             freeze(model, config.optim)
             check_trainable(model)
@@ -86,16 +106,40 @@ class Engine(ParameterUpdate):
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
             self.reach = used_reach(self.exact, config.spatial)
-            self.exchange = make_exchange(config, model, self.reach, mesh.tiles, self.device, channels_last)
+            self.exchange = make_exchange(
+                config, model, self.reach, mesh.tiles, self.device, channels_last
+            )
             self.loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
-            activations = activations_of(model, self.exchange, precision, channels_last) if is_streamed(config) else None
+            activations = (
+                activations_of(model, self.exchange, precision, channels_last)
+                if is_streamed(config)
+                else None
+            )
             self.context = _context(config, mesh, splits(schedule_of(config)))
             self.partition = partition_of(config, model, image, self.reading, device.type)
-            self.model = own_part(model, self.partition, mesh.stage, self.reach, self.context, config.model.seed, config.spatial.frozen_norm, self.exchange, not is_cut(config))
+            self.model = own_part(
+                model,
+                self.partition,
+                mesh.stage,
+                self.reach,
+                self.context,
+                config.model.seed,
+                config.spatial.frozen_norm,
+                self.exchange,
+                not is_cut(config),
+            )
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
-        assert_consistent(mesh.world, {"what the network calls": told}, "Let its forward pass not follow the order of a set, the process, or the rank")
+        assert_consistent(
+            mesh.world,
+            {"what the network calls": told},
+            "Let its forward pass not follow the order of a set, the process, or the rank",
+        )
         super().__init__(config, mesh, model, self.device)
-        budget = self._budget(config.run.memory) if activations and config.run.memory is not None else None
+        budget = (
+            self._budget(config.run.memory)
+            if activations and config.run.memory is not None
+            else None
+        )
         with raise_jointly(mesh.world):
             self.gradient_step = self._gradient_step(activations, budget)
 
@@ -103,27 +147,67 @@ class Engine(ParameterUpdate):
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
         rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
-        head = LossHead(self.loss, rows, mesh.replicas) if mesh.stage == partition.placement[-1] else None
+        head = (
+            LossHead(self.loss, rows, mesh.replicas)
+            if mesh.stage == partition.placement[-1]
+            else None
+        )
         stages = [
-            Stage(s, self.model, self.partition and partition.ranges[s], partition.incoming(s), partition.outgoing(s), head if s + 1 == partition.stages else None, self.autocast)
+            Stage(
+                s,
+                self.model,
+                self.partition and partition.ranges[s],
+                partition.incoming(s),
+                partition.outgoing(s),
+                head if s + 1 == partition.stages else None,
+                self.autocast,
+            )
             for s in partition.stages_of(mesh.stage)
         ]
-        self.pipeline = Pipeline(partition, stages, mesh.pipeline, self.device, config.pipeline.recompute)
+        self.pipeline = Pipeline(
+            partition, stages, mesh.pipeline, self.device, config.pipeline.recompute
+        )
         if config.pipeline.placement == "devices":
-            way = OnDevices(DevicePipeline(partition, stages, self.devices, config.pipeline.recompute))
+            way = OnDevices(
+                DevicePipeline(partition, stages, self.devices, config.pipeline.recompute)
+            )
         elif activations:
-            way = InTiles(self._streaming(activations, budget), head, self.loss, streaming_order(config, self.loss.linear, bool(self.exchange.stored)))
+            way = InTiles(
+                self._streaming(activations, budget),
+                head,
+                self.loss,
+                streaming_order(config, self.loss.linear, bool(self.exchange.stored)),
+            )
         else:
-            way = OnStages(self.pipeline, schedule_of(config, self.loss.linear), raise_jointly=self.model.live_in_training or config.spatial.exchanges)
+            way = OnStages(
+                self.pipeline,
+                schedule_of(config, self.loss.linear),
+                raise_jointly=self.model.live_in_training or config.spatial.exchanges,
+            )
         return GradientStep(way, head, self.loss, self.context)
 
     def _budget(self, memory: int) -> float:
         """Bytes for the activations of streamed tiles: the same on all ranks, as each stage knows the tiles of all."""
         keep_freed_memory(large=False)
-        return room_of(memory, self.base_memory(), "weights, gradients and the optimizer's state", self.mesh.world)
+        return room_of(
+            memory,
+            self.base_memory(),
+            "weights, gradients and the optimizer's state",
+            self.mesh.world,
+        )
 
     def _streaming(self, activations: Activations, budget: float | None) -> StreamingExecutor:
-        return make_streaming_executor(self.config, self.exchange, activations, budget, self.partition, self.mesh.pipeline, self.model, self.autocast, self.devices)
+        return make_streaming_executor(
+            self.config,
+            self.exchange,
+            activations,
+            budget,
+            self.partition,
+            self.mesh.pipeline,
+            self.model,
+            self.autocast,
+            self.devices,
+        )
 
     @property
     def streaming(self) -> InTiles | None:
@@ -134,8 +218,15 @@ class Engine(ParameterUpdate):
         """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
-        gradients = 0 if self.device.type == "cuda" and self.gradients.buckets else weights  # buckets a GPU has at once, a CPU once they are written
-        return memory_in_use(self.device) + gradients + weights * state_copies(self.config.optim) + cast
+        gradients = (
+            0 if self.device.type == "cuda" and self.gradients.buckets else weights
+        )  # buckets a GPU has at once, a CPU once they are written
+        return (
+            memory_in_use(self.device)
+            + gradients
+            + weights * state_copies(self.config.optim)
+            + cast
+        )
 
     @property
     def reading(self) -> ReceptiveField:
@@ -154,7 +245,11 @@ class Engine(ParameterUpdate):
 
     def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
         """The same for what is read part by part."""
-        block = piece if isinstance(piece, LazyTileBatch) else block_of(piece, self.config.loss.ignore_index)
+        block = (
+            piece
+            if isinstance(piece, LazyTileBatch)
+            else block_of(piece, self.config.loss.ignore_index)
+        )
         pixels = lambda box: self.to_device(TileBatch(block.pixels(box), None, block.place)).pixels
         labels = lambda box: self.to_device(TileBatch(None, block.labels(box), block.place)).labels
         return LazyTileBatch(block.place, pixels, labels)
@@ -175,14 +270,18 @@ class Engine(ParameterUpdate):
         if self.streaming:
             self.streaming.executor.watch = watch
 
-    def step(self, micro_batches: list[list[TileBatch | LazyTileBatch]], rate: float) -> tuple[float, float]:
+    def step(
+        self, micro_batches: list[list[TileBatch | LazyTileBatch]], rate: float
+    ) -> tuple[float, float]:
         """An optimizer step; returns the loss and the gradient's norm before clipping."""
         loss = self.backward(micro_batches)
         return loss, self.update(rate)
 
     def pixels(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> int:
         """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
-        return self.mesh.replicas.size * sum(len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces)
+        return self.mesh.replicas.size * sum(
+            len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces
+        )
 
     def update(self, rate: float) -> float:
         """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
@@ -193,7 +292,11 @@ class Engine(ParameterUpdate):
 
     def _over_stages(self, part: float) -> float:
         """The sum over the pipeline's ranks."""
-        return part if self.mesh.pipeline.size == 1 else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
+        return (
+            part
+            if self.mesh.pipeline.size == 1
+            else add(torch.tensor(part, dtype=torch.float64), self.mesh.pipeline).item()
+        )
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -203,16 +306,24 @@ def check_trainable(model: nn.Module) -> None:
         ValueError: all of its parameters are frozen, or it has none, or has such a hook.
     """
     if (hooked := hook_on_gradients(model)) is not None:
-        raise ValueError(f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: leave it out")
+        raise ValueError(
+            f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: leave it out"
+        )
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
-        what = f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)" if parameters else "this model has no parameters"
+        what = (
+            f"all {len(parameters)} parameters of this model are frozen (requires_grad is off)"
+            if parameters
+            else "this model has no parameters"
+        )
         raise ValueError(f"{what}, so there is nothing to train: let some have requires_grad")
 
 
 def is_cut(config: Config) -> bool:
     """Whether ranks compute parts of images."""
-    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or is_streamed(config)
+    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or is_streamed(
+        config
+    )
 
 
 def check_parts(config: Config, model: nn.Module) -> None:
@@ -223,17 +334,27 @@ def check_parts(config: Config, model: nn.Module) -> None:
     """
     if not is_cut(config):
         return
-    if config.spatial.halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
-        raise ValueError(f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out")
+    if config.spatial.halo is not None and any(
+        isinstance(layer, Fill) for layer in model.modules()
+    ):
+        raise ValueError(
+            f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out"
+        )
     try:
         graph = graph_of(model)
     except ValueError as e:
         if config.spatial.halo is not None:
             return
         halo = "" if model in unbounded else ", or set spatial.halo, which may be an approximation"
-        raise ValueError(f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples){halo}") from None
-    if (setting := _stands_alone(config.spatial)) and (sized := next((node.name for node in graph if node.sized), None)):
-        raise ValueError(f"{setting}, so that windows go through the network as images of their own, but layer {sized} places its cells by the size of the whole image: leave {setting.split()[0]} out")
+        raise ValueError(
+            f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples){halo}"
+        ) from None
+    if (setting := _stands_alone(config.spatial)) and (
+        sized := next((node.name for node in graph if node.sized), None)
+    ):
+        raise ValueError(
+            f"{setting}, so that windows go through the network as images of their own, but layer {sized} places its cells by the size of the whole image: leave {setting.split()[0]} out"
+        )
 
 
 def _stands_alone(spatial: SpatialConfig) -> str | None:
@@ -245,7 +366,11 @@ def _stands_alone(spatial: SpatialConfig) -> str | None:
 
 def owned_per_rank(config: Config) -> Size:
     """The tiles of a rank that the mesh knows of: one, where it is cut in time."""
-    return Size((1,) * len(config.mesh.tiles)) if is_streamed(config) else config.spatial.tiles_per_rank
+    return (
+        Size((1,) * len(config.mesh.tiles))
+        if is_streamed(config)
+        else config.spatial.tiles_per_rank
+    )
 
 
 def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
@@ -265,7 +390,9 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
     )
 
 
-def make_exchange(config: Config, model: nn.Module, reach: ReceptiveField, comm, device, channels_last: bool) -> Exchange | None:
+def make_exchange(
+    config: Config, model: nn.Module, reach: ReceptiveField, comm, device, channels_last: bool
+) -> Exchange | None:
     """Of a plain model, perhaps only outlined, on a mesh's grid of tiles; None where whole windows go through every layer.
 
     Raises:
@@ -283,15 +410,34 @@ def make_exchange(config: Config, model: nn.Module, reach: ReceptiveField, comm,
         if spatial.exchanges or is_streamed(config):
             raise
         return None
-    stored = live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm) if is_streamed(config) else ()
-    return Exchange(graph, reach.stride, comm, grid, per_rank, spatial.exchange_every, spatial.fuse_below, device, channels_last, stored)
+    stored = (
+        live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+        if is_streamed(config)
+        else ()
+    )
+    return Exchange(
+        graph,
+        reach.stride,
+        comm,
+        grid,
+        per_rank,
+        spatial.exchange_every,
+        spatial.fuse_below,
+        device,
+        channels_last,
+        stored,
+    )
 
 
-def activations_of(model: nn.Module, exchange: Exchange, precision: str, channels_last: bool) -> Activations:
+def activations_of(
+    model: nn.Module, exchange: Exchange, precision: str, channels_last: bool
+) -> Activations:
     """What tiles of a plain model, perhaps only outlined, take."""
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
     kinds = [type(layer) for _, layer in flat_layers(model)]
-    return Activations(exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last)
+    return Activations(
+        exchange.graph, kinds, channels_of_maps(model), itemsize, max(4, itemsize), channels_last
+    )
 
 
 def make_streaming_executor(
@@ -306,7 +452,9 @@ def make_streaming_executor(
         model: None for one that only plans.
     """
     spatial = config.spatial
-    tiling = GridTiling(spatial.tiles_per_rank) if budget is None else BudgetTiling(activations, budget)
+    tiling = (
+        GridTiling(spatial.tiles_per_rank) if budget is None else BudgetTiling(activations, budget)
+    )
     folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
     return StreamingExecutor(
@@ -331,7 +479,11 @@ def read_around(config: Config, reach: ReceptiveField, exchange: Exchange | None
     """What is read of an image for a tile of it."""
     if exchange and exchange.exchanges and not is_streamed(config):
         nothing = (0,) * len(reach.halo)
-        return HeldReach(nothing, reach.stride, exchange) if exchange.graph.sized else ReceptiveField(nothing, reach.stride)
+        return (
+            HeldReach(nothing, reach.stride, exchange)
+            if exchange.graph.sized
+            else ReceptiveField(nothing, reach.stride)
+        )
     if exchange and exchange.graph.sized:
         return TrueReach(reach.halo, reach.stride, exchange)
     return reach
@@ -342,9 +494,15 @@ def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField)
     found = []
     tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
     if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
-        found.append(f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo {max(exact.halo)}: pixels near tile borders are approximate")
+        found.append(
+            f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo {max(exact.halo)}: pixels near tile borders are approximate"
+        )
     if tiled and config.spatial.norm_scope == "window":
-        found.append("spatial.norm_scope is window: each norm sees the pixels of one window, halo included, not those of the image")
+        found.append(
+            "spatial.norm_scope is window: each norm sees the pixels of one window, halo included, not those of the image"
+        )
     if config.mesh.compression == "fp16":
-        found.append("mesh.compression is fp16: gradients are rounded to 11 bits before they are summed")
+        found.append(
+            "mesh.compression is fp16: gradients are rounded to 11 bits before they are summed"
+        )
     return found

@@ -38,20 +38,45 @@ def train(config: Config, world) -> dict | None:
     result = run.position.validation if run.first else None
     if run.finished:
         if run.first:
-            print(f"{config.train.output} has its {run.position.epoch} epochs already, and train.epochs is {config.train.epochs}: raise it to go on", flush=True)
+            print(
+                f"{config.train.output} has its {run.position.epoch} epochs already, and train.epochs is {config.train.epochs}: raise it to go on",
+                flush=True,
+            )
         return result
-    with RunControl(run.mesh.world, config.train) as orders, open_log(
-        config.train.output, config.train.tensorboard, run.first, run.resumed.get("step"), revalidates=run.position.samples > 0
-    ) as log:
+    with (
+        RunControl(run.mesh.world, config.train) as orders,
+        open_log(
+            config.train.output,
+            config.train.tensorboard,
+            run.first,
+            run.resumed.get("step"),
+            revalidates=run.position.samples > 0,
+        ) as log,
+    ):
         for line in run.lines if run.first else []:
             print(line, flush=True)
-        log.write("start", run.position.step, run.position.epoch, config=plain(run.config), parameters=run.parameters)
+        log.write(
+            "start",
+            run.position.step,
+            run.position.epoch,
+            config=plain(run.config),
+            parameters=run.parameters,
+        )
         story = _Story(run, orders, log)
         while not story.ended:
             story.epoch()
-        log.write("end", story.position.step, story.position.epoch - 1, seconds=story.seconds, bytes_read=run.loader.bytes_read)
+        log.write(
+            "end",
+            story.position.step,
+            story.position.epoch - 1,
+            seconds=story.seconds,
+            bytes_read=run.loader.bytes_read,
+        )
         if run.first and run.loader.steps_read:
-            print(f"rank 0 read {si(run.loader.bytes_read / run.loader.steps_read, 'B')} a step", flush=True)
+            print(
+                f"rank 0 read {si(run.loader.bytes_read / run.loader.steps_read, 'B')} a step",
+                flush=True,
+            )
     phase("waiting for all ranks to end")
     gathered(world)
     for line in story.closing() if run.first else ():
@@ -78,7 +103,11 @@ class _Story:
         self._steps(number)
         self.ended = number + 1 == train.epochs or self._out_of_time()
         saves = self.ended or (number + 1) % train.checkpoint_every == 0
-        validates = bool(train.validate_every) and (self.ended or (number + 1) % train.validate_every == 0) and "val" in run.store.splits
+        validates = (
+            bool(train.validate_every)
+            and (self.ended or (number + 1) % train.validate_every == 0)
+            and "val" in run.store.splits
+        )
         if saves and validates:
             self._save()  # what validation meets with costs no steps
         if validates:
@@ -86,7 +115,9 @@ class _Story:
         self.position, self.first_step = replace(self.position, epoch=number + 1, samples=0), 0
         if saves and validates:
             score = score_of(self.position.validation)
-            run.checkpoints.update(score, epoch=number + 1, samples=0, validation=self.position.validation)
+            run.checkpoints.update(
+                score, epoch=number + 1, samples=0, validation=self.position.validation
+            )
         elif saves:
             self._save()
         if self.ended:
@@ -95,19 +126,33 @@ class _Story:
     def _steps(self, number: int) -> None:
         run, engine, loader, train = self.run, self.run.engine, self.run.loader, self.config.train
         steps = loader.steps_per_epoch
-        with progress(steps - self.first_step, "step", f"epoch {number + 1}/{train.epochs}", enabled=run.first) as bar:
+        with progress(
+            steps - self.first_step, "step", f"epoch {number + 1}/{train.epochs}", enabled=run.first
+        ) as bar:
             engine.watch_step(bar.partly)
-            for k, micro_batches in enumerate(loader.epoch(number, self.first_step), self.first_step):
+            for k, micro_batches in enumerate(
+                loader.epoch(number, self.first_step), self.first_step
+            ):
                 phase(f"epoch {number + 1}, step {k + 1} of {steps}")
                 self.orders.post()
-                rate = learning_rate(self.config.optim, number * steps + k, run.total)  # not by the step: a resumed run may take other steps
+                rate = learning_rate(
+                    self.config.optim, number * steps + k, run.total
+                )  # not by the step: a resumed run may take other steps
                 loss, norm = engine.step(micro_batches, rate)
                 step = self.position.step + 1
                 self.position = replace(self.position, step=step, samples=run.samples_after(k + 1))
                 _check_finite(loss, norm, step, self.config)
                 if train.check_replicas and step % train.check_replicas == 0:
                     check_same(run.model, run.mesh.replicas)
-                self.log.write("step", step, number, loss=loss, lr=rate, gradient_norm=norm, seconds=self.seconds)
+                self.log.write(
+                    "step",
+                    step,
+                    number,
+                    loss=loss,
+                    lr=rate,
+                    gradient_norm=norm,
+                    seconds=self.seconds,
+                )
                 bar.advance(pixels=engine.pixels(micro_batches), loss=loss)
                 self._heed()
 
@@ -131,7 +176,9 @@ class _Story:
         phase("waiting for all ranks to end")
         gathered(self.run.world)
         at = self.position
-        raise ToBeContinued(f"{why}: the run ends after step {at.step} with a checkpoint in {self.config.train.output}, to be continued with --train.resume true")
+        raise ToBeContinued(
+            f"{why}: the run ends after step {at.step} with a checkpoint in {self.config.train.output}, to be continued with --train.resume true"
+        )
 
     def _validate(self, number: int) -> None:
         run, told = self.run, []
@@ -142,18 +189,30 @@ class _Story:
 
         phase(f"validation after epoch {number + 1}")
         of_images = run.store.of_images
-        found = (evaluate_images if of_images else evaluate)(run.predictor, run.store, "val", run.world, stop)
+        found = (evaluate_images if of_images else evaluate)(
+            run.predictor, run.store, "val", run.world, stop
+        )
         if found is None:
             self._save()
             self._leave(told[-1].stop)
         result = found if of_images else scores(found, run.store.classes)
         if of_images:
-            logged = {kind: result[kind] for kind in ("accuracy", "mean_accuracy", "auc", "kappa", "mae", "rmse", "r2") if kind in result}
-            words = ", ".join(f"{kind.replace('_', ' ')} {value:.3f}" for kind, value in logged.items() if value is not None)
+            logged = {
+                kind: result[kind]
+                for kind in ("accuracy", "mean_accuracy", "auc", "kappa", "mae", "rmse", "r2")
+                if kind in result
+            }
+            words = ", ".join(
+                f"{kind.replace('_', ' ')} {value:.3f}"
+                for kind, value in logged.items()
+                if value is not None
+            )
         else:
             iou = {name: row["iou"] for name, row in result["classes"].items()}
             logged = dict(iou=iou, mean_iou=result["mean_iou"], accuracy=result["accuracy"])
-            words = "IoU " + ", ".join(f"{n} {v:.3f}" if v is not None else f"{n} -" for n, v in iou.items())
+            words = "IoU " + ", ".join(
+                f"{n} {v:.3f}" if v is not None else f"{n} -" for n, v in iou.items()
+            )
         self.log.write("validation", self.position.step, number, **logged)
         if run.first:
             print(f"epoch {number + 1}: validation {words}", flush=True)
@@ -166,8 +225,14 @@ class _Story:
         manifest = read_run_manifest(best)
         told = None
         if manifest.get("score") is not None:
-            told = {"checkpoint": best, "epoch": manifest["epoch"], "validation": manifest["validation"]}
-        return closing_of_training(output, at.epoch, at.step, self.seconds, told, list(self.run.store.splits))
+            told = {
+                "checkpoint": best,
+                "epoch": manifest["epoch"],
+                "validation": manifest["validation"],
+            }
+        return closing_of_training(
+            output, at.epoch, at.step, self.seconds, told, list(self.run.store.splits)
+        )
 
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes

@@ -11,7 +11,17 @@ from distseg.config.settings import OptimConfig
 from distseg.runtime.optimizer import learning_rate
 from distseg.training.checkpoint.files import find, names_of
 
-_FREE = ("train.resume", "train.output", "train.keep", "train.job_minutes", "train.max_minutes", "train.checkpoint_minutes", "train.tensorboard", "run.", "mesh.")
+_FREE = (
+    "train.resume",
+    "train.output",
+    "train.keep",
+    "train.job_minutes",
+    "train.max_minutes",
+    "train.checkpoint_minutes",
+    "train.tensorboard",
+    "run.",
+    "mesh.",
+)
 
 
 @dataclass(frozen=True)
@@ -36,20 +46,29 @@ def chosen(output: str, resume: bool | str) -> Path | None:
 
 
 def position_of(manifest: dict) -> Position:
-    return Position(manifest["step"], manifest["epoch"], manifest.get("samples", 0), manifest.get("validation"))
+    return Position(
+        manifest["step"], manifest["epoch"], manifest.get("samples", 0), manifest.get("validation")
+    )
 
 
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
     """The step of an epoch at which to go on after so many samples of it, and a word if it is not the very next sample."""
     step = min(samples // batch, steps)
     twice = samples - step * batch
-    return step, f"{twice} of the epoch's samples are seen twice: the checkpoint was written after {samples}, and a step now takes {batch}" if twice else None
+    return (
+        step,
+        f"{twice} of the epoch's samples are seen twice: the checkpoint was written after {samples}, and a step now takes {batch}"
+        if twice
+        else None,
+    )
 
 
 def changes(before: Mapping, now: Mapping) -> list[str]:
     """A sentence for each setting that a run now has otherwise, but for those that may be anything."""
     old, new = settings(before), settings(now)
-    names = [name for name in new if not name.startswith(_FREE) and old.get(name, new[name]) != new[name]]
+    names = [
+        name for name in new if not name.startswith(_FREE) and old.get(name, new[name]) != new[name]
+    ]
     return [f"{name} was {old[name]}, is {new[name]}" for name in names]
 
 
@@ -59,7 +78,9 @@ def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
     Args:
         batch_norm: whether the network has some that takes statistics of the images in hand.
     """
-    shape = lambda mesh: f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"  # noqa: E731
+    shape = lambda mesh: (
+        f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"
+    )  # noqa: E731
     if "mesh" not in before or shape(before["mesh"]) == shape(now["mesh"]):
         return []
     images = [_images(config) for config in (before, now)]
@@ -81,10 +102,14 @@ def _images(config: Mapping) -> int:
 
 def _together(config: Mapping) -> int:
     """How many images of a step, one after another, a batch norm sees together."""
-    return config["data"]["images"] * (1 if config["spatial"]["norm_scope"] == "group" else config["mesh"]["samples"])
+    return config["data"]["images"] * (
+        1 if config["spatial"]["norm_scope"] == "group" else config["mesh"]["samples"]
+    )
 
 
-def schedule_change(before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]) -> list[str]:
+def schedule_change(
+    before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]
+) -> list[str]:
     """What becomes of the learning rate.
 
     Args:
@@ -95,4 +120,6 @@ def schedule_change(before: OptimConfig, now: OptimConfig, at: tuple[int, int], 
     if (at, now) == (at_before, before) or rate == would:
         return []
     was = "it had come to its end" if would is None else f"it would have been {would:.3g}"
-    return [f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a rate of {rate:.3g}; with the settings before {was}"]
+    return [
+        f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a rate of {rate:.3g}; with the settings before {was}"
+    ]

@@ -38,10 +38,24 @@ from distseg.tiling.tile import owned_tiles
 from distseg.training.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
 from distseg.training.checkpoint.own_runs import remember_run
 from distseg.training.checkpoint.pretrained import pretrained
-from distseg.training.checkpoint.saving import Checkpoints, SilentCheckpoints, check_room, set_aside, state_bytes
+from distseg.training.checkpoint.saving import (
+    Checkpoints,
+    SilentCheckpoints,
+    check_room,
+    set_aside,
+    state_bytes,
+)
 from distseg.training.conflicts import check_labels, check_norms, check_settings, notes, with_store
 from distseg.training.engine import Engine, approximations, owned_per_rank
-from distseg.training.resume import Position, changes, chosen, first_step, mesh_change, position_of, schedule_change
+from distseg.training.resume import (
+    Position,
+    changes,
+    chosen,
+    first_step,
+    mesh_change,
+    position_of,
+    schedule_change,
+)
 from distseg.training.run_config import is_code
 
 
@@ -71,24 +85,40 @@ class Run:
             if config.train.method == "patchgd":
                 check_images(self.store, config)
             self.model = network_of(config, self.store.bands, _outputs(config, self.store))
-            sizes = {name: crop_size(self.store.size(name), config.data.crop) for name in self.store.split("train")}
+            sizes = {
+                name: crop_size(self.store.size(name), config.data.crop)
+                for name in self.store.split("train")
+            }
             if isinstance(self.model, PatchNetwork):
                 check_grids(self.model, config, list(sizes.values()))
             check_labels(self.store, self.model, config)
-            self.parameters, self.channels = sum(p.numel() for p in self.model.parameters()), channels_of(self.model)
+            self.parameters, self.channels = (
+                sum(p.numel() for p in self.model.parameters()),
+                channels_of(self.model),
+            )
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
-            for size in sorted(set(sizes.values()))[world.rank :: world.size]:  # ranks share the work
+            for size in sorted(set(sizes.values()))[
+                world.rank :: world.size
+            ]:  # ranks share the work
                 check_calls(self.model, size, config.data.images)
             if config.train.method != "patchgd":  # whose norms see patches
                 check_norms(config, self.model, sizes)
             self._notes = notes(config, self.model)
-            self._batch_norm = not config.spatial.frozen_norm and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
+            self._batch_norm = not config.spatial.frozen_norm and any(
+                isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()
+            )
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
             init = config.train.init if not self.checkpoint else None
-            self.init = None if init is None else pretrained(init, self._begun, config.train.init_names)
-        assert_consistent(world, self._facts(), "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share")
+            self.init = (
+                None if init is None else pretrained(init, self._begun, config.train.init_names)
+            )
+        assert_consistent(
+            world,
+            self._facts(),
+            "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share",
+        )
         phase("building the network")
         precision, channels_last = choose(config.train, self.device, world)
         self.mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
@@ -96,13 +126,23 @@ class Run:
         by_patches = config.train.method == "patchgd"
         if by_patches:
             kind = MapEngine if isinstance(self.model, PatchUNet) else PatchEngine
-            self.engine = engine = kind(config, self.mesh, self.model, self.device, precision, channels_last)
+            self.engine = engine = kind(
+                config, self.mesh, self.model, self.device, precision, channels_last
+            )
         else:
-            self.engine = engine = Engine(config, self.mesh, self.model, self.image, self.device, precision, channels_last)
+            self.engine = engine = Engine(
+                config, self.mesh, self.model, self.image, self.device, precision, channels_last
+            )
         with raise_jointly(world):
-            self.loader = PatchLoader(self.store, config, self.mesh) if by_patches else step_loader(config, self.store, self.mesh, engine)
+            self.loader = (
+                PatchLoader(self.store, config, self.mesh)
+                if by_patches
+                else step_loader(config, self.store, self.mesh, engine)
+            )
         self.position = position_of(self.resumed) if self.resumed else Position()
-        self.first_step, repeats = first_step(self.position.samples, self._batch, self.loader.steps_per_epoch)
+        self.first_step, repeats = first_step(
+            self.position.samples, self._batch, self.loader.steps_per_epoch
+        )
         self.total = config.train.epochs * self.loader.steps_per_epoch
         self.lines = [*self._introduction(), *self._changes(), *filter(None, [repeats])]
         if self.finished:
@@ -124,7 +164,13 @@ class Run:
         """The network in training on whole images."""
         config, engine, world = self.config, self.engine, self.world
         memory = config.run.memory
-        room = None if memory is None else room_of(memory, engine.base_memory(), "weights, gradients and the optimizer's state", world)
+        room = (
+            None
+            if memory is None
+            else room_of(
+                memory, engine.base_memory(), "weights, gradients and the optimizer's state", world
+            )
+        )
         return Predictor(
             engine.model, self.mesh.replicas, engine.devices, engine.autocast, config.predict.tile, config.predict.scratch, engine.channels_last,
             engine.pipeline if engine.partition else None, exact=config.spatial.halo is None, neighbours=ranks_on_node(world), room=room,
@@ -148,7 +194,14 @@ class Run:
             "types": sorted({str(store.dtype(name)) for name in store.split("train")}), "size": list(self.image),
             "colours": None if getattr(store, "colours", None) is None else store.colours.tolist(),
         }  # fmt: skip
-        told = {"channels": list(self.channels), "config": plain(self.config), "data": data, "versions": versions(), "host": platform.node(), "time": round(time.time())}
+        told = {
+            "channels": list(self.channels),
+            "config": plain(self.config),
+            "data": data,
+            "versions": versions(),
+            "host": platform.node(),
+            "time": round(time.time()),
+        }
         return {**asdict(position), **told}
 
     def samples_after(self, steps: int) -> int:
@@ -157,11 +210,15 @@ class Run:
 
     def _facts(self) -> dict:
         """What all ranks must have found alike."""
-        model = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()]
+        model = [
+            (name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()
+        ]
         of = lambda what: hashlib.sha256(repr(what).encode()).hexdigest()[:12]  # noqa: E731
         return {
             "the store's content": getattr(self.store, "digest", None),
-            "the checkpoint to go on from": f"{self.checkpoint.name} ({of(self.resumed.get('digest', self.resumed))})" if self.checkpoint else "none",
+            "the checkpoint to go on from": f"{self.checkpoint.name} ({of(self.resumed.get('digest', self.resumed))})"
+            if self.checkpoint
+            else "none",
             "the number of the model's tensors": len(model),
             "their names and shapes": of(model),
         }
@@ -186,14 +243,24 @@ class Run:
                 self._lock = lock_run(output)
                 aside = set_aside(output, self.position.step if self.resumed else -1)
                 if aside:
-                    what = "its later checkpoints are" if self.resumed else "an earlier run was there: its checkpoints are"
+                    what = (
+                        "its later checkpoints are"
+                        if self.resumed
+                        else "an earlier run was there: its checkpoints are"
+                    )
                     self.lines.append(f"{output}: {what} moved to {aside.name}")
                 if is_code(config.model.name):
                     remember_run(output, config.model.name)
                 if is_code(config.patchgd.head):
                     remember_run(output, config.patchgd.head, "head")
         writes = self.mesh.replicas.rank == 0
-        return Checkpoints(output, config.train.keep, self.mesh.pipeline, aside=config.run.memory is None) if writes else SilentCheckpoints()
+        return (
+            Checkpoints(
+                output, config.train.keep, self.mesh.pipeline, aside=config.run.memory is None
+            )
+            if writes
+            else SilentCheckpoints()
+        )
 
     def _changes(self) -> list[str]:
         """What is other than when the checkpoint was written."""
@@ -201,23 +268,44 @@ class Run:
             return []
         before, now, steps = self.resumed["config"], plain(self.config), self.loader.steps_per_epoch
         steps_before = self.resumed["data"].get("steps_per_epoch", steps)
-        lines = [f"goes on from {self.checkpoint.name}: {self.position.step} steps, {self.position.epoch} epochs" + (f" and {self.position.samples} samples" if self.position.samples else "")]
+        lines = [
+            f"goes on from {self.checkpoint.name}: {self.position.step} steps, {self.position.epoch} epochs"
+            + (f" and {self.position.samples} samples" if self.position.samples else "")
+        ]
         lines += mesh_change(before, now, self._batch_norm) + changes(before, now)
         store = self.resumed["data"].get("store")
         if store is not None and store != getattr(self.store, "digest", store):
             lines.append("the store has another content than the one the checkpoint was trained on")
-        at_before = (self.position.epoch * steps_before + self.position.samples // self._batch, before["train"]["epochs"] * steps_before)
-        optim = OptimConfig(**{name: value for name, value in before["optim"].items() if name in OptimConfig.__dataclass_fields__})
+        at_before = (
+            self.position.epoch * steps_before + self.position.samples // self._batch,
+            before["train"]["epochs"] * steps_before,
+        )
+        optim = OptimConfig(
+            **{
+                name: value
+                for name, value in before["optim"].items()
+                if name in OptimConfig.__dataclass_fields__
+            }
+        )
         at = self.position.epoch * steps + self.first_step
-        return lines + (schedule_change(optim, self.config.optim, (at, self.total), at_before) if at < self.total else [])
+        return lines + (
+            schedule_change(optim, self.config.optim, (at, self.total), at_before)
+            if at < self.total
+            else []
+        )
 
     def _introduction(self) -> list[str]:
         config, engine, mesh = self.config, self.engine, self.mesh
         by_patches = config.train.method == "patchgd"
-        sees = "" if by_patches else f", halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}"
+        sees = (
+            ""
+            if by_patches
+            else f", halo {max(engine.exact.halo)}, stride {max(engine.exact.stride)}"
+        )
         lines = [
             f"model {config.model.name}: {self.parameters:,} parameters{sees}",
-            f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}" + (", channels_last" if engine.channels_last else ""),
+            f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}"
+            + (", channels_last" if engine.channels_last else ""),
             f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} images a step",
             str(self.threads),
             *gpu_lines(engine.device, engine.precision, mesh.shape.size),
@@ -226,7 +314,9 @@ class Run:
             return lines + engine.lines(self.image) + self._told
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
-            lines.append(f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo")
+            lines.append(
+                f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo"
+            )
         if engine.streaming:
             with raise_jointly(self.world):
                 lines.append(engine.streaming.executor.describe(self.image, config.data.images))
@@ -236,8 +326,12 @@ class Run:
         if engine.partition:
             balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
             recompute = "" if engine.streaming else f", recompute {config.pipeline.recompute}"
-            lines.append(f"stages of {balance} layers, {engine.gradient_step.way.schedule}{recompute}")
-        lines += [f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)]
+            lines.append(
+                f"stages of {balance} layers, {engine.gradient_step.way.schedule}{recompute}"
+            )
+        lines += [
+            f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)
+        ]
         return lines + self._told
 
     @property
@@ -246,7 +340,13 @@ class Run:
 
     def _overlap(self) -> list[str]:
         """A word on windows that are mostly halo."""
-        tile, window = owned_tiles(self.image, self.config.mesh.tiles, owned_per_rank(self.config), self.mesh.tile, self.engine.reading)[0]
+        tile, window = owned_tiles(
+            self.image,
+            self.config.mesh.tiles,
+            owned_per_rank(self.config),
+            self.mesh.tile,
+            self.engine.reading,
+        )[0]
         if window.pixels <= _MUCH * tile.pixels:
             return []
         return [
@@ -268,9 +368,13 @@ def lock_run(output: Path) -> IO:
     try:
         lock = locked(path, output)
     except BlockingIOError:
-        raise BlockingIOError(f"another job trains into {output} ({path.read_text().strip()}): wait for it, or choose another train.output") from None
+        raise BlockingIOError(
+            f"another job trains into {output} ({path.read_text().strip()}): wait for it, or choose another train.output"
+        ) from None
     lock.truncate(0)
-    lock.write(f"process on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+    lock.write(
+        f"process on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
+    )
     lock.flush()
     return lock
 
@@ -283,7 +387,10 @@ def _open_store(config: Config) -> Store:
 
 def _largest(store: Store, config: Config) -> tuple[int, ...]:
     """The size of the largest sample, by which stages are balanced."""
-    return max((crop_size(store.size(name), config.data.crop) for name in store.split("train")), key=math.prod)
+    return max(
+        (crop_size(store.size(name), config.data.crop) for name in store.split("train")),
+        key=math.prod,
+    )
 
 
 def _outputs(config: Config, store: Store) -> int | None:
@@ -313,4 +420,7 @@ def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> Ste
 
 def plain(config: Config) -> dict:
     """The config as JSON and YAML hold it: sizes as 97x131."""
-    return {s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()} for s, fields in asdict(config).items()}
+    return {
+        s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        for s, fields in asdict(config).items()
+    }

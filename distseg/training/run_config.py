@@ -36,7 +36,12 @@ TAKEN = {
     "predict": ("tile", "probabilities", "formats"),
     "run": ("device",),
 }
-_LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")  # of the machine; told where they are set
+_LEFT = (
+    "pipeline.devices",
+    "predict.scratch",
+    "run.threads",
+    "run.timeout",
+)  # of the machine; told where they are set
 
 
 def taken_over(config: dict, run: str) -> dict:
@@ -47,9 +52,13 @@ def taken_over(config: dict, run: str) -> dict:
     """
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("name"), str):
-        raise ValueError(f"{run}: manifest.json names no network (config, model, name), so what was trained is not known: use another checkpoint")
+        raise ValueError(
+            f"{run}: manifest.json names no network (config, model, name), so what was trained is not known: use another checkpoint"
+        )
     if unknown := sorted(set(model) - set(TAKEN["model"])):
-        raise ValueError(f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not know: update distseg, or use another checkpoint")
+        raise ValueError(
+            f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not know: update distseg, or use another checkpoint"
+        )
     found = {}
     for section, names in TAKEN.items():
         content = config.get(section)
@@ -98,7 +107,9 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
     for field in TAKEN["model"]:
         value = getattr(own, field)
         if field in model and model[field] != value:
-            raise ValueError(f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out")
+            raise ValueError(
+                f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out"
+            )
 
 
 def check_head(config: dict, given: str, run: str) -> None:
@@ -137,7 +148,11 @@ def check_named(config: dict, given: str, run: str) -> None:
 
 
 def load(
-    run: str | Path, model: nn.Module | None = None, which: str = "best", normalise: bool = True, head: nn.Module | None = None
+    run: str | Path,
+    model: nn.Module | None = None,
+    which: str = "best",
+    normalise: bool = True,
+    head: nn.Module | None = None,
 ) -> nn.Module:
     """Return the trained network of a run, for whole images, in evaluation mode on the CPU.
 
@@ -190,14 +205,27 @@ def normalised(network: nn.Module, manifest: dict) -> Normalised:
     return Normalised(network, data["mean"], data["std"]).eval()
 
 
-def _network(run: str | Path, checkpoint: Path, manifest: dict, model: nn.Module | None, head: nn.Module | None = None) -> nn.Module:
+def _network(
+    run: str | Path,
+    checkpoint: Path,
+    manifest: dict,
+    model: nn.Module | None,
+    head: nn.Module | None = None,
+) -> nn.Module:
     """Return the trained network, which takes normalised images."""
     if model is not None:
         return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest), head)
     found = taken_over(manifest["config"], str(run))["model"]
     if "name" not in found:
-        raise ValueError(f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model")
-    return _with_weights(checkpoint, manifest, lambda count: build_model(_open(ModelConfig(**found)), manifest["channels"][0], count), head)
+        raise ValueError(
+            f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model"
+        )
+    return _with_weights(
+        checkpoint,
+        manifest,
+        lambda count: build_model(_open(ModelConfig(**found)), manifest["channels"][0], count),
+        head,
+    )
 
 
 def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
@@ -210,7 +238,13 @@ def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
     manifest = read_run_manifest(checkpoint)
     if ":" not in own.name:
         return _network(checkpoint, checkpoint, manifest, None)
-    return _with_weights(checkpoint, manifest, lambda count: _as_trained(plain_model(_open(own), manifest["channels"][0], count), manifest))
+    return _with_weights(
+        checkpoint,
+        manifest,
+        lambda count: _as_trained(
+            plain_model(_open(own), manifest["channels"][0], count), manifest
+        ),
+    )
 
 
 def _open(model: ModelConfig) -> ModelConfig:
@@ -225,7 +259,12 @@ def _as_trained(model: nn.Module, manifest: dict) -> nn.Module:
     return model if multiple is None else padded(model, multiple)
 
 
-def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Module], head: nn.Module | None = None) -> nn.Module:
+def _with_weights(
+    checkpoint: Path,
+    manifest: dict,
+    made: Callable[[int], nn.Module],
+    head: nn.Module | None = None,
+) -> nn.Module:
     """Return the trained network.
 
     Args:
@@ -236,8 +275,14 @@ def _with_weights(checkpoint: Path, manifest: dict, made: Callable[[int], nn.Mod
     if of_patches(manifest):
         taken = taken_over(manifest["config"], str(checkpoint))
         if head is None and "head" not in taken["patchgd"]:
-            raise ValueError(f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, and give it to distseg.load as head")
-        config = Config(model=ModelConfig(seed=taken["model"].get("seed", 0)), train=TrainConfig(method="patchgd"), patchgd=PatchgdConfig(**taken["patchgd"]))
+            raise ValueError(
+                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, and give it to distseg.load as head"
+            )
+        config = Config(
+            model=ModelConfig(seed=taken["model"].get("seed", 0)),
+            train=TrainConfig(method="patchgd"),
+            patchgd=PatchgdConfig(**taken["patchgd"]),
+        )
         network = patch_network(config, made, outputs, head)
         load_weights(checkpoint, network)
     else:

@@ -58,7 +58,9 @@ class Outcome:
     unused: tuple[str, ...] = ()
 
 
-def serial_step(model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None) -> Outcome:
+def serial_step(
+    model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
+) -> Outcome:
     """One optimizer step over ``images`` with a copy of ``model``, in the model's own precision.
 
     Args:
@@ -78,7 +80,10 @@ class SerialProgram:
     def __init__(self, model: nn.Module, config: Config, dropouts: Dropouts = None):
         self.config, self.dropouts = config, dropouts
         self.model = copy.deepcopy(model).train()
-        self._parameters, self._buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        self._parameters, self._buffers = (
+            dict(self.model.named_parameters()),
+            dict(self.model.named_buffers()),
+        )
         self._update = WeightUpdate(self._parameters, config)
 
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
@@ -88,11 +93,19 @@ class SerialProgram:
         if loss.requires_grad:
             loss.backward()
         whole.commit()
-        unused = tuple(name for name, p in self._parameters.items() if p.requires_grad and p.grad is None)
+        unused = tuple(
+            name for name, p in self._parameters.items() if p.requires_grad and p.grad is None
+        )
         gradients = _gradients(self._parameters)
         weights = self._update(epoch)
         self._buffers = dict(self.model.named_buffers())  # a forward pass may have assigned others
-        return Outcome(loss.item(), gradients, weights, {n: b for n, b in self._buffers.items() if b.is_floating_point()}, unused)
+        return Outcome(
+            loss.item(),
+            gradients,
+            weights,
+            {n: b for n, b in self._buffers.items() if b.is_floating_point()},
+            unused,
+        )
 
     def take_over(self, outcome: Outcome) -> None:
         """Go on from the weights and buffers of another program, so that a later step is not compared by what rounding made of this one."""
@@ -118,7 +131,13 @@ class WeightUpdate:
     @classmethod
     def of(cls, model: nn.Module, config: Config) -> "WeightUpdate":
         """Return the steps of copies of a model's parameters."""
-        return cls({name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}, config)
+        return cls(
+            {
+                name: nn.Parameter(p.detach().clone(), p.requires_grad)
+                for name, p in model.named_parameters()
+            },
+            config,
+        )
 
     def __call__(self, epoch: int, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the parameters behind a step on these gradients, or on those that they have."""
@@ -131,7 +150,14 @@ class WeightUpdate:
         return {name: p.detach() for name, p in self.parameters.items()}
 
 
-def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config, wanted: dict[str, Tensor], epoch: int = 0, dropouts: Dropouts = None) -> dict[str, float]:
+def rounding_of_gradients(
+    model: nn.Module,
+    images: list[Image],
+    config: Config,
+    wanted: dict[str, Tensor],
+    epoch: int = 0,
+    dropouts: Dropouts = None,
+) -> dict[str, float]:
     """How far rounding moves each gradient: the norm of ``wanted`` less a third of the gradient of thrice the loss.
 
     The same sums over the same images, but no product in them rounds as before.
@@ -143,7 +169,9 @@ def rounding_of_gradients(model: nn.Module, images: list[Image], config: Config,
     return {name: (again[name] / 3 - w).norm().item() for name, w in wanted.items()}
 
 
-def rounding_of_step(model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None) -> Outcome:
+def rounding_of_step(
+    model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
+) -> Outcome:
     """The step of :func:`serial_step`, whose every function's result is off by up to half of its last bit more."""
     with _Rounding():
         return serial_step(model, images, config, epoch, dropouts)
@@ -158,15 +186,30 @@ class _Rounding(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        if not isinstance(made, Tensor) or not made.is_floating_point() or made.is_leaf and made.requires_grad:
+        if (
+            not isinstance(made, Tensor)
+            or not made.is_floating_point()
+            or made.is_leaf
+            and made.requires_grad
+        ):
             return made
-        given = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         if made.untyped_storage().data_ptr() in given or made._base is not None:
             return made
-        return made * (1 + (torch.rand(made.shape, generator=self._generator, dtype=made.dtype) - 0.5) * torch.finfo(made.dtype).eps)
+        return made * (
+            1
+            + (torch.rand(made.shape, generator=self._generator, dtype=made.dtype) - 0.5)
+            * torch.finfo(made.dtype).eps
+        )
 
 
-def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts) -> tuple[Tensor, "_Whole"]:
+def _forward(
+    model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
+) -> tuple[Tensor, "_Whole"]:
     """The loss, with its graph, and what norms have seen."""
     whole, logits = _Whole(model, config, epoch, dropouts), {}
     for batch in _batches(model, images, config.spatial.norm_scope):
@@ -174,8 +217,13 @@ def _forward(model: nn.Module, images: list[Image], config: Config, epoch: int, 
             outputs = model(torch.stack([image.pixels for image in batch]))
         logits.update(zip((image.number for image in batch), outputs))
     labels, weights = [i.labels for i in images], (config.model.outputs or {"": 1.0}).values()
-    outputs = zip(*(logits[i.number].chunk(len(weights)) for i in images))  # of each, the logits of all images
-    return sum(weight * serial_loss(config.loss, list(each), labels) for weight, each in zip(weights, outputs)), whole
+    outputs = zip(
+        *(logits[i.number].chunk(len(weights)) for i in images)
+    )  # of each, the logits of all images
+    return sum(
+        weight * serial_loss(config.loss, list(each), labels)
+        for weight, each in zip(weights, outputs)
+    ), whole
 
 
 def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -189,7 +237,9 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
     """The images that go through the network together: those of a micro-batch, or one by one where their sizes differ and there is no batch norm."""
     batches: dict = {}
     for image in images:
-        batches.setdefault(image.micro_batch if norm_scope == "step" else (image.group, image.micro_batch), []).append(image)
+        batches.setdefault(
+            image.micro_batch if norm_scope == "step" else (image.group, image.micro_batch), []
+        ).append(image)
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     for batch in batches.values():
         sizes = {tuple(image.pixels.shape[1:]) for image in batch}
@@ -197,7 +247,9 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
             return [[image] for image in images]
         if len(sizes) > 1:
             apart = "spatial.norm_scope to group" if norm_scope == "step" else "data.images to 1"
-            raise ValueError(f"plain batch norm has no meaning for images of different sizes in one batch ({sorted(sizes)}): set data.crop, or {apart}")
+            raise ValueError(
+                f"plain batch norm has no meaning for images of different sizes in one batch ({sorted(sizes)}): set data.crop, or {apart}"
+            )
     return list(batches.values())
 
 
@@ -210,9 +262,16 @@ class _Whole(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, config: Config, epoch: int, dropouts: Dropouts):
         super().__init__()
-        self.seed, self.epoch, self.frozen, self.dropouts = config.train.seed, epoch, config.spatial.frozen_norm, dropouts
+        self.seed, self.epoch, self.frozen, self.dropouts = (
+            config.train.seed,
+            epoch,
+            config.spatial.frozen_norm,
+            dropouts,
+        )
         self.model, self.wide = model, any(p.dtype == torch.float64 for p in model.parameters())
-        self.running: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}  # by the identity of a running mean, and how often a pass used it before
+        self.running: dict[
+            tuple[int, int], tuple[Tensor, Tensor, float]
+        ] = {}  # by the identity of a running mean, and how often a pass used it before
         self.seen: dict[tuple[int, int], list[Tensor]] = {}
 
     @contextmanager
@@ -225,31 +284,58 @@ class _Whole(TorchFunctionMode):
             yield
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        function, args, kwargs = unnarrowed(function, args, kwargs or {}) if self.wide else (function, args, kwargs or {})
+        function, args, kwargs = (
+            unnarrowed(function, args, kwargs or {})
+            if self.wide
+            else (function, args, kwargs or {})
+        )
         rule = _OF_WHOLE.get(function)
         function = function if rule is None else partial(rule, self)
         return call_wide(function, args, kwargs) if self.wide else function(*args, **kwargs)
 
     # dropout
 
-    def elements(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def elements(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         def masks(x: Tensor, keys: list[int]) -> Tensor:
             size = tuple(x.shape[2:])
-            return torch.stack([element_mask(p, k, x.shape[1], size, Box.whole(size), None) for k in keys])
+            return torch.stack(
+                [element_mask(p, k, x.shape[1], size, Box.whole(size), None) for k in keys]
+            )
 
         return self._dropped(input, p, training, masks, inplace)
 
-    def channels(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        masks = lambda x, keys: torch.stack([channel_mask(p, k, x.shape[1]).view(-1, *(1 for _ in x.shape[2:])) for k in keys])
+    def channels(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        masks = lambda x, keys: torch.stack(
+            [channel_mask(p, k, x.shape[1]).view(-1, *(1 for _ in x.shape[2:])) for k in keys]
+        )
         return self._dropped(input, p, training, masks, inplace)
 
-    def _dropped(self, input: Tensor, p: float, training: bool, masks: Callable[[Tensor, list[int]], Tensor], inplace: bool) -> Tensor:
+    def _dropped(
+        self,
+        input: Tensor,
+        p: float,
+        training: bool,
+        masks: Callable[[Tensor, list[int]], Tensor],
+        inplace: bool,
+    ) -> Tensor:
         known = self._known()
         if not (training and p):
             return input
-        keys = self._keys(known.layer, 0) if known else self._keys(self.inside[-1], self.turns[self.inside[-1]])
+        keys = (
+            self._keys(known.layer, 0)
+            if known
+            else self._keys(self.inside[-1], self.turns[self.inside[-1]])
+        )
         self.turns[self.inside[-1]] += known is None
-        mask = masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1) if known and known.last else masks(input, keys).to(input)
+        mask = (
+            masks(input.movedim(-1, 1), keys).to(input).movedim(1, -1)
+            if known and known.last
+            else masks(input, keys).to(input)
+        )
         return input.mul_(mask) if inplace else input * mask
 
     def rand(self, *size, **more) -> Tensor:
@@ -257,7 +343,9 @@ class _Whole(TorchFunctionMode):
         known = self._known()
         if known is None:
             return torch.rand(*size, **more)
-        return torch.tensor([rng.uniform(k, 1)[0] for k in self._keys(known.layer)], dtype=torch.float64).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
+        return torch.tensor(
+            [rng.uniform(k, 1)[0] for k in self._keys(known.layer)], dtype=torch.float64
+        ).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
 
     def bernoulli(self, input: Tensor, p: float = 0.5, **more) -> Tensor:
         """In place: whether an image is kept."""
@@ -277,7 +365,17 @@ class _Whole(TorchFunctionMode):
 
     # norms
 
-    def batch(self, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5) -> Tensor:
+    def batch(
+        self,
+        input,
+        running_mean,
+        running_var,
+        weight=None,
+        bias=None,
+        training=False,
+        momentum=0.1,
+        eps=1e-5,
+    ) -> Tensor:
         channel = _by_channel(input)
         if running_mean is not None and (self.frozen or not training):
             y = (input - running_mean.view(channel)) / (running_var.view(channel) + eps).sqrt()
@@ -291,11 +389,31 @@ class _Whole(TorchFunctionMode):
             y = _normalised(values, eps).transpose(0, 1)
         return _scaled(y, weight, bias)
 
-    def instance(self, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5) -> Tensor:
-        return _scaled(_normalised(input.reshape(-1, 1, *input.shape[2:]), eps).reshape(input.shape), weight, bias)
+    def instance(
+        self,
+        input,
+        running_mean=None,
+        running_var=None,
+        weight=None,
+        bias=None,
+        use_input_stats=True,
+        momentum=0.1,
+        eps=1e-5,
+    ) -> Tensor:
+        return _scaled(
+            _normalised(input.reshape(-1, 1, *input.shape[2:]), eps).reshape(input.shape),
+            weight,
+            bias,
+        )
 
     def group(self, input, num_groups, weight=None, bias=None, eps=1e-5) -> Tensor:
-        return _scaled(_normalised(input.reshape(-1, input.shape[1] // num_groups, *input.shape[2:]), eps).reshape(input.shape), weight, bias)
+        return _scaled(
+            _normalised(
+                input.reshape(-1, input.shape[1] // num_groups, *input.shape[2:]), eps
+            ).reshape(input.shape),
+            weight,
+            bias,
+        )
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -330,7 +448,9 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
     """The loss of whole images: logits (C, *size), or (C,) of the image, and labels (*size), or (1, ...), each."""
-    return sum(weight * _FORMULAS[name](config, logits, labels) for weight, name in parse(config.name))
+    return sum(
+        weight * _FORMULAS[name](config, logits, labels) for weight, name in parse(config.name)
+    )
 
 
 def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -341,7 +461,11 @@ def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tup
 
 
 def _weights(config: LossConfig, like: Tensor) -> Tensor | None:
-    return None if config.class_weights is None else torch.tensor(config.class_weights, dtype=torch.float64).to(like)
+    return (
+        None
+        if config.class_weights is None
+        else torch.tensor(config.class_weights, dtype=torch.float64).to(like)
+    )
 
 
 def _cross_entropy(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
@@ -365,11 +489,15 @@ def _focal(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Te
 
 
 def _mse(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    return F.mse_loss(torch.cat([z.flatten() for z in logits]), torch.cat([y.flatten() for y in labels]))
+    return F.mse_loss(
+        torch.cat([z.flatten() for z in logits]), torch.cat([y.flatten() for y in labels])
+    )
 
 
 def _l1(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    return F.l1_loss(torch.cat([z.flatten() for z in logits]), torch.cat([y.flatten() for y in labels]))
+    return F.l1_loss(
+        torch.cat([z.flatten() for z in logits]), torch.cat([y.flatten() for y in labels])
+    )
 
 
 def _dice(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
@@ -380,10 +508,23 @@ def _dice(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Ten
 
 def _dice_of(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
     z, y = _flat(config, logits, labels)
-    p, t = (z.sigmoid(), y.unsqueeze(1).to(z)) if z.shape[1] == 1 else (z.softmax(1), F.one_hot(y, z.shape[1]).to(z))
+    p, t = (
+        (z.sigmoid(), y.unsqueeze(1).to(z))
+        if z.shape[1] == 1
+        else (z.softmax(1), F.one_hot(y, z.shape[1]).to(z))
+    )
     overlap, total = (p * t).sum(0), p.sum(0) + t.sum(0)
     whole = total + config.smooth
-    return torch.where(whole > 0, 1 - (2 * overlap + config.smooth) / whole.where(whole > 0, 1), 0).mean()
+    return torch.where(
+        whole > 0, 1 - (2 * overlap + config.smooth) / whole.where(whole > 0, 1), 0
+    ).mean()
 
 
-_FORMULAS = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy, "focal": _focal, "dice": _dice, "mse": _mse, "l1": _l1}
+_FORMULAS = {
+    "cross_entropy": _cross_entropy,
+    "binary_cross_entropy": _binary_cross_entropy,
+    "focal": _focal,
+    "dice": _dice,
+    "mse": _mse,
+    "l1": _l1,
+}

@@ -46,12 +46,19 @@ class LossHead:
     def clear(self) -> None:
         """Begin a step."""
         self.table = torch.zeros(self.at.total, self.loss.sums, dtype=torch.float64)
-        self._noted: list[tuple[list[int], Tensor]] = []  # rows of the table that are on a GPU still
+        self._noted: list[
+            tuple[list[int], Tensor]
+        ] = []  # rows of the table that are on a GPU still
         self.slope: Tensor | None = None
         self.value: float | None = None
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        return [self.loss.rows(y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels) for p, y in zip(unit.pieces, outputs)]
+        return [
+            self.loss.rows(
+                y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels
+            )
+            for p, y in zip(unit.pieces, outputs)
+        ]
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
         for piece, found in zip(unit.pieces, rows):
@@ -68,7 +75,10 @@ class LossHead:
     def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         if self.slope is None:
             self._settle()
-        return [upload(self.slope[self._at(unit, p)], found.device, found.dtype) for p, found in zip(unit.pieces, rows)]
+        return [
+            upload(self.slope[self._at(unit, p)], found.device, found.dtype)
+            for p, found in zip(unit.pieces, rows)
+        ]
 
     def settle_beforehand(self) -> None:
         """Take the slope from the table as it is, and begin the table anew."""
@@ -91,7 +101,10 @@ class LossHead:
         if self._noted:
             places, rows = zip(*self._noted)
             self._noted.clear()
-            for at, found in zip(places, torch.cat([r.to(rows[0].device) for r in rows]).cpu().split([len(r) for r in rows])):
+            for at, found in zip(
+                places,
+                torch.cat([r.to(rows[0].device) for r in rows]).cpu().split([len(r) for r in rows]),
+            ):
                 self.table[at] += found
 
     def _at(self, unit: MicroBatch, piece: TileBatch) -> list[int]:
@@ -106,7 +119,13 @@ class GradientStep:
         head: on the rank with the last stage, else None.
     """
 
-    def __init__(self, way: "OnStages | OnDevices | InTiles", head: LossHead | None, loss: Loss, context: Context):
+    def __init__(
+        self,
+        way: "OnStages | OnDevices | InTiles",
+        head: LossHead | None,
+        loss: Loss,
+        context: Context,
+    ):
         self.way, self.head, self.loss, self.context = way, head, loss, context
 
     def __call__(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> float:
@@ -140,21 +159,27 @@ class OnStages:
     def __init__(self, pipeline: Pipeline, schedule: str, raise_jointly: bool):
         self.pipeline, self.schedule, self.together = pipeline, schedule, raise_jointly
         # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
-        self.orders_of = lru_cache(lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches))
+        self.orders_of = lru_cache(
+            lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches)
+        )
 
     def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
         return units_of(micro_batches, self.together)
 
     def goes_back_early(self, units: list[MicroBatch]) -> bool:
         """Whether backward passes begin before all forward passes are through, so that the loss's slope must be known by then."""
-        return not _forwards_first(self.orders_of(len(units))[self.pipeline.partition.placement[-1]])
+        return not _forwards_first(
+            self.orders_of(len(units))[self.pipeline.partition.placement[-1]]
+        )
 
     def labelled(self, units: list[MicroBatch]) -> list[MicroBatch]:
         """All labels, for what is known from them alone."""
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:
-        self.pipeline.run([action for action in self._actions(units) if isinstance(action, Forward)], units)
+        self.pipeline.run(
+            [action for action in self._actions(units) if isinstance(action, Forward)], units
+        )
 
     def run(self, units: list[MicroBatch]) -> None:
         self.pipeline.run(self._actions(units), units)
@@ -195,9 +220,13 @@ class InTiles:
     and without live norms tiles go back in turn, whatever micro-batch they are of (:mod:`distseg.runtime.interleaved`).
     """
 
-    def __init__(self, executor: StreamingExecutor, head: LossHead | None, loss: Loss, order: str = "gpipe"):
+    def __init__(
+        self, executor: StreamingExecutor, head: LossHead | None, loss: Loss, order: str = "gpipe"
+    ):
         self.executor, self.head, self.loss = executor, head, loss
-        self.order = order if executor.comm.size > 1 else "gpipe"  # a lone stage has nobody to take turns with
+        self.order = (
+            order if executor.comm.size > 1 else "gpipe"
+        )  # a lone stage has nobody to take turns with
         self.schedule = f"{self.order}, streamed tiles"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
         self.goes_before = self.order == "1f1b" and not loss.linear
@@ -205,13 +234,20 @@ class InTiles:
 
     def given(self, micro_batches: list[list[LazyTileBatch]]) -> Tiled:
         places = [[block.place for block in blocks] for blocks in micro_batches]
-        return Tiled(micro_batches, places, [self.executor.work(those, m) for m, those in enumerate(places)])
+        return Tiled(
+            micro_batches, places, [self.executor.work(those, m) for m, those in enumerate(places)]
+        )
 
     def goes_back_early(self, given: Tiled) -> bool:
         return self.loss.linear or self.goes_before
 
     def labelled(self, given: Tiled) -> Iterator[MicroBatch]:
-        return (_unit(m, block, box) for m, blocks in enumerate(given.blocks) for block in blocks for box in self.executor.label_tiles(block))
+        return (
+            _unit(m, block, box)
+            for m, blocks in enumerate(given.blocks)
+            for block in blocks
+            for box in self.executor.label_tiles(block)
+        )
 
     def run_forward(self, given: Tiled) -> None:
         self._run(self.before(given.works), given)
@@ -231,19 +267,40 @@ class InTiles:
             self.executor.check_room(*(places[m] for m in those))
         key = tuple(map(id, works))  # which the executor keeps
         if key not in self._programs:
-            self._programs[key] = [op for those in raise_jointly for op in self._operations([works[m] for m in those], [places[m] for m in those])]
+            self._programs[key] = [
+                op
+                for those in raise_jointly
+                for op in self._operations([works[m] for m in those], [places[m] for m in those])
+            ]
         return self._programs[key]
 
-    def _operations(self, works: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
-        everyone = [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)] if self.order == "1f1b" else []
+    def _operations(
+        self, works: list[StagePlan], places: list[list[TilePlacement]]
+    ) -> list[Operation]:
+        everyone = (
+            [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)]
+            if self.order == "1f1b"
+            else []
+        )
         if everyone and all(map(can_interleave, everyone)):
-            return self.executor.keeping(interleaved([*zip(*everyone)])[self.executor.comm.rank], works)
+            return self.executor.keeping(
+                interleaved([*zip(*everyone)])[self.executor.comm.rank], works
+            )
         return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
 
     def _actions(self, micro_batches: int) -> Sequence[Action]:
-        actions = orders(self.order, self.executor.placement, micro_batches)[self.executor.comm.rank]
-        if self.order == "gpipe":  # the first micro-batch first in the backward passes too: its maps are there before the others are
-            actions = [replace(a, micro_batch=micro_batches - 1 - a.micro_batch) if isinstance(a, Backward) else a for a in actions]
+        actions = orders(self.order, self.executor.placement, micro_batches)[
+            self.executor.comm.rank
+        ]
+        if (
+            self.order == "gpipe"
+        ):  # the first micro-batch first in the backward passes too: its maps are there before the others are
+            actions = [
+                replace(a, micro_batch=micro_batches - 1 - a.micro_batch)
+                if isinstance(a, Backward)
+                else a
+                for a in actions
+            ]
         return actions
 
     def _run(self, program: Sequence[Operation], given: Tiled) -> None:
@@ -251,7 +308,11 @@ class InTiles:
         with self.executor.transfers.moving():
             for op, output in self.executor.run(program, given.works, given.blocks, settle):
                 unit = _unit(op.micro_batch, given.blocks[op.micro_batch][op.block], op.box)
-                self._end(unit, output, self.executor.name_of(given.works[op.micro_batch].segments[op.segment]))
+                self._end(
+                    unit,
+                    output,
+                    self.executor.name_of(given.works[op.micro_batch].segments[op.segment]),
+                )
         self.executor.transfers.flush()
 
     def _end(self, unit: MicroBatch, output: Tensor, name: str) -> None:

@@ -25,28 +25,92 @@ from distseg.report.disk import atomic_write, check_replaceable
 def add_flags(parser) -> None:
     """The flags beside those of the config's sections."""
     add = parser.add_argument
-    add("--system", type=str | None, default=None, help=f"Batch system: {', '.join(SYSTEMS)}; by default the site's.")
-    add("--site", type=str, default="generic", help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).")
-    add("--nodes", type=int | None, default=None, help="Nodes; by default as many as the mesh fills.")
-    add("--processes", type=int | None, default=None, help="Processes a node; by default one a GPU.")
-    add("--gpus", type=int | None, default=None, help="GPUs a node, where the site does not say; 0: none.")
+    add(
+        "--system",
+        type=str | None,
+        default=None,
+        help=f"Batch system: {', '.join(SYSTEMS)}; by default the site's.",
+    )
+    add(
+        "--site",
+        type=str,
+        default="generic",
+        help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).",
+    )
+    add(
+        "--nodes",
+        type=int | None,
+        default=None,
+        help="Nodes; by default as many as the mesh fills.",
+    )
+    add(
+        "--processes", type=int | None, default=None, help="Processes a node; by default one a GPU."
+    )
+    add(
+        "--gpus",
+        type=int | None,
+        default=None,
+        help="GPUs a node, where the site does not say; 0: none.",
+    )
     add("--cores", type=int | None, default=None, help="Cores a node, where the site does not say.")
     add("--time", type=str, default="02:00:00", help="The job's limit, HH:MM:SS or D-HH:MM:SS.")
-    add("--warn", type=int | None, default=None, help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.")
+    add(
+        "--warn",
+        type=int | None,
+        default=None,
+        help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.",
+    )
     add("--account", type=str | None, default=None, help="Account or project that pays.")
     add("--queue", type=str | None, default=None, help="Queue; Slurm's partition.")
     add("--qos", type=str | None, default=None, help="Slurm's quality of service.")
     add("--modules", type=str, nargs="+", default=[], help="Modules to load.")
-    add("--venv", type=str | None, default=None, help="Folder of the virtual environment to activate.")
-    add("--option", type=str, action="append", help="One more option of the batch system, written --option=--constraint=gpu; may be given again.")
-    add("--launcher", type=str | None, default=None, help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.")
+    add(
+        "--venv",
+        type=str | None,
+        default=None,
+        help="Folder of the virtual environment to activate.",
+    )
+    add(
+        "--option",
+        type=str,
+        action="append",
+        help="One more option of the batch system, written --option=--constraint=gpu; may be given again.",
+    )
+    add(
+        "--launcher",
+        type=str | None,
+        default=None,
+        help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.",
+    )
     add("--name", type=str | None, default=None, help="The job's name; by default the config's.")
-    add("--sweep", type=str, action="append", help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.")
-    add("--scaling", type=str | None, default=None, help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.")
-    add("--scale", type=str, default="samples", help="What grows with --scaling: samples (images a step) or tiles (ranks an image).")
-    add("--output", type=str | None, default=None, help="Write the script to this file; with --scaling, the nodes are added to its name.")
+    add(
+        "--sweep",
+        type=str,
+        action="append",
+        help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.",
+    )
+    add(
+        "--scaling",
+        type=str | None,
+        default=None,
+        help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.",
+    )
+    add(
+        "--scale",
+        type=str,
+        default="samples",
+        help="What grows with --scaling: samples (images a step) or tiles (ranks an image).",
+    )
+    add(
+        "--output",
+        type=str | None,
+        default=None,
+        help="Write the script to this file; with --scaling, the nodes are added to its name.",
+    )
     add("--overwrite", action="store_true", help="Replace a file that is there.")
-    add("--submit", action="store_true", help="Also hand the script in, and print the job's number.")
+    add(
+        "--submit", action="store_true", help="Also hand the script in, and print the job's number."
+    )
 
 
 def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str]], Config]) -> int:
@@ -83,23 +147,34 @@ def _config_file(arguments: list[str]) -> str:
     named += [path for flag, path in zip(arguments, arguments[1:]) if flag == "--config"]
     named += [word for word in arguments[:1] if not word.startswith("-")]
     if len(named) != 1 or not Path(named[0]).is_file():
-        raise ValueError("name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ...")
+        raise ValueError(
+            "name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ..."
+        )
     return named[0]
 
 
 def _jobs(
-    asked, path: str, config: Config, flags: list[str], read: Callable[[list[str]], Config], command: str
+    asked,
+    path: str,
+    config: Config,
+    flags: list[str],
+    read: Callable[[list[str]], Config],
+    command: str,
 ) -> list[Job]:
     """The jobs that are asked for, known to be possible."""
     site = site_of(asked.site)
     if not (asked.system or site.system):
-        raise ValueError(f"site {site.name} does not say its batch system: give --system, one of {', '.join(SYSTEMS)}")
+        raise ValueError(
+            f"site {site.name} does not say its batch system: give --system, one of {', '.join(SYSTEMS)}"
+        )
     system = system_of(asked.system or site.system)
     if site.system not in (None, system.name):
         site = replace(site, launcher=None, binding="", options=())  # the other system's words
     name = asked.name or Path(path).stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name")
+        raise ValueError(
+            f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name"
+        )
     if config.train.resume not in (True, False):
         raise ValueError(
             f"train.resume is {config.train.resume}, but a job goes on from its own last checkpoint each time it queues "
@@ -176,12 +251,21 @@ def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
 
 
 def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
-    return [word for name, value in zip(flags[::2], flags[1::2]) if name not in names for word in (name, value)]
+    return [
+        word
+        for name, value in zip(flags[::2], flags[1::2])
+        if name not in names
+        for word in (name, value)
+    ]
 
 
 def _differences(one: Config, other: Config) -> list[str]:
     """The flags that make ``other`` of ``one``."""
-    fields = [(section, key) for section in Config.__dataclass_fields__ for key in vars(getattr(other, section))]
+    fields = [
+        (section, key)
+        for section in Config.__dataclass_fields__
+        for key in vars(getattr(other, section))
+    ]
     value = lambda config, section, key: getattr(getattr(config, section), key)
     return [
         word for section, key in fields if value(one, section, key) != value(other, section, key)
@@ -197,7 +281,9 @@ def _text(value) -> str:
 
 
 def _command(arguments: list[str]) -> str:
-    return "distseg submit " + shlex.join(word for word in arguments if word not in ("--submit", "--overwrite"))
+    return "distseg submit " + shlex.join(
+        word for word in arguments if word not in ("--submit", "--overwrite")
+    )
 
 
 def _note_missing_store(store: str | None) -> None:

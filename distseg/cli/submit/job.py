@@ -28,20 +28,29 @@ class Nodes:
         return f"{self.count} node{'' if self.count == 1 else 's'} of {self.processes}"
 
 
-def node_of(site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None) -> Nodes:
+def node_of(
+    site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None
+) -> Nodes:
     """One node of a site, with what is asked instead of the site's figures; one process a GPU unless said.
 
     Raises:
         ValueError: what a node has is not known; more processes than cores.
     """
     cpus = site.cpus if cores in (None, site.cores) else None
-    gpus, cores = (asked if asked is not None else known for asked, known in ((gpus, site.gpus), (cores, site.cores)))
+    gpus, cores = (
+        asked if asked is not None else known
+        for asked, known in ((gpus, site.gpus), (cores, site.cores))
+    )
     if missing := [flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None]:
         raise ValueError(
             f"site {site.name} does not say what a node has: give {' and '.join(missing)} (--gpus 0 where there are"
             " none), or name a site with --site"
         )
-    for flag, value, least in (("--gpus", gpus, 0), ("--cores", cores, 1), ("--processes", processes, 1)):
+    for flag, value, least in (
+        ("--gpus", gpus, 0),
+        ("--cores", cores, 1),
+        ("--processes", processes, 1),
+    ):
         if value is not None and value < least:
             raise ValueError(f"{flag} is at least {least}, got {value}")
     processes = processes or gpus
@@ -78,8 +87,16 @@ def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
 def _repairs(size: int, nodes: Nodes) -> list[str]:
     more_nodes = [f"--nodes {size // nodes.processes}"] if size % nodes.processes == 0 else []
     each = size // nodes.count
-    other_processes = [f"--processes {each}"] if size % nodes.count == 0 and each <= (nodes.gpus or nodes.cores) else []
-    return [*more_nodes, *other_processes, f"mesh.samples, mesh.tiles and mesh.stages to a product of {nodes.tasks}"]
+    other_processes = (
+        [f"--processes {each}"]
+        if size % nodes.count == 0 and each <= (nodes.gpus or nodes.cores)
+        else []
+    )
+    return [
+        *more_nodes,
+        *other_processes,
+        f"mesh.samples, mesh.tiles and mesh.stages to a product of {nodes.tasks}",
+    ]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,14 @@ import re
 import shlex
 from dataclasses import dataclass
 
-_NUMBERS = {"n": "nrs", "a": "tasks_per_rs", "c": "cpu_per_rs", "g": "gpu_per_rs", "r": "rs_per_host", "p": "np"}
+_NUMBERS = {
+    "n": "nrs",
+    "a": "tasks_per_rs",
+    "c": "cpu_per_rs",
+    "g": "gpu_per_rs",
+    "r": "rs_per_host",
+    "p": "np",
+}
 _WORDS = {"b": "bind", "l": "latency_priority", "d": "launch_distribution"}
 _FLAGS = {**_NUMBERS, **_WORDS}
 _TAKE_A_VALUE = ("E", "M", "h", "k", "o", "e", "X")  # of the other short options
@@ -78,7 +85,9 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
         return (name, value) if name in _FLAGS.values() else (None, value)
     letter, value = word[1:2], word[2:]
     if letter not in _FLAGS and letter not in _TAKE_A_VALUE:
-        raise ValueError(f"jsrun option {word!r} is not known here: write it long, as --option=value")
+        raise ValueError(
+            f"jsrun option {word!r} is not known here: write it long, as --option=value"
+        )
     value = value or next(words, None)
     return _FLAGS.get(letter), value
 
@@ -113,7 +122,9 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
     sets = nodes if asked.nrs == "ALL_HOSTS" else asked.nrs or nodes * room
     if sets > nodes * room:
         why = (
-            f"{asked.rs_per_host} a node (--rs_per_host)" if asked.rs_per_host else f"{room} a node, which is what fits"
+            f"{asked.rs_per_host} a node (--rs_per_host)"
+            if asked.rs_per_host
+            else f"{room} a node, which is what fits"
         )
         raise ValueError(
             f"jsrun asks for {sets} resource sets (--nrs), but {_count(nodes, 'node')} hold {nodes * room}, {why}: "
@@ -137,7 +148,10 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
 
 def _fits_a_node(asked: ResourceSets, cpu: int, gpu: int, cores: int, gpus: int) -> None:
     per_host = asked.rs_per_host or 1
-    for what, flag, each, have in (("cores", "cpu_per_rs", cpu, cores), ("GPUs", "gpu_per_rs", gpu, gpus)):
+    for what, flag, each, have in (
+        ("cores", "cpu_per_rs", cpu, cores),
+        ("GPUs", "gpu_per_rs", gpu, gpus),
+    ):
         if each > have:
             raise ValueError(
                 f"jsrun asks for resource sets of {each} {what} (--{flag}), but a node has {have} and a resource set"

@@ -21,7 +21,12 @@ _INDEX = {
     "pbs": "${ENTRY:=$PBS_ARRAY_INDEX}",
     "flux": "$ENTRY",
 }
-_LOGS = {"slurm": ("%j", "%A_%a"), "lsf": ("%J", "%J.%I"), "flux": ("{{id}}", "{{id}}"), "pbs": ("", "")}
+_LOGS = {
+    "slurm": ("%j", "%A_%a"),
+    "lsf": ("%J", "%J.%I"),
+    "flux": ("{{id}}", "{{id}}"),
+    "pbs": ("", ""),
+}
 _AGAIN = {"pbs": '-v ENTRY="$ENTRY" ', "flux": '--env=ENTRY="$ENTRY" '}
 
 
@@ -31,7 +36,9 @@ def render(job: Job) -> str:
     Raises:
         ValueError: a launcher's line with an unknown word in braces, or a jsrun line that breaks jsrun's rules.
     """
-    template = files("distseg.cli.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
+    template = (
+        files("distseg.cli.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
+    )
     words = _words(job)
     _refuse_line_breaks(words)
     text = fill(template, words)
@@ -40,15 +47,22 @@ def render(job: Job) -> str:
 
 def _refuse_line_breaks(words: dict[str, object]) -> None:
     """Refuse a value that would begin a line of its own; the flags of an array are quoted for the shell."""
-    for name in (*(words.keys() - {"entries", "command"}), "command"):  # last: it repeats the others
+    for name in (
+        *(words.keys() - {"entries", "command"}),
+        "command",
+    ):  # last: it repeats the others
         value = words[name]
         if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
-            raise ValueError(f"{name} is {value!r}: what stands in a line of a script has no line break")
+            raise ValueError(
+                f"{name} is {value!r}: what stands in a line of a script has no line break"
+            )
 
 
 def fill(template: str, words: dict[str, object]) -> str:
     """The template with its words replaced."""
-    return "".join(line for written in template.splitlines(keepends=True) for line in _lines(written, words))
+    return "".join(
+        line for written in template.splitlines(keepends=True) for line in _lines(written, words)
+    )
 
 
 def _lines(line: str, words: dict[str, object]) -> list[str]:
@@ -58,7 +72,9 @@ def _lines(line: str, words: dict[str, object]) -> list[str]:
         return []
     several = next((name for name, value in values.items() if isinstance(value, tuple)), None)
     if several:
-        return [text for value in values[several] for text in _lines(line, {**words, several: value})]
+        return [
+            text for value in values[several] for text in _lines(line, {**words, several: value})
+        ]
     return [re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), line)]
 
 
@@ -66,7 +82,11 @@ def launch_line(job: Job) -> str:
     """What starts the processes, held against jsrun's rules where it is jsrun."""
     nodes = job.nodes
     words = dict(
-        nodes=nodes.count, tasks=nodes.tasks, processes=nodes.processes, gpus=nodes.gpus, node_cores=nodes.cores
+        nodes=nodes.count,
+        tasks=nodes.tasks,
+        processes=nodes.processes,
+        gpus=nodes.gpus,
+        node_cores=nodes.cores,
     )
     words |= dict(cores=nodes.cores // nodes.processes, cpus=nodes.cpus // nodes.processes)
     words |= dict(binding=job.site.binding if nodes.processes == nodes.gpus else "")
@@ -89,7 +109,8 @@ def _words(job: Job) -> dict[str, object]:
     log = _LOGS[job.system.name][many]
     return {
         "title": (
-            f"{job.config} with distseg under {job.system.name}" + (f", {len(job.entries)} trainings" if many else "")
+            f"{job.config} with distseg under {job.system.name}"
+            + (f", {len(job.entries)} trainings" if many else "")
         ),
         "command": job.command,
         "about": tuple(textwrap.wrap(job.site.about, 118)),
@@ -115,13 +136,21 @@ def _words(job: Job) -> dict[str, object]:
         ),  # the number of an array's last job is that of all of them
         "log": f"{job.name}.{log}.log",
         "modules": shlex.join((*job.site.modules, *job.modules)) or None,
-        "activate": shlex.quote(str(Path(job.venv).expanduser() / "bin/activate")) if job.venv else None,
-        "environment": tuple(f"{name}={shlex.quote(value)}" for name, value in job.site.environment.items()),
+        "activate": shlex.quote(str(Path(job.venv).expanduser() / "bin/activate"))
+        if job.venv
+        else None,
+        "environment": tuple(
+            f"{name}={shlex.quote(value)}" for name, value in job.site.environment.items()
+        ),
         "entries": _cases(job) if many else None,
         "mesh": f"{job.shape}: {job.shape.size} processes, on {nodes}",
         "launch": launch_line(job),
         "arguments": " ".join(
-            [shlex.quote(job.config), *map(shlex.quote, job.flags), *(['"${ENTRY_FLAGS[@]}"'] if many else [])]
+            [
+                shlex.quote(job.config),
+                *map(shlex.quote, job.flags),
+                *(['"${ENTRY_FLAGS[@]}"'] if many else []),
+            ]
         ),
         "again": (_AGAIN.get(job.system.name, "") if many else "") + shlex.quote(job.script),
     }
@@ -135,5 +164,10 @@ def _cases(job: Job) -> str:
     ]
     index = _INDEX[job.system.name]
     return "\n".join(
-        [f'case "{index}" in', *cases, f'    *) echo "this array has no training {index}" >&2; exit 2 ;;', "esac"]
+        [
+            f'case "{index}" in',
+            *cases,
+            f'    *) echo "this array has no training {index}" >&2; exit 2 ;;',
+            "esac",
+        ]
     )

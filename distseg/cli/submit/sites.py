@@ -130,7 +130,9 @@ def _read(path: Path) -> Site:
             f"site {path} holds no fields: write one a line, such as gpus: 4; there are {', '.join(known)}"
         )
     if strange := [key for key in found if key not in known]:
-        raise ValueError(f"site {path} has a field {strange[0]!r}, which there is not: choose of {', '.join(known)}")
+        raise ValueError(
+            f"site {path} has a field {strange[0]!r}, which there is not: choose of {', '.join(known)}"
+        )
     values = {
         "name": path.stem,
         **{key: _checked(path, key, value) for key, value in found.items() if value is not None},
@@ -141,7 +143,11 @@ def _read(path: Path) -> Site:
 def _checked(path: Path, key: str, value):
     """A field's value as its type."""
     if key in ("gpus", "cores", "cpus"):
-        if not isinstance(value, int) or isinstance(value, bool) or value < (0 if key == "gpus" else 1):
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or value < (0 if key == "gpus" else 1)
+        ):
             raise ValueError(
                 f"site {path}: {key} is a whole number from {0 if key == 'gpus' else 1} on, got {reprlib.repr(value)}"
             )

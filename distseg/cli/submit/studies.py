@@ -24,7 +24,9 @@ def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
     axes = [_axis(text) for text in asked]
     keys = [key for key, _ in axes]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"--sweep names {twice} twice: give all its values at once, as {twice}=1,2,3")
+        raise ValueError(
+            f"--sweep names {twice} twice: give all its values at once, as {twice}=1,2,3"
+        )
     short = [key.rpartition(".")[2] for key in keys]
     names = [name if short.count(name) == 1 else key for name, key in zip(short, keys)]
     entries = []
@@ -52,9 +54,14 @@ def _plain(value: str) -> str:
 
 def _axis(text: str) -> tuple[str, list[str]]:
     key, given, rest = text.partition("=")
-    values = [value.strip() for value in re.split(r",(?![^\[]*\])", rest)]  # not at the commas of a list
+    values = [
+        value.strip() for value in re.split(r",(?![^\[]*\])", rest)
+    ]  # not at the commas of a list
     section, _, name = key.partition(".")
-    known = {section.name: [f.name for f in fields(section.default_factory)] for section in fields(Config)}
+    known = {
+        section.name: [f.name for f in fields(section.default_factory)]
+        for section in fields(Config)
+    }
     if name not in known.get(section, ()):
         raise ValueError(
             f"--sweep {key} is no setting: write section.field=value,value, such as optim.lr=1e-3,3e-4; sections are"
@@ -108,6 +115,10 @@ def node_counts(text: str) -> list[int]:
         ValueError: anything else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(set(map(int, parts))) < len(parts):
-        raise ValueError(f"--scaling is a list of different numbers of nodes, such as 1,2,4,8, got {text!r}")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(
+        set(map(int, parts))
+    ) < len(parts):
+        raise ValueError(
+            f"--scaling is a list of different numbers of nodes, such as 1,2,4,8, got {text!r}"
+        )
     return [int(part) for part in parts]

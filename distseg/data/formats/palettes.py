@@ -8,7 +8,9 @@ from typing import Iterable, Mapping
 import numpy as np
 
 
-def class_colours(masks: Iterable[tuple[Path, np.ndarray | None]], classes: int, values: Mapping[int, int]) -> tuple[np.ndarray | None, list[str]]:
+def class_colours(
+    masks: Iterable[tuple[Path, np.ndarray | None]], classes: int, values: Mapping[int, int]
+) -> tuple[np.ndarray | None, list[str]]:
     """Return the colours (classes, 3) uint8 that the first palette gives, None without one, and notes.
 
     Args:
@@ -23,7 +25,9 @@ def class_colours(masks: Iterable[tuple[Path, np.ndarray | None]], classes: int,
         if chosen is None:
             chosen, where = found, path
         elif not np.array_equal(found, chosen):
-            return chosen, [f"note: {path} has other colours in its palette than {where}, whose colours class maps get"]
+            return chosen, [
+                f"note: {path} has other colours in its palette than {where}, whose colours class maps get"
+            ]
     return chosen, []
 
 
@@ -34,6 +38,8 @@ def _colours(palette: np.ndarray, classes: int, values: Mapping[int, int]) -> np
     if any(not 0 <= number < len(palette) for number in numbers):
         return None
     found = palette[numbers]
-    if len(np.unique(found, axis=0)) < classes or np.array_equal(found, np.repeat(np.array(numbers)[:, None], 3, 1)):
+    if len(np.unique(found, axis=0)) < classes or np.array_equal(
+        found, np.repeat(np.array(numbers)[:, None], 3, 1)
+    ):
         return None
     return found

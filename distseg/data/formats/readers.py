@@ -30,14 +30,24 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
 _MOST_TRAILING_BANDS = 4
 _LARGE = 1 << 24  # bytes that are worth the 20 ms of giving them back
 _STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
-_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
+_FORMATS = (
+    "PNG",
+    "JPEG",
+    "BMP",
+    "WEBP",
+)  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
 _MASK_SUFFIX = ".msk"  # of GDAL's masks beside files
 _WITHOUT_ALPHA = {"RGBA": "RGB", "LA": "L", "RGBa": "RGB", "La": "L", "PA": "P"}  # Pillow's modes
 _KEYED = ("1", "L", "I", "I;16", "RGB")  # that may have a transparent colour
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
-def open_image(path: str | Path, dims: int | None = None, scratch: str | None = None, alpha: str = MASK) -> Reader:
+def open_image(
+    path: str | Path, dims: int | None = None, scratch: str | None = None, alpha: str = MASK
+) -> Reader:
     """Open an image or a volume.
 
     Args:
@@ -53,13 +63,23 @@ def open_image(path: str | Path, dims: int | None = None, scratch: str | None = 
     if reader.coded:
         raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
     if reader.dtype.kind not in "iuf":
-        raise ValueError(f"{path} holds {reader.dtype}, but pixels are whole or real numbers: convert it")
+        raise ValueError(
+            f"{path} holds {reader.dtype}, but pixels are whole or real numbers: convert it"
+        )
     if not reader.bands or min(reader.size, default=0) < 1:
-        raise ValueError(f"{path} has no pixels: {reader.bands} bands of {'x'.join(map(str, reader.size))}")
+        raise ValueError(
+            f"{path} has no pixels: {reader.bands} bands of {'x'.join(map(str, reader.size))}"
+        )
     return reader
 
 
-def _opened(path: Path, dims: int | None, scratch: str | None = None, alpha: str = BAND, palette: bool = False) -> Reader:
+def _opened(
+    path: Path,
+    dims: int | None,
+    scratch: str | None = None,
+    alpha: str = BAND,
+    palette: bool = False,
+) -> Reader:
     if not path.is_file():
         raise FileNotFoundError(f"there is no image file {path}")
     reader = _reader(path, dims, scratch, alpha, palette)
@@ -67,12 +87,18 @@ def _opened(path: Path, dims: int | None, scratch: str | None = None, alpha: str
     beside = Path(f"{path}{_MASK_SUFFIX}")
     if beside.is_file():
         with readable(beside):
-            reader.add_mask(_tiff().open_mask_file(beside, reader.size, scratch), "has a validity mask beside it (.msk): where that is 0 there is no data", beside)
+            reader.add_mask(
+                _tiff().open_mask_file(beside, reader.size, scratch),
+                "has a validity mask beside it (.msk): where that is 0 there is no data",
+                beside,
+            )
     if reader.nodata is None:
         _take_nodata_beside(reader)
     reader.place = with_world_file(reader.place, path)
     if reader.place is None and pam.has_place(path):
-        reader.notes += ("lies at a place that only the file beside it says (.aux.xml), which class maps do not get: write it into the file, such as with 'gdal_translate'",)
+        reader.notes += (
+            "lies at a place that only the file beside it says (.aux.xml), which class maps do not get: write it into the file, such as with 'gdal_translate'",
+        )
     return reader
 
 
@@ -81,10 +107,14 @@ def _take_nodata_beside(reader: Reader) -> None:
     values = pam.nodata_values(reader.path)
     if len(values) == 1:
         reader.nodata = declared(reader.path, values[0], reader.dtype)
-        reader.notes += (f"has no data where it is {values[0]}, as the file beside it says (.aux.xml)",)
+        reader.notes += (
+            f"has no data where it is {values[0]}, as the file beside it says (.aux.xml)",
+        )
         reader.sources.append(pam.beside(reader.path))
     elif values:
-        reader.notes += (f"has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: {', '.join(values)}",)
+        reader.notes += (
+            f"has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: {', '.join(values)}",
+        )
 
 
 def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, palette: bool) -> Reader:
@@ -103,7 +133,9 @@ def _tiff() -> ModuleType:
         import imagecodecs  # noqa: F401
         import tifffile  # noqa: F401
     except ImportError as e:
-        raise ValueError(f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile imagecodecs") from e
+        raise ValueError(
+            f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile imagecodecs"
+        ) from e
     from distseg.data.formats import tiff
 
     return tiff
@@ -139,7 +171,9 @@ class NpyReader(Reader):
         if array.ndim == dims:
             array = array[None]
         if array.ndim != dims + 1:
-            raise ValueError(f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has {dims} or, with bands first, {dims + 1}")
+            raise ValueError(
+                f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has {dims} or, with bands first, {dims + 1}"
+            )
         if array.shape[-1] <= _MOST_TRAILING_BANDS < array.shape[0]:
             array = np.moveaxis(array, -1, 0)
         self._array = array
@@ -154,12 +188,19 @@ def _mapped(path: Path) -> np.ndarray:
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
-            raise ValueError(f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store plain numbers")
+            raise ValueError(
+                f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store plain numbers"
+            )
         shape, by_columns, dtype = _HEADERS[version](file)
         if dtype.hasobject or dtype.kind not in "biuf":
-            raise ValueError(f"{path} holds {dtype}, but pixels are whole or real numbers: convert it")
+            raise ValueError(
+                f"{path} holds {dtype}, but pixels are whole or real numbers: convert it"
+            )
         offset = file.tell()
-    needed, there = math.prod(int(n) for n in shape) * dtype.itemsize, os.path.getsize(path) - offset
+    needed, there = (
+        math.prod(int(n) for n in shape) * dtype.itemsize,
+        os.path.getsize(path) - offset,
+    )
     if needed > there or min(shape, default=0) < 1:
         words = f"it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes"
         raise ValueError(f"its header says that {words}, but it has {there}")
@@ -174,7 +215,9 @@ class PillowReader(Reader):
         alpha: what becomes of transparency (:func:`open_image`); a transparent colour always is no data.
     """
 
-    def __init__(self, path: Path, palette: bool = False, scratch: str | None = None, alpha: str = BAND):
+    def __init__(
+        self, path: Path, palette: bool = False, scratch: str | None = None, alpha: str = BAND
+    ):
         super().__init__(path)
         self._palette, self._scratch, self._array = palette, scratch, None
         with pillow(path) as image:
@@ -186,11 +229,17 @@ class PillowReader(Reader):
             keyed = self._key(image) is not None
             if keyed or (alpha == MASK and mode in _WITHOUT_ALPHA):
                 self.alpha = len(sample) - 1
-                self.notes += ("has a transparent colour: where that is there is no data",) if keyed else (note_of_alpha(self.alpha),)
+                self.notes += (
+                    ("has a transparent colour: where that is there is no data",)
+                    if keyed
+                    else (note_of_alpha(self.alpha),)
+                )
             self.bands, self.dtype = len(sample) - (self.alpha is not None), plain(sample.dtype)
             if mode == "P":
                 self.palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
-            self.colours = marks.colours(mode if self.alpha is None else _WITHOUT_ALPHA.get(mode, mode))
+            self.colours = marks.colours(
+                mode if self.alpha is None else _WITHOUT_ALPHA.get(mode, mode)
+            )
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             self.decoding = math.prod(self.size) * _decoding(image)
         check_memory(path, f"its {Size(self.size)} pixels are", self.decoding)
@@ -209,7 +258,11 @@ class PillowReader(Reader):
         strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
         room = room_for(shape, self.dtype, self._scratch)
         if room is None:
-            check_memory(self.path, f"its {Size(self.size)} pixels, for which the scratch folder has no room, are", self.decoding + math.prod(shape) * self.dtype.itemsize)
+            check_memory(
+                self.path,
+                f"its {Size(self.size)} pixels, for which the scratch folder has no room, are",
+                self.decoding + math.prod(shape) * self.dtype.itemsize,
+            )
             room = np.empty(shape, self.dtype)
         room = np.moveaxis(room, -1, 0)
         with pillow(self.path) as image:
@@ -233,7 +286,11 @@ class PillowReader(Reader):
     def _key(self, image) -> int | tuple[int, ...] | None:
         """Return the colour that is transparent, where one is."""
         key = image.info.get("transparency")
-        return key if isinstance(key, (int, tuple)) and not self._palette and image.mode in _KEYED else None
+        return (
+            key
+            if isinstance(key, (int, tuple)) and not self._palette and image.mode in _KEYED
+            else None
+        )
 
     def _mode(self, image) -> str:
         if image.mode != "P" or self._palette:
@@ -273,12 +330,18 @@ def _decoding(image) -> int:
     own = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}.get(image.mode, 4)
     if image.format == "WEBP":
         return 4 * own  # the decoder's, its copies
-    return own + 2 * len(image.getbands()) if image.info.get("progressive") else own  # all coefficients of a JPEG
+    return (
+        own + 2 * len(image.getbands()) if image.info.get("progressive") else own
+    )  # all coefficients of a JPEG
 
 
 def _refuse_lost_bits(path: Path, image) -> None:
     form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
-        raise ValueError(f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy")
+        raise ValueError(
+            f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy"
+        )
     if form in ("L;2", "L;4"):
-        raise ValueError(f"{path} has {form[2:]} bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits")
+        raise ValueError(
+            f"{path} has {form[2:]} bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits"
+        )

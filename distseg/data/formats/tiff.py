@@ -39,7 +39,9 @@ def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> 
     return reader
 
 
-def open_mask_file(path: Path, size: tuple[int, ...], scratch: str | None) -> Callable[[Box], np.ndarray]:
+def open_mask_file(
+    path: Path, size: tuple[int, ...], scratch: str | None
+) -> Callable[[Box], np.ndarray]:
     """Open a validity mask that is a file of its own: box -> (*box.size) bool.
 
     Raises:
@@ -61,8 +63,12 @@ class Mask:
     def __init__(self, path: Path, file: TiffFile, segments: Segments, size: tuple[int, ...]):
         weakref.finalize(self, file.close)
         if segments.size != size or segments.bands != 1:
-            said = f"{Size(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
-            raise ValueError(f"{path} has a validity mask of {said}, but the image has {Size(size)} pixels, and one band says where there is data: write it anew, or remove it")
+            said = (
+                f"{Size(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
+            )
+            raise ValueError(
+                f"{path} has a validity mask of {said}, but the image has {Size(size)} pixels, and one band says where there is data: write it anew, or remove it"
+            )
         segments.try_first()
         self._segments = segments
 
@@ -73,7 +79,15 @@ class Mask:
 class TiffReader(Reader):
     """The image of a file, which lies on its ``pages``."""
 
-    def __init__(self, path: Path, file: TiffFile, pages: Pages, dims: int | None, scratch: str | None, alpha: str):
+    def __init__(
+        self,
+        path: Path,
+        file: TiffFile,
+        pages: Pages,
+        dims: int | None,
+        scratch: str | None,
+        alpha: str,
+    ):
         super().__init__(path)
         weakref.finalize(self, file.close)
         page = pages.image.keyframe
@@ -83,15 +97,27 @@ class TiffReader(Reader):
         if alpha == MASK and band is not None and self._pixels.bands == page.samplesperpixel > 1:
             self.alpha = band
             self.notes += (note_of_alpha(band),)
-        self.size, self.bands, self.dtype = self._pixels.size, self._pixels.bands - (self.alpha is not None), self._pixels.dtype
+        self.size, self.bands, self.dtype = (
+            self._pixels.size,
+            self._pixels.bands - (self.alpha is not None),
+            self._pixels.dtype,
+        )
         self.decoding = self._pixels.decoding
         if pages.mask is not None:
             mask = Segments(path, file, pages.mask, None, None, scratch)
             self.decoding = max(self.decoding, mask.decoding)
-            self.add_mask(Mask(path, file, mask, self.size), "has a validity mask: where that is 0 there is no data")
-        self.coded, self.colours = page.photometric == _PALETTE, marks.tiff_colours(page, self.bands)
+            self.add_mask(
+                Mask(path, file, mask, self.size),
+                "has a validity mask: where that is 0 there is no data",
+            )
+        self.coded, self.colours = (
+            page.photometric == _PALETTE,
+            marks.tiff_colours(page, self.bands),
+        )
         self.orientation = marks.turned(page.tags.valueof(marks.ORIENTATION))
-        self.lossy = "LERC with an error" if self._pixels.lossy_lerc else marks.lossy_tiff(page.compression)
+        self.lossy = (
+            "LERC with an error" if self._pixels.lossy_lerc else marks.lossy_tiff(page.compression)
+        )
         self.place, self.palette = place_in(page), marks.tiff_palette(page) if self.coded else None
         told = page.tags.valueof(NODATA_TAG)
         self.nodata = None if told is None else declared(path, str(told), self.dtype)

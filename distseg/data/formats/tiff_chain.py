@@ -24,7 +24,9 @@ def page_kinds(path: Path) -> dict[int, int]:
         if order is None:
             return found  # as the decoder will say
         big = struct.unpack(order + "H", file.read(2).ljust(2))[0] == 43
-        number, entry, link = (order + "Q", 20, order + "Q") if big else (order + "H", 12, order + "I")
+        number, entry, link = (
+            (order + "Q", 20, order + "Q") if big else (order + "H", 12, order + "I")
+        )
         file.seek(8 if big else 4)
         while at := _unpacked(file, link):
             if at in found:
@@ -42,7 +44,9 @@ def _kind(tags: bytes, entry: int, order: str) -> int:
     for at in range(0, len(tags) - entry + 1, entry):
         tag, number = struct.unpack_from(order + "HH", tags, at)
         if tag in (_KIND, _OLD_KIND):
-            (value,) = struct.unpack_from(order + ("H" if number == 3 else "I"), tags, at + entry - (8 if entry == 20 else 4))
+            (value,) = struct.unpack_from(
+                order + ("H" if number == 3 else "I"), tags, at + entry - (8 if entry == 20 else 4)
+            )
             found = found or (value if tag == _KIND else _OLD.get(value, 0))
     return found
 

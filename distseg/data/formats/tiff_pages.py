@@ -37,16 +37,28 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
     image, others = full[0], full[1:]
     for other in others:
         if _pixels(other) > _pixels(image):
-            raise ValueError(f"{path} holds {_told(image)} first, and a larger image, {_told(other)}: write the one that is meant into a file of its own")
+            raise ValueError(
+                f"{path} holds {_told(image)} first, and a larger image, {_told(other)}: write the one that is meant into a file of its own"
+            )
     masks = [series for kind, series in parts if kind & MASK and not kind & REDUCED]
     if (count := sum(len(series.pages) for series in masks)) > 1:
-        raise ValueError(f"{path} has {count} masks of full size, of which one can be read: write the image and its mask into a file of their own")
+        raise ValueError(
+            f"{path} has {count} masks of full size, of which one can be read: write the image and its mask into a file of their own"
+        )
     more = f"{len(others)} more images" if len(others) > 1 else "one more image"
-    notes = (f"has {more}, which {'are' if len(others) > 1 else 'is'} not read: {', '.join(map(_told, others))}",) if others else ()
+    notes = (
+        (
+            f"has {more}, which {'are' if len(others) > 1 else 'is'} not read: {', '.join(map(_told, others))}",
+        )
+        if others
+        else ()
+    )
     return Pages(image, masks[0] if masks else None, notes)
 
 
-def _by_kind(path: Path, series: TiffPageSeries, kinds: Mapping[int, int]) -> Iterator[tuple[int, TiffPageSeries]]:
+def _by_kind(
+    path: Path, series: TiffPageSeries, kinds: Mapping[int, int]
+) -> Iterator[tuple[int, TiffPageSeries]]:
     """Yield (kind, pages) of a series, apart where it holds several kinds, such as an image and a mask of one form."""
     there: dict[int, list] = {}
     for page in series.pages:
@@ -57,11 +69,23 @@ def _by_kind(path: Path, series: TiffPageSeries, kinds: Mapping[int, int]) -> It
         yield next(iter(there), 0), series
         return
     if series.kind not in _BY_LIKENESS:
-        raise ValueError(f"{path} names pages of one image that are full images, reduced ones or masks: write each into a file of its own")
+        raise ValueError(
+            f"{path} names pages of one image that are full images, reduced ones or masks: write each into a file of its own"
+        )
     for kind, pages in there.items():
         form = series.keyframe
         spread = len(pages) > 1
-        yield kind, TiffPageSeries(pages, (len(pages), *form.shape) if spread else form.shape, form.dtype, "I" * spread + form.axes, parent=series.parent, kind=series.kind)
+        yield (
+            kind,
+            TiffPageSeries(
+                pages,
+                (len(pages), *form.shape) if spread else form.shape,
+                form.dtype,
+                "I" * spread + form.axes,
+                parent=series.parent,
+                kind=series.kind,
+            ),
+        )
 
 
 def _pixels(series: TiffPageSeries) -> int:

@@ -26,7 +26,9 @@ BANDS = "SCQI"  # axes: samples, channels, and pages that say nothing about what
 UNNAMED = "QI"
 _NEVER_PREDICTED = (1, 32773)  # compressions for which libtiff knows no predictor: none, PackBits
 _CHEAP = 1 << 22  # bytes of a tile that may be decoded anew for each box
-_AT_ONCE = 1 << 24  # bytes of a strip or tile from which on all are decoded at the first read, before other work takes memory
+_AT_ONCE = (
+    1 << 24
+)  # bytes of a strip or tile from which on all are decoded at the first read, before other work takes memory
 
 
 class Segments:
@@ -41,14 +43,32 @@ class Segments:
         ValueError: the header promises what the file cannot hold, or a form that is not read.
     """
 
-    def __init__(self, path: Path, file: TiffFile, series: TiffPageSeries, dims: int | None, alpha: int | None, scratch: str | None):
-        self.path, self._file, self._series, self._alpha, self._scratch = path, file, series, alpha, scratch
+    def __init__(
+        self,
+        path: Path,
+        file: TiffFile,
+        series: TiffPageSeries,
+        dims: int | None,
+        alpha: int | None,
+        scratch: str | None,
+    ):
+        self.path, self._file, self._series, self._alpha, self._scratch = (
+            path,
+            file,
+            series,
+            alpha,
+            scratch,
+        )
         self._axes, shape = named_axes(path, series, dims)
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = math.prod(n for a, n in zip(self._axes, shape) if a in BANDS)
         self.dtype = plain(series.dtype)
         unnamed = len(series.pages) > 1 and any(a in UNNAMED for a in self._axes)
-        self.notes = (f"has {self.bands} pages that do not say what they are, which are taken as bands",) if unnamed else ()
+        self.notes = (
+            (f"has {self.bands} pages that do not say what they are, which are taken as bands",)
+            if unnamed
+            else ()
+        )
         self.decoding = 0  # bytes of memory that the first read takes for a while
         self._map = self._mapped(shape) if series.dataoffset is not None else None
         if self._map is None:
@@ -62,7 +82,9 @@ class Segments:
             return self._decoded(box).reshape(self.bands, *box.size)
         where = dict(zip((a for a in self._axes if a in "ZYX"), box.slices))
         part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
-        order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")  # bands first, else as it was
+        order = sorted(
+            range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX"
+        )  # bands first, else as it was
         return copied(self._map, part.transpose(order)).reshape(self.bands, *box.size)
 
     def try_first(self) -> None:
@@ -74,7 +96,9 @@ class Segments:
     @property
     def lossy_lerc(self) -> bool:
         """True if LERC may have changed numbers, as the first segment says."""
-        data = self._raw(self._series.pages[0], 0) if self._layout.compression == packed.LERC else None
+        data = (
+            self._raw(self._series.pages[0], 0) if self._layout.compression == packed.LERC else None
+        )
         return data is not None and lerc.is_lossy(self._checked(data), self.dtype)
 
     @property
@@ -93,19 +117,36 @@ class Segments:
     def _check_pages(self) -> None:
         """Refuse pages that are elsewhere, or that lie within other axes than are read from compressed files."""
         if any(page is None for page in self._series.pages):
-            raise ValueError(f"{self.path} has pages in other files, which are not opened: write them into one")
+            raise ValueError(
+                f"{self.path} has pages in other files, which are not opened: write them into one"
+            )
         if len(self._pages_axes) > 1:
-            raise ValueError(f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy")
+            raise ValueError(
+                f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy"
+            )
 
     def _check_form(self) -> None:
         """Refuse what programs read in different ways, or of which no decoder says its size beforehand."""
-        layout, convert = self._layout, "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
+        layout, convert = (
+            self._layout,
+            "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'",
+        )
         kind = getattr(layout.compression, "name", layout.compression)
         if layout.predictor != 1 and layout.compression in _NEVER_PREDICTED:
-            raise ValueError(f"{self.path} has a predictor, but no compression that knows one, so that programs read it in different ways: {convert}")
-        if layout.compression == packed.LERC and self.dtype.kind == "f" and self._file.byteorder == ">":
-            raise ValueError(f"{self.path} has real numbers in LERC and is big-endian, which libtiff writes wrongly: write it little-endian")
-        if layout.compression in TIFF.IMAGE_COMPRESSIONS and not packed.says_size(layout.compression):
+            raise ValueError(
+                f"{self.path} has a predictor, but no compression that knows one, so that programs read it in different ways: {convert}"
+            )
+        if (
+            layout.compression == packed.LERC
+            and self.dtype.kind == "f"
+            and self._file.byteorder == ">"
+        ):
+            raise ValueError(
+                f"{self.path} has real numbers in LERC and is big-endian, which libtiff writes wrongly: write it little-endian"
+            )
+        if layout.compression in TIFF.IMAGE_COMPRESSIONS and not packed.says_size(
+            layout.compression
+        ):
             raise ValueError(f"{self.path} is packed by {kind}, which is not read: {convert}")
 
     def _check_segments(self) -> None:
@@ -122,7 +163,9 @@ class Segments:
         for page in self._series.pages:
             for index, count in enumerate(page.databytecounts):
                 self._check_packed(layout.compression, index, count)
-        self.decoding = taken + self._segment_bytes if self._at_once else 0  # with its pages of the scratch file
+        self.decoding = (
+            taken + self._segment_bytes if self._at_once else 0
+        )  # with its pages of the scratch file
 
     @property
     def _at_once(self) -> bool:
@@ -141,8 +184,12 @@ class Segments:
         if len(box.start) == 3:
             depth = box.slices[0]
         if self._pages_axes != "Z":
-            return np.concatenate([self._page(number, (depth, *plane)) for number in range(len(self._series.pages))])
-        return np.concatenate([self._page(z, (slice(0, 1), *plane)) for z in range(depth.start, depth.stop)], axis=1)
+            return np.concatenate(
+                [self._page(number, (depth, *plane)) for number in range(len(self._series.pages))]
+            )
+        return np.concatenate(
+            [self._page(z, (slice(0, 1), *plane)) for z in range(depth.start, depth.stop)], axis=1
+        )
 
     def _page(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
         """(bands, depth, height, width) of a part of a page."""
@@ -153,7 +200,10 @@ class Segments:
         """(separate bands, depth, height, width, interleaved bands) of a part of a page, from where its strips are kept, or decoded."""
         layout, kept = self._layout, self._kept
         if kept is None:
-            found = np.empty((layout.shaped[0], *(s.stop - s.start for s in wanted), layout.shaped[-1]), self.dtype)
+            found = np.empty(
+                (layout.shaped[0], *(s.stop - s.start for s in wanted), layout.shaped[-1]),
+                self.dtype,
+            )
             for index in self._touched(wanted):
                 self._decode(number, index, wanted, found)
             return found
@@ -195,16 +245,29 @@ class Segments:
     def _edges(self) -> tuple[int, int, int]:
         """Depth, height and width of a strip or tile."""
         layout = self._layout
-        found = (layout.tiledepth, layout.tilelength, layout.tilewidth) if layout.is_tiled else (1, layout.rowsperstrip, layout.shaped[3])
+        found = (
+            (layout.tiledepth, layout.tilelength, layout.tilewidth)
+            if layout.is_tiled
+            else (1, layout.rowsperstrip, layout.shaped[3])
+        )
         return tuple(int(n) for n in found)
 
     def _decode(self, number: int, index: int, wanted: tuple[slice, ...], out: np.ndarray) -> None:
         """Decode a strip or tile of a page, as far as it overlaps with the wanted slices, into ``out``, which has these."""
         segment, at, shape = self._segment(self._series.pages[number], index)
-        target, source = zip(*(_overlap(a, n, s) for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)))
-        out[(at[0], *target)] = self._layout.nodata if segment is None else segment[source]  # what a sparse file leaves out
+        target, source = zip(
+            *(
+                _overlap(a, n, s)
+                for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)
+            )
+        )
+        out[(at[0], *target)] = (
+            self._layout.nodata if segment is None else segment[source]
+        )  # what a sparse file leaves out
 
-    def _segment(self, page, index: int) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
+    def _segment(
+        self, page, index: int
+    ) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
         """Return the pixels (depth, height, width, bands), None where a sparse file leaves them out; their place; their shape."""
         layout, data = self._layout, self._raw(page, index)
         if data is None:
@@ -213,13 +276,23 @@ class Segments:
             _, at, shape = layout.decode(None, index)
             alpha = self._alpha is not None and self._alpha == shape[-1] - 1
             found = lerc.decoded(self._checked(data), shape[-1], self.dtype, alpha)[None]
-            return (found.byteswap() if self._file.byteorder == ">" else found), at, found.shape  # as libtiff has packed them
+            return (
+                (found.byteswap() if self._file.byteorder == ">" else found),
+                at,
+                found.shape,
+            )  # as libtiff has packed them
         self._checked(data, page.jpegtables)
         try:
-            return layout.decode(data, index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader)
+            return layout.decode(
+                data, index, jpegtables=page.jpegtables, jpegheader=layout.jpegheader
+            )
         except Exception as e:
-            if layout.compression in packed.DEFLATES and packed.unpacks_to_more(data, self._segment_bytes):
-                raise ValueError(f"a strip or tile of {self._segment_bytes} bytes unpacks to more") from e
+            if layout.compression in packed.DEFLATES and packed.unpacks_to_more(
+                data, self._segment_bytes
+            ):
+                raise ValueError(
+                    f"a strip or tile of {self._segment_bytes} bytes unpacks to more"
+                ) from e
             raise
 
     def _raw(self, page, index: int) -> bytes | None:
@@ -233,7 +306,13 @@ class Segments:
             return data
         if layout.compression == packed.LERC and (tag := layout.tags.valueof(lerc.ADDED)):
             data = lerc.unpacked(data, int(tag[1]), self._segment_bytes)
-        found = [size for size in (packed.size_of(layout.compression, part) for part in (data, tables) if part) if size]
+        found = [
+            size
+            for size in (
+                packed.size_of(layout.compression, part) for part in (data, tables) if part
+            )
+            if size
+        ]
         most = self._edges[1:]
         if not found or any(a > n for size in found for a, n in zip(size, most)):
             said = f"{Size(found[0])} pixels" if found else "of no known size"
@@ -246,7 +325,11 @@ class Segments:
         if not count or packed.fits(compression, self._packed(self._segment_bytes), count):
             return
         _, at, shape = layout.decode(None, index)
-        inside = math.prod(min(a + n, m) - a for a, n, m in zip(at[1:4], shape, layout.shaped[1:4])) * layout.shaped[-1] * layout.dtype.itemsize
+        inside = (
+            math.prod(min(a + n, m) - a for a, n, m in zip(at[1:4], shape, layout.shaped[1:4]))
+            * layout.shaped[-1]
+            * layout.dtype.itemsize
+        )
         if not packed.fits(compression, self._packed(inside), count):
             raise ValueError(f"a strip or tile of {inside} bytes can't be packed into {count}")
 

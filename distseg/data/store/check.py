@@ -38,7 +38,9 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
         for name in names:
             found = list(_findings(store, name, shown))
             more = (
-                [f"{path} is damaged: {len(found) - _MOST} more places of image {name!r}"] if len(found) > _MOST else []
+                [f"{path} is damaged: {len(found) - _MOST} more places of image {name!r}"]
+                if len(found) > _MOST
+                else []
             )
             findings += found[:_MOST] + more
             shown.advance()
@@ -47,10 +49,20 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
 
 def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
     yield from _each(
-        store, name, "pixels", lambda reader, index, pixels: _wrong_pixels(store, name, reader, index, pixels), shown
+        store,
+        name,
+        "pixels",
+        lambda reader, index, pixels: _wrong_pixels(store, name, reader, index, pixels),
+        shown,
     )
     if store.masked(name):
-        yield from _each(store, name, "valid", lambda reader, index, valid: "are neither 0 nor 1" if valid.max() > 1 else None, shown)
+        yield from _each(
+            store,
+            name,
+            "valid",
+            lambda reader, index, valid: "are neither 0 nor 1" if valid.max() > 1 else None,
+            shown,
+        )
     if store.has_labels(name):
         counts, damaged = ClassCounts(len(store.classes), store.size(name)), False
         for finding in _each(
@@ -94,17 +106,25 @@ def _wrong_pixels(
     store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
     place = reader.place(index)
-    pixels = pixels.copy() if store.masked(name) else pixels  # the mask's chunk is read into the same memory
+    pixels = (
+        pixels.copy() if store.masked(name) else pixels
+    )  # the mask's chunk is read into the same memory
     valid = store.valid(name, Box(place.start[1:], place.stop[1:]))
     bad = first_bad(pixels, missing(pixels, store.nodata(name), valid))
     if bad is None:
         return None
     band, *place = position(reader.place(index), bad)
-    return f"have what is no number: band {store.band_names[band]} is {pixels[bad]} at {tuple(place)}"
+    return (
+        f"have what is no number: band {store.band_names[band]} is {pixels[bad]} at {tuple(place)}"
+    )
 
 
 def _wrong_labels(
-    store: Store, reader: ChunkReader, index: tuple[int, ...], labels: np.ndarray, counts: ClassCounts
+    store: Store,
+    reader: ChunkReader,
+    index: tuple[int, ...],
+    labels: np.ndarray,
+    counts: ClassCounts,
 ) -> str | None:
     box = reader.place(index)
     bad = (labels >= len(store.classes)) & (labels != store.ignore)

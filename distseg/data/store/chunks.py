@@ -50,7 +50,9 @@ class ChunkWriter:
         self._dataset, self._chunk, self._shape = dataset, dataset.chunks, dataset.shape
         self._packed = dataset.compression == "gzip"
         self.sums = np.zeros(_grid(self._shape, self._chunk), np.uint64)
-        self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}  # chunks that are not whole, and what they miss
+        self._pending: dict[
+            tuple[int, ...], tuple[np.ndarray, int]
+        ] = {}  # chunks that are not whole, and what they miss
 
     def write(self, box: Box, array: np.ndarray) -> None:
         """``array`` (*box.size); each pixel is written once."""
@@ -64,7 +66,9 @@ class ChunkWriter:
                 self._finish(index, chunk)
 
     def _begun(self, index: tuple[int, ...]) -> tuple[np.ndarray, int]:
-        return np.zeros(self._chunk, self._dataset.dtype), _extent(index, self._chunk, self._shape).pixels
+        return np.zeros(self._chunk, self._dataset.dtype), _extent(
+            index, self._chunk, self._shape
+        ).pixels
 
     def _finish(self, index: tuple[int, ...], chunk: np.ndarray) -> None:
         data = zlib.compress(chunk, 1) if self._packed else chunk.tobytes()
@@ -85,7 +89,15 @@ class ChunkReader:
         Damage: chunks are missing, or said to lie outside the file, or can't have the size they are said to have.
     """
 
-    def __init__(self, handle: int, dataset: Data, path: str, what: str, sums: Sums | None = None, leading: int = 0):
+    def __init__(
+        self,
+        handle: int,
+        dataset: Data,
+        path: str,
+        what: str,
+        sums: Sums | None = None,
+        leading: int = 0,
+    ):
         self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunk
         self._handle, self._path, self._what, self._leading = handle, path, what, leading
         if self.chunk is None or "fletcher32" in dataset.filters:
@@ -146,7 +158,11 @@ class ChunkReader:
     def _words(self, index: tuple[int, ...]) -> str:
         """What a chunk is, and where."""
         box = self.place(index)
-        bands = f", bands {box.start[0]} to {box.stop[0] - 1}" if self._leading and self.grid[0] > 1 else ""
+        bands = (
+            f", bands {box.start[0]} to {box.stop[0] - 1}"
+            if self._leading and self.grid[0] > 1
+            else ""
+        )
         return f"the {self._what} at {Box(box.start[self._leading :], box.stop[self._leading :])}{bands}"
 
     def _read_sums(self, sums: Sums) -> np.ndarray:
@@ -164,7 +180,9 @@ class ChunkReader:
             while done < size and (count := os.preadv(self._handle, [buffer[done:]], at + done)):
                 done += count
         except OSError as e:
-            raise OSError(f"{self._path}: {self._words(index)} can not be read from the disk ({e.strerror})") from e
+            raise OSError(
+                f"{self._path}: {self._words(index)} can not be read from the disk ({e.strerror})"
+            ) from e
         if done < size:
             raise self.damage(index, "are cut off")
         return buffer
@@ -176,7 +194,9 @@ class ChunkReader:
         except zlib.error as e:
             raise self.damage(index, f"can not be unpacked ({e})") from None
         if len(found) != self._bytes or not stream.eof:
-            raise self.damage(index, "can not be unpacked (they are more or fewer than they should be)")
+            raise self.damage(
+                index, "can not be unpacked (they are more or fewer than they should be)"
+            )
         return found
 
     def _check_size(self, file_size: int) -> None:
@@ -196,7 +216,11 @@ class ChunkReader:
         for found in _chunk_list(dataset):
             index = tuple(a // c for a, c in zip(found.chunk_offset, self.chunk))
             if all(i < n for i, n in zip(index, self.grid)):
-                at[index], sizes[index], masks[index] = found.byte_offset, found.size, found.filter_mask
+                at[index], sizes[index], masks[index] = (
+                    found.byte_offset,
+                    found.size,
+                    found.filter_mask,
+                )
         end = os.fstat(self._handle).st_size
         plain = (masks & _SKIPPED > 0) if self._packed else np.ones(self.grid, bool)
         wrong = (
@@ -207,7 +231,9 @@ class ChunkReader:
             | plain & (sizes != self._bytes)
         )
         if wrong.any():
-            raise self.damage(tuple(int(i) for i in np.argwhere(wrong)[0]), "are missing or cut off")
+            raise self.damage(
+                tuple(int(i) for i in np.argwhere(wrong)[0]), "are missing or cut off"
+            )
         return at, sizes, masks
 
 
@@ -225,11 +251,14 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
 
 def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) -> Box:
     return Box(
-        tuple(i * c for i, c in zip(index, chunk)), tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape))
+        tuple(i * c for i, c in zip(index, chunk)),
+        tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape)),
     )
 
 
-def _touched(box: Box, chunk: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
+def _touched(
+    box: Box, chunk: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
     """Of each chunk that a box touches the index, and what they share: as slices of the box, and of the chunk."""
     axes = [
         [

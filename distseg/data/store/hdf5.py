@@ -51,7 +51,9 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
         if "already open for write" in str(e):
             raise ValueError(f"{path} is unfinished, its writer was stopped: {made_by}") from None
         if "locking flag values don't match" in str(e):
-            raise ValueError(f"{path} is held open with locks by this same process: close it first, or open it with locking=False") from None
+            raise ValueError(
+                f"{path} is held open with locks by this same process: close it first, or open it with locking=False"
+            ) from None
         raise ValueError(f"{path} is damaged or cut off ({e}): copy it again; {made_by}") from e
 
 
@@ -80,7 +82,9 @@ def dataset(file: h5py.File, name: str) -> Data:
         raise ValueError(f"{where} is damaged: {name} holds no data")
     properties = found.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
-        raise ValueError(f"{where}: the data of {name} are kept in other files, which are not opened: {_ITSELF}")
+        raise ValueError(
+            f"{where}: the data of {name} are kept in other files, which are not opened: {_ITSELF}"
+        )
     numbers = [properties.get_filter(k)[0] for k in range(properties.get_nfilters())]
     strange = [number for number in numbers if number not in _FILTERS]
     if strange:
@@ -89,7 +93,9 @@ def dataset(file: h5py.File, name: str) -> Data:
             f"pack it by {' or '.join(_FILTERS.values())}, or not at all"
         )
     chunk = properties.get_chunk() if properties.get_layout() == h5py.h5d.CHUNKED else None
-    return Data(found, found.shape, found.dtype, chunk, tuple(_FILTERS[number] for number in numbers))
+    return Data(
+        found, found.shape, found.dtype, chunk, tuple(_FILTERS[number] for number in numbers)
+    )
 
 
 def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
@@ -102,7 +108,9 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
             raise ValueError(f"{file.filename} is damaged: it has no {path}")
         link = root.links.get_info(coded).type
         if link != h5py.h5l.TYPE_HARD:
-            raise ValueError(f"{file.filename}: {path} is {_LINKS.get(link, 'a link')}, which is not followed: {_ITSELF}")
+            raise ValueError(
+                f"{file.filename}: {path} is {_LINKS.get(link, 'a link')}, which is not followed: {_ITSELF}"
+            )
     return h5py.h5o.open(root, coded)
 
 

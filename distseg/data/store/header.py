@@ -15,7 +15,17 @@ from distseg.data.nodata import from_json, to_json
 from distseg.data.store import hdf5, layout
 
 _MOST_DIMS = 8
-_WRONG = (KeyError, TypeError, ValueError, OSError, RuntimeError, OverflowError, AttributeError, MemoryError, RecursionError)
+_WRONG = (
+    KeyError,
+    TypeError,
+    ValueError,
+    OSError,
+    RuntimeError,
+    OverflowError,
+    AttributeError,
+    MemoryError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -30,14 +40,25 @@ class Entry:
     counts: list[int] | None  # pixels of each class
     nodata: int | float | None = None
     missing: int = 0  # pixels without data
-    sums: dict[str, int] = field(default_factory=dict)  # where those of pixels and labels begin; version 1 has none
-    digests: dict[str, str] = field(default_factory=dict)  # of the sums of pixels and labels, and of the counts
-    label: int | float | None = None  # of the whole image: its class, or in a store of one class the number that this names
+    sums: dict[str, int] = field(
+        default_factory=dict
+    )  # where those of pixels and labels begin; version 1 has none
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # of the sums of pixels and labels, and of the counts
+    label: int | float | None = (
+        None  # of the whole image: its class, or in a store of one class the number that this names
+    )
     valid: bool = False  # it has a validity mask
     place: Georeference | None = None  # where on earth its file says that it lies
 
     def to_json(self) -> dict:
-        return {**vars(self), "dtype": self.dtype.str, "nodata": to_json(self.nodata), "place": self.place and self.place.to_json()}
+        return {
+            **vars(self),
+            "dtype": self.dtype.str,
+            "nodata": to_json(self.nodata),
+            "place": self.place and self.place.to_json(),
+        }
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> "Entry":
@@ -52,30 +73,59 @@ class Entry:
         )
         if version == 1:
             return cls(*known)
-        return cls(*known, from_json(entry["nodata"]), entry["missing"], dict(entry["sums"]), dict(entry["digests"]), entry.get("label"), entry.get("valid", False), Georeference.from_json(entry.get("place")))
+        return cls(
+            *known,
+            from_json(entry["nodata"]),
+            entry["missing"],
+            dict(entry["sums"]),
+            dict(entry["digests"]),
+            entry.get("label"),
+            entry.get("valid", False),
+            Georeference.from_json(entry.get("place")),
+        )
 
     def check(self, classes: int, version: int) -> None:
         """Raises ValueError for what can not be."""
         name, pixels = self.name, math.prod(n for n in self.size if type(n) is int)
         _must(isinstance(name, str), f"the name {name!r}")
         layout.check_name(name, "the index")
-        _must(isinstance(self.split, str) and self.split != "", f"the split {self.split!r} of {name!r}")
+        _must(
+            isinstance(self.split, str) and self.split != "",
+            f"the split {self.split!r} of {name!r}",
+        )
         fine = 0 < len(self.size) <= _MOST_DIMS and all(_count(n, 2**62) and n for n in self.size)
         _must(fine, f"the size {self.size} of {name!r}")
         _must(self.dtype.kind in "iuf", f"the type {self.dtype} of {name!r}")
-        _must(type(self.labels) is bool and (self.counts is None) != self.labels, f"labels and counts of {name!r}")
+        _must(
+            type(self.labels) is bool and (self.counts is None) != self.labels,
+            f"labels and counts of {name!r}",
+        )
         if self.labels:
-            fine = len(self.counts) == classes and all(_count(n, pixels) for n in self.counts) and sum(self.counts) <= pixels
+            fine = (
+                len(self.counts) == classes
+                and all(_count(n, pixels) for n in self.counts)
+                and sum(self.counts) <= pixels
+            )
             _must(fine, f"the counts {self.counts} of {name!r}")
         if self.label is not None:
-            fine = _count(self.label, classes - 1) if classes > 1 else type(self.label) in (int, float) and math.isfinite(self.label)
+            fine = (
+                _count(self.label, classes - 1)
+                if classes > 1
+                else type(self.label) in (int, float) and math.isfinite(self.label)
+            )
             _must(fine and not self.labels, f"the label {self.label} of {name!r}")
         _must(_count(self.missing, pixels), f"the pixels without data of {name!r}")
         _must(type(self.valid) is bool, f"the validity mask of {name!r}")
         chunked = {"pixels"} | {what for what in ("labels", "valid") if getattr(self, what)}
         if version > 1:
-            _must(set(self.sums) == chunked and all(_count(n, 2**62) for n in self.sums.values()), f"the sums of {name!r}")
-            _must(set(self.digests) == chunked | ({"counts"} if self.labels else set()), f"the digests of {name!r}")
+            _must(
+                set(self.sums) == chunked and all(_count(n, 2**62) for n in self.sums.values()),
+                f"the sums of {name!r}",
+            )
+            _must(
+                set(self.digests) == chunked | ({"counts"} if self.labels else set()),
+                f"the digests of {name!r}",
+            )
 
 
 @dataclass(frozen=True)
@@ -97,15 +147,22 @@ class Header:
         """Raises ValueError for what can not be."""
         _must(type(self.version) is int and self.version > 0, f"the version {self.version!r}")
         for what, names in dict(classes=self.classes, bands=self.bands).items():
-            fine = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+            fine = (
+                isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+            )
             _must(fine, f"the names of its {what}")
         classes, bands = len(self.classes), len(self.bands)
         of_images = any(image.label is not None for image in self.images.values())
-        fine = 2 - of_images <= classes <= 255 and _count(self.ignore, 255) and classes <= self.ignore
+        fine = (
+            2 - of_images <= classes <= 255 and _count(self.ignore, 255) and classes <= self.ignore
+        )
         _must(fine, f"{classes} classes and the label {self.ignore} to ignore")
         _must(_count(self.block, 2**31) and self.block > 0, f"blocks of {self.block} pixels")
         for numbers in (self.mean, self.std):
-            _must(numbers.shape == (bands,) and np.isfinite(numbers).all(), f"{numbers} for {bands} bands")
+            _must(
+                numbers.shape == (bands,) and np.isfinite(numbers).all(),
+                f"{numbers} for {bands} bands",
+            )
         _must((self.std > 0).all(), f"the deviations {self.std}")
         _must(isinstance(self.provenance, dict), "the provenance")
         if self.colours is not None:
@@ -139,11 +196,16 @@ def write(
     for name, texts in dict(classes=classes, bands=bands).items():
         attributes.create(name, hdf5.strings(texts))
     attributes.create("layout", np.bytes_(layout.LAYOUT))
-    attributes["version"] = layout.MASKED if any(image.valid for image in images) else layout.VERSION
+    attributes["version"] = (
+        layout.MASKED if any(image.valid for image in images) else layout.VERSION
+    )
     attributes.update(ignore=ignore, block=layout.BLOCK, mean=mean, std=std, complete=True)
     if colours is not None:
         attributes["colours"] = np.asarray(colours, np.uint8)
-    texts = {"index": json.dumps([image.to_json() for image in images]), "provenance": json.dumps(provenance)}
+    texts = {
+        "index": json.dumps([image.to_json() for image in images]),
+        "provenance": json.dumps(provenance),
+    }
     for name, text in texts.items():
         file.create_dataset(name, data=np.bytes_(text))
     attributes.create("digest", np.bytes_(_digest(file, texts)))
@@ -161,7 +223,11 @@ def read(path: str, file: h5py.File) -> Header:
         raise ValueError(str(e)) from None
     except _WRONG as e:
         text = e.args[0] if isinstance(e, KeyError) and e.args else e
-        words = text if str(path) in str(text) else f"{path} is damaged or cut off: its header can not be read ({text})"
+        words = (
+            text
+            if str(path) in str(text)
+            else f"{path} is damaged or cut off: its header can not be read ({text})"
+        )
         raise ValueError(f"{words}: copy it again, or prepare it anew") from e
 
 
@@ -172,10 +238,14 @@ class _Told(ValueError):
 def _read(path: str, file: h5py.File) -> Header:
     known = file.attrs
     if "format" not in known or _plain(known["format"]) != layout.FORMAT:
-        raise _Told(f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images")
+        raise _Told(
+            f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images"
+        )
     version = _plain(known["version"])
     if version > layout.MASKED:
-        raise _Told(f"{path} is a store of version {version}, this distseg reads up to {layout.MASKED}: update distseg")
+        raise _Told(
+            f"{path} is a store of version {version}, this distseg reads up to {layout.MASKED}: update distseg"
+        )
     if not ("complete" in known and bool(_plain(known["complete"]))):
         raise _Told(f"{path} is unfinished, its writer was stopped: prepare it anew")
     texts = {name: _text(file, name) for name in ("index", "provenance")}

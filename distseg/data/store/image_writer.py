@@ -53,11 +53,19 @@ class ImageWriter:
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
         self.bands, self.classes, self.ignore = bands, classes, ignore
-        self.group, self.nodata, self.moments, self.missing, self.label = group, nodata, moments, Box.whole(size).pixels, label
+        self.group, self.nodata, self.moments, self.missing, self.label = (
+            group,
+            nodata,
+            moments,
+            Box.whole(size).pixels,
+            label,
+        )
         self.counts = ClassCounts(len(classes), size) if labels else None
         self.without_data = 0  # pixels
         shape = (len(bands), *size)
-        pixels = group.create_dataset("pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize))
+        pixels = group.create_dataset(
+            "pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize)
+        )
         self._chunks = {"pixels": ChunkWriter(pixels)}
         packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
         for what, there in (("labels", labels), ("valid", masked)):
@@ -67,7 +75,13 @@ class ImageWriter:
         self._sums: dict[str, np.ndarray] = {}
         self._digests: dict[str, str] = {}
 
-    def write(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None = None, valid: np.ndarray | None = None) -> None:
+    def write(
+        self,
+        box: Box,
+        pixels: np.ndarray,
+        labels: np.ndarray | None = None,
+        valid: np.ndarray | None = None,
+    ) -> None:
         """Write pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type.
 
         A pixel without data in any band is ignored, whatever its label.
@@ -81,7 +95,9 @@ class ImageWriter:
         nothing = None if missing is None else missing.all(0)
         self._chunks["pixels"].write(Box((0, *box.start), (len(self.bands), *box.stop)), pixels)
         if self.masked:
-            self._chunks["valid"].write(box, np.ones(box.size, np.uint8) if valid is None else valid.astype(np.uint8))
+            self._chunks["valid"].write(
+                box, np.ones(box.size, np.uint8) if valid is None else valid.astype(np.uint8)
+            )
         if labels is not None:
             self._check_labels(box, labels)
             labels = labels.astype(np.uint8)
@@ -100,12 +116,23 @@ class ImageWriter:
     def entry(self, first: int) -> tuple[Entry, np.ndarray]:
         """The image's line in the index, and the checksums of its chunks, which begin at ``first``; ValueError unless all is written."""
         if self.missing:
-            raise ValueError(f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never written")
+            raise ValueError(
+                f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never written"
+            )
         labels, totals = self.counts is not None, self.counts.totals if self.counts else None
         known = self.name, self.split, self.size, self.dtype, labels, totals
         starts = first + np.cumsum([0, *(sums.size for sums in self._sums.values())])
         places = {what: int(start) for what, start in zip(self._sums, starts)}
-        entry = Entry(*known, self.nodata, self.without_data, places, self._digests, self.label, self.masked, self.place)
+        entry = Entry(
+            *known,
+            self.nodata,
+            self.without_data,
+            places,
+            self._digests,
+            self.label,
+            self.masked,
+            self.place,
+        )
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
 
     def _finish(self) -> None:
@@ -118,24 +145,46 @@ class ImageWriter:
             self._digests["counts"] = layout.digest(table)
             self.counts.forget()
 
-    def _check_shapes(self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None) -> None:
-        if len(box.start) != len(self.size) or not Box.whole(self.size).contains(box) or min(box.size) < 1:
-            raise ValueError(f"image {self.name!r}: the block {box} is empty or outside an image of {Size(self.size)}")
+    def _check_shapes(
+        self, box: Box, pixels: np.ndarray, labels: np.ndarray | None, valid: np.ndarray | None
+    ) -> None:
+        if (
+            len(box.start) != len(self.size)
+            or not Box.whole(self.size).contains(box)
+            or min(box.size) < 1
+        ):
+            raise ValueError(
+                f"image {self.name!r}: the block {box} is empty or outside an image of {Size(self.size)}"
+            )
         if box.pixels > self.missing:
-            raise ValueError(f"image {self.name!r}: some of the block {box} is written already: write each pixel once")
+            raise ValueError(
+                f"image {self.name!r}: some of the block {box} is written already: write each pixel once"
+            )
         if pixels.shape != (len(self.bands), *box.size):
-            raise ValueError(f"image {self.name!r}: pixels of the block {box} have the shape {(len(self.bands), *box.size)}, got {pixels.shape}")
+            raise ValueError(
+                f"image {self.name!r}: pixels of the block {box} have the shape {(len(self.bands), *box.size)}, got {pixels.shape}"
+            )
         if (labels is None) != (self.counts is None):
-            raise ValueError(f"image {self.name!r} was added {'without' if self.counts is None else 'with'} labels: write it so")
+            raise ValueError(
+                f"image {self.name!r} was added {'without' if self.counts is None else 'with'} labels: write it so"
+            )
         if labels is not None and labels.shape != box.size:
-            raise ValueError(f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got {labels.shape}")
+            raise ValueError(
+                f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got {labels.shape}"
+            )
         if valid is not None and (not self.masked or valid.shape != box.size):
-            what = f"have the shape {box.size}, got {valid.shape}" if self.masked else "were given, but it was added without a validity mask: add it with masked=True"
+            what = (
+                f"have the shape {box.size}, got {valid.shape}"
+                if self.masked
+                else "were given, but it was added without a validity mask: add it with masked=True"
+            )
             raise ValueError(f"image {self.name!r}: valid pixels of the block {box} {what}")
 
     def _check_pixels(self, box: Box, pixels: np.ndarray, missing: np.ndarray | None) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):
-            raise ValueError(f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with")
+            raise ValueError(
+                f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with"
+            )
         if (bad := first_bad(pixels, missing)) is not None:
             band, *inside = bad
             raise ValueError(

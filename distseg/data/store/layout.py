@@ -77,7 +77,9 @@ def check_name(name: str, where: str) -> None:
     Raises:
         ValueError: naming ``where`` it is from.
     """
-    unfit = any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name)  # the last: bytes that are no UTF-8
+    unfit = any(
+        ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name
+    )  # the last: bytes that are no UTF-8
     if name in ("", ".", "..") or "/" in name or unfit:
         raise ValueError(
             f"{where}: the name of an image is UTF-8, not empty, no '.' or '..', and has no '/' or control characters, "

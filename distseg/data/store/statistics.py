@@ -56,12 +56,18 @@ class ClassCounts:
         """Labels (*box.size); those that are no class count nowhere."""
         touched = box.coarsened((BLOCK,) * len(box.start))
         cell = np.zeros((1,) * labels.ndim, dtype=np.int64)
-        for dim, (a, b, first, count) in enumerate(zip(box.start, box.stop, touched.start, touched.size)):
-            along = (np.arange(a, b) // BLOCK - first).reshape([-1 if d == dim else 1 for d in range(labels.ndim)])
+        for dim, (a, b, first, count) in enumerate(
+            zip(box.start, box.stop, touched.start, touched.size)
+        ):
+            along = (np.arange(a, b) // BLOCK - first).reshape(
+                [-1 if d == dim else 1 for d in range(labels.ndim)]
+            )
             cell = cell * count + along
         classes = len(self.totals)
         valid = labels < classes
-        found = np.bincount((cell * classes + labels.astype(np.int64))[valid], minlength=touched.pixels * classes)
+        found = np.bincount(
+            (cell * classes + labels.astype(np.int64))[valid], minlength=touched.pixels * classes
+        )
         found = np.moveaxis(found.reshape(*touched.size, classes), -1, 0)
         self.table[(slice(None), *touched.slices)] += found
         self.totals = [int(t + n) for t, n in zip(self.totals, found.reshape(classes, -1).sum(1))]

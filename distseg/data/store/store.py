@@ -24,7 +24,10 @@ from distseg.data.store.chunks import AGAIN, ChunkReader, Damage, Sums
 from distseg.data.store.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
 from distseg.tiling.tile import Box
 
-_READERS_KEPT, _CHUNKS_KEPT = 1 << 14, 1 << 20  # of which each knows where its chunks lie: 20 MB and 30 MB
+_READERS_KEPT, _CHUNKS_KEPT = (
+    1 << 14,
+    1 << 20,
+)  # of which each knows where its chunks lie: 20 MB and 30 MB
 _MADE_BY = "'distseg prepare' writes a store from images"
 _told: set[str] = set()  # stores without checksums, of which this process has said so
 
@@ -45,23 +48,37 @@ class Store:
             Methods that read raise it for what is damaged, naming the image and the place.
     """
 
-    def __init__(self, path: str | Path, constants: tuple[Sequence[float], Sequence[float]] | None = None, shrink: int = 1):
+    def __init__(
+        self,
+        path: str | Path,
+        constants: tuple[Sequence[float], Sequence[float]] | None = None,
+        shrink: int = 1,
+    ):
         self.path, self._constants, self.shrink = str(path), constants, shrink
         self._open()
         found = header.read(self.path, self._handle)
         self.version, self.digest = found.version, found.digest
         self.classes, self.band_names = found.classes, found.bands
         self.ignore, self.block = found.ignore, found.block
-        self.mean, self.std = found.mean, found.std  # (bands,) float64, over all pixels of the split 'train' that have data
+        self.mean, self.std = (
+            found.mean,
+            found.std,
+        )  # (bands,) float64, over all pixels of the split 'train' that have data
         if constants is not None:
             if len(constants[0]) != self.bands:
-                raise ValueError(f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on")
+                raise ValueError(
+                    f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on"
+                )
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
         self.provenance, self._images, self._sums_at = found.provenance, found.images, found.sums_at
-        self.colours = found.colours  # (classes, 3) uint8, where label maps had a palette, else None
+        self.colours = (
+            found.colours
+        )  # (classes, 3) uint8, where label maps had a palette, else None
         self._check_size()
         self._check_shrink()
-        self.splits: dict[str, list[str]] = {}  # the names of the images of each, in the order they were written
+        self.splits: dict[
+            str, list[str]
+        ] = {}  # the names of the images of each, in the order they were written
         for name, entry in self._images.items():
             self.splits.setdefault(entry.split, []).append(name)
         self._say_version()
@@ -97,7 +114,9 @@ class Store:
         """Of the whole image: its class, or in a store of one class the number that this names."""
         found = self._entry(name).label
         if found is None:
-            raise ValueError(f"image {name!r} of {self.path} has no label of the whole image: prepare the store with labels of images")
+            raise ValueError(
+                f"image {name!r} of {self.path} has no label of the whole image: prepare the store with labels of images"
+            )
         return found
 
     def nodata(self, name: str) -> int | float | None:
@@ -125,19 +144,28 @@ class Store:
         for box in boxes:
             self._check(name, box)
         k = self.shrink
-        stored = [Box((0, *(k * a for a in box.start)), (self.bands, *(k * b for b in box.stop))) for box in boxes]
+        stored = [
+            Box((0, *(k * a for a in box.start)), (self.bands, *(k * b for b in box.stop)))
+            for box in boxes
+        ]
         found = self.reader(name, "pixels").read_boxes(stored)
-        return (found if k == 1 else np.stack([shrunken(pixels, k) for pixels in found])).swapaxes(0, 1)
+        return (found if k == 1 else np.stack([shrunken(pixels, k) for pixels in found])).swapaxes(
+            0, 1
+        )
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
         """(pixels - mean) / std in float32, (bands, *box.size); 0, the mean, where there is no data."""
-        return normalised(self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box))
+        return normalised(
+            self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box)
+        )
 
     def read_normalised_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
         """Return the same of boxes of one size side by side, (bands, boxes, *size)."""
         valid = [self.valid(name, box) for box in boxes]
         valid = None if valid[0] is None else np.stack(valid)
-        return normalised(self.read_boxes(name, boxes), self.mean, self.std, self.nodata(name), valid)
+        return normalised(
+            self.read_boxes(name, boxes), self.mean, self.std, self.nodata(name), valid
+        )
 
     def valid(self, name: str, box: Box) -> np.ndarray | None:
         """Return where the image's validity mask says that there is data, (*box.size) bool; None where it has no mask, or data everywhere."""
@@ -165,7 +193,9 @@ class Store:
         found = self.reader(name, "counts")
         table = found.read(Box.whole(found.shape))
         if self.version > 1 and layout.digest(table) != self._entry(name).digests["counts"]:
-            raise Damage(f"{self.path} is damaged: the counts of image {name!r} are not those that were written: {AGAIN}")
+            raise Damage(
+                f"{self.path} is damaged: the counts of image {name!r} are not those that were written: {AGAIN}"
+            )
         return table.astype(np.int64)
 
     def class_counts(self, name: str) -> list[int]:
@@ -194,7 +224,9 @@ class Store:
                 return
             self._readers[key] = reader
             self._chunks_kept += reader.chunks
-            while self._readers and (self._chunks_kept > _CHUNKS_KEPT or len(self._readers) > _READERS_KEPT):
+            while self._readers and (
+                self._chunks_kept > _CHUNKS_KEPT or len(self._readers) > _READERS_KEPT
+            ):
                 self._chunks_kept -= self._readers.pop(next(iter(self._readers))).chunks
 
     def _open(self) -> None:
@@ -212,10 +244,18 @@ class Store:
             if (found.shape, found.dtype) != (shape, dtype):
                 told = f"the {words} are {found.shape} of {found.dtype}, the index says {shape} of {dtype}"
                 raise Damage(f"{self.path} is damaged: {told}: {AGAIN}")
-            sums = Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what]) if what in entry.sums else None
-            return ChunkReader(self._descriptor, found, self.path, words, sums, leading=int(what == "pixels"))
+            sums = (
+                Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what])
+                if what in entry.sums
+                else None
+            )
+            return ChunkReader(
+                self._descriptor, found, self.path, words, sums, leading=int(what == "pixels")
+            )
         except (OSError, RuntimeError, KeyError) as e:  # HDF5's words
-            raise Damage(f"{self.path} is damaged: the {words} can not be found ({e}): {AGAIN}") from e
+            raise Damage(
+                f"{self.path} is damaged: the {words} can not be found ({e}): {AGAIN}"
+            ) from e
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
         """Shape and type."""
@@ -231,13 +271,20 @@ class Store:
         for name, entry in self._images.items():
             if entry.labels or entry.nodata is not None or (entry.valid and entry.missing):
                 what = "labels of pixels" if entry.labels else "pixels without data"
-                raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, which have no mean: leave data.shrink out")
+                raise ValueError(
+                    f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, which have no mean: leave data.shrink out"
+                )
             if min(entry.size) < self.shrink:
-                raise ValueError(f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {Size(entry.size)} pixels: nothing of it is left")
+                raise ValueError(
+                    f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {Size(entry.size)} pixels: nothing of it is left"
+                )
 
     def _check_size(self) -> None:
         """Of the pixels, which are not packed, the file must have all."""
-        needed = sum(entry.dtype.itemsize * self.bands * Size(entry.size).volume for entry in self._images.values())
+        needed = sum(
+            entry.dtype.itemsize * self.bands * Size(entry.size).volume
+            for entry in self._images.values()
+        )
         if needed > (size := os.fstat(self._descriptor).st_size):
             words = f"its images take {needed} bytes, the file has {size}"
             raise ValueError(f"{self.path} is damaged or cut off: {words}: {AGAIN}")
@@ -245,23 +292,34 @@ class Store:
     def _say_version(self) -> None:
         if self.version < 2 and self.path not in _told:
             _told.add(self.path)
-            words = "which has no checksums: damage in it may go unseen; prepare it anew to have them"
-            print(f"distseg: {self.path} is a store of version {self.version}, {words}", file=sys.stderr)
+            words = (
+                "which has no checksums: damage in it may go unseen; prepare it anew to have them"
+            )
+            print(
+                f"distseg: {self.path} is a store of version {self.version}, {words}",
+                file=sys.stderr,
+            )
 
     def _entry(self, name: str) -> header.Entry:
         if name not in self._images:
             some = ", ".join(list(self._images)[:5])
-            raise ValueError(f"{self.path} has no image {name!r}: it holds {len(self._images)}, such as {some}")
+            raise ValueError(
+                f"{self.path} has no image {name!r}: it holds {len(self._images)}, such as {some}"
+            )
         return self._images[name]
 
     def _check(self, name: str, box: Box) -> None:
         size = self.size(name)
         if len(box.start) != len(size) or not Box.whole(size).contains(box):
-            raise ValueError(f"image {name!r} of {self.path} has {Size(size)} pixels, the box {box} reaches beyond them")
+            raise ValueError(
+                f"image {name!r} of {self.path} has {Size(size)} pixels, the box {box} reaches beyond them"
+            )
 
     def _check_labelled(self, name: str) -> None:
         if not self.has_labels(name):
-            raise ValueError(f"image {name!r} of {self.path} has no labels: prepare the store with masks to train or evaluate on it")
+            raise ValueError(
+                f"image {name!r} of {self.path} has no labels: prepare the store with masks to train or evaluate on it"
+            )
 
 
 def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
@@ -271,7 +329,13 @@ def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
     return split.mean(tuple(range(2, split.ndim, 2)), dtype=np.float32)
 
 
-def normalised(pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, nodata: int | float | None = None, valid: np.ndarray | None = None) -> np.ndarray:
+def normalised(
+    pixels: np.ndarray,
+    mean: np.ndarray,
+    std: np.ndarray,
+    nodata: int | float | None = None,
+    valid: np.ndarray | None = None,
+) -> np.ndarray:
     """(pixels - mean) / std in float32, computed in float64 where pixels have more digits than float32; pixels (bands, *size).
 
     Where they are ``nodata``, or not ``valid`` (*size), the result is 0, as if the pixel were the mean.

@@ -68,11 +68,20 @@ class StoreWriter:
             raise FileExistsError(f"{self.path} is a folder: choose another name for the store")
         check_replaceable(self.path)
         if self.path.exists() and not overwrite:
-            raise FileExistsError(f"{self.path} is already there: choose another name, or overwrite it (--overwrite)")
+            raise FileExistsError(
+                f"{self.path} is already there: choose another name, or overwrite it (--overwrite)"
+            )
 
     def _check(self) -> None:
-        if self.numbers != (len(self.classes) == 1) or len(self.classes) > 255 or len(set(self.classes)) < len(self.classes) or not all(self.classes):
-            raise ValueError(f"a store has 2 to 255 classes (or one, where it has numbers, which it names) with different names, got {self.classes}: name the background too")
+        if (
+            self.numbers != (len(self.classes) == 1)
+            or len(self.classes) > 255
+            or len(set(self.classes)) < len(self.classes)
+            or not all(self.classes)
+        ):
+            raise ValueError(
+                f"a store has 2 to 255 classes (or one, where it has numbers, which it names) with different names, got {self.classes}: name the background too"
+            )
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
                 f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored pixels are no class: "
@@ -119,11 +128,17 @@ class StoreWriter:
             raise ValueError(f"two images have the name {name!r}: rename one")
         layout.check_name(name, str(self.path))
         if np.dtype(dtype).kind not in "iuf":
-            raise ValueError(f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: convert them")
+            raise ValueError(
+                f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: convert them"
+            )
         if min(size, default=0) < 1:
             raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
         self._check_label(name, labels, label)
-        group, size, dtype = self.file.create_group(f"images/{name}"), tuple(int(n) for n in size), np.dtype(dtype)
+        group, size, dtype = (
+            self.file.create_group(f"images/{name}"),
+            tuple(int(n) for n in size),
+            np.dtype(dtype),
+        )
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
         self._added += bytes_of(size, len(self.bands), dtype, labels + masked)
@@ -136,24 +151,44 @@ class StoreWriter:
     def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
         """Refuse labels of pixels and of whole images in one store, and what is no label."""
         others, one = self._images.values(), self.numbers
-        of_pixels, of_images = labels or any(image.counts for image in others), label is not None or any(image.label is not None for image in others)
+        of_pixels, of_images = (
+            labels or any(image.counts for image in others),
+            label is not None or any(image.label is not None for image in others),
+        )
         if of_pixels and (of_images or one):
-            raise ValueError(f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of whole images, and not both: make a store of each")
-        if label is not None and not (math.isfinite(label) if one else label in range(len(self.classes))):
-            known = "a number" if one else f"0 to {len(self.classes) - 1} for {len(self.classes)} classes"
+            raise ValueError(
+                f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of whole images, and not both: make a store of each"
+            )
+        if label is not None and not (
+            math.isfinite(label) if one else label in range(len(self.classes))
+        ):
+            known = (
+                "a number"
+                if one
+                else f"0 to {len(self.classes) - 1} for {len(self.classes)} classes"
+            )
             raise ValueError(f"image {name!r} has the label {label}: that of an image is {known}")
 
     def _finish(self) -> None:
         index, sums = self._entries()
         if not any(image.split == "train" for image in index):
-            raise ValueError("no image is in the split 'train', from which the store takes mean and deviation of each band: put one there")
+            raise ValueError(
+                "no image is in the split 'train', from which the store takes mean and deviation of each band: put one there"
+            )
         for band, pixels in zip(self.bands, self.moments.pixels):
             if not pixels:
                 raise ValueError(
                     f"band {band} has no data in any pixel of the split 'train': leave the band out, "
                     "or say which number stands for no data (--nodata)"
                 )
-        known = self.classes, self.bands, self.ignore, self.moments.mean, self.moments.std, self.provenance
+        known = (
+            self.classes,
+            self.bands,
+            self.ignore,
+            self.moments.mean,
+            self.moments.std,
+            self.provenance,
+        )
         header.write(self.file, *known, index, sums, self.colours)
         with self._room_told():
             self._growing.close()

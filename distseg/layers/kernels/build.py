@@ -63,12 +63,16 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
     except (OSError, subprocess.SubprocessError):
         pass  # a home that can't be written, as on some clusters' compute nodes, or is full
     with tempfile.TemporaryDirectory(prefix="distseg-") as private:
-        return ctypes.CDLL(str(_compiled(compiler, Path(private))))  # which stays loaded without its file
+        return ctypes.CDLL(
+            str(_compiled(compiler, Path(private)))
+        )  # which stays loaded without its file
 
 
 def _cache() -> Path:
     """The folder, made if it is not there, and closed to others where an older distseg made it as the umask was."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distseg" / "kernels"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distseg" / "kernels"
+    )
     for place in (*reversed(folder.parents), folder):
         with suppress(FileExistsError):
             place.mkdir(0o700)
@@ -86,9 +90,13 @@ def check_folder(folder: Path) -> None:
     """
     for place in (folder, *folder.absolute().parents, *folder.resolve().parents):
         status = place.stat()
-        shared = place != folder and status.st_mode & stat.S_ISVTX  # as /tmp, where nobody can replace another's folder
+        shared = (
+            place != folder and status.st_mode & stat.S_ISVTX
+        )  # as /tmp, where nobody can replace another's folder
         if not _safe(status) and not (shared and _owners(status)):
-            raise Untrusted(f"others can write to {place}: chmod go-w it, or name a folder of your own as XDG_CACHE_HOME")
+            raise Untrusted(
+                f"others can write to {place}: chmod go-w it, or name a folder of your own as XDG_CACHE_HOME"
+            )
 
 
 def _owners(status: os.stat_result) -> bool:
@@ -139,7 +147,11 @@ def _whole(path: Path) -> bool:
         return False
     with open(handle, "rb") as file:
         status = os.fstat(handle)
-        return stat.S_ISREG(status.st_mode) and _safe(status) and path.stem.endswith(f"-{_digest(file.read())}")
+        return (
+            stat.S_ISREG(status.st_mode)
+            and _safe(status)
+            and path.stem.endswith(f"-{_digest(file.read())}")
+        )
 
 
 def _digest(content: bytes) -> str:
@@ -184,8 +196,12 @@ def _compiled(compiler: list[str], place: Path) -> Path:
     compiled, linked = place / "norm.o", place / "norm.so"
     first = [*_FLAGS.split(), "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)]
     for command in (first, ["-shared", str(compiled), "-o", str(linked)]):
-        subprocess.run([*compiler, *command], check=True, capture_output=True, text=True, timeout=_LONGEST)
-    linked.chmod(linked.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # which some users' umask would leave on
+        subprocess.run(
+            [*compiler, *command], check=True, capture_output=True, text=True, timeout=_LONGEST
+        )
+    linked.chmod(
+        linked.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH)
+    )  # which some users' umask would leave on
     return linked
 
 
@@ -200,4 +216,6 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features")))
+    return "".join(
+        line for line in lines[:40] if line.startswith(("model name", "flags", "Features"))
+    )

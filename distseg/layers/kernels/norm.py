@@ -30,12 +30,16 @@ class Affine(NamedTuple):
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("channels", "depth", "height", "width", "channels_last")]
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("channels", "depth", "height", "width", "channels_last")
+    ]
     _fields_ += [("own", ctypes.c_int64 * 6), ("threads", ctypes.c_int64)]
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("images", "groups", "joint")] + [(name, ctypes.c_double) for name in ("eps", "slope", "p")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("images", "groups", "joint")] + [
+        (name, ctypes.c_double) for name in ("eps", "slope", "p")
+    ]
 
 
 class _Strides(ctypes.Structure):
@@ -44,7 +48,9 @@ class _Strides(ctypes.Structure):
 
 def available(x: Tensor) -> bool:
     """Whether a compiled kernel takes such tensors."""
-    return x.device.type == "cpu" and x.dtype in _TYPES and 3 <= x.dim() <= 5 and library() is not None
+    return (
+        x.device.type == "cpu" and x.dtype in _TYPES and 3 <= x.dim() <= 5 and library() is not None
+    )
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +75,9 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor) -> Tensor:
+def gradient(
+    g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
+) -> Tensor:
     """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, made by ``torch.empty_like`` of ``x``."""
     last = lies_last(x)
     written = _in_runs(out, last)
@@ -96,7 +104,9 @@ class Norm(NamedTuple):
         return 1 if self.joint else images
 
 
-def norm_forward(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def norm_forward(
+    x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Dropout, norm and activation of whole images (B, C, *size) in one call.
 
     Returns:
@@ -105,28 +115,59 @@ def norm_forward(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
     last = lies_last(x)
     x = _in_runs(x, last)
     y = torch.empty_like(x)
-    plan = _plan(norm[:5], norm.keys is not None, last, x.shape, (x.stride(), y.stride()), torch.get_num_threads())
+    plan = _plan(
+        norm[:5],
+        norm.keys is not None,
+        last,
+        x.shape,
+        (x.stride(), y.stride()),
+        torch.get_num_threads(),
+    )
     channels = x.shape[1]
     statistics = torch.empty(2, norm.rows(len(x)), norm.groups or channels, dtype=torch.float64)
     numbers = torch.empty(plan.images, 5, channels, dtype=torch.float64)
     keys = None if norm.keys is None else (ctypes.c_uint64 * plan.images)(*norm.keys)
     weight, bias = _widened(weight, x), _widened(bias, x)
     _function("norm_forward", x.dtype)(
-        *plan.told, x.data_ptr(), y.data_ptr(), keys, _address(weight), _address(bias), statistics.data_ptr(), statistics.data_ptr() + 4 * statistics.numel(), numbers.data_ptr()
+        *plan.told,
+        x.data_ptr(),
+        y.data_ptr(),
+        keys,
+        _address(weight),
+        _address(bias),
+        statistics.data_ptr(),
+        statistics.data_ptr() + 4 * statistics.numel(),
+        numbers.data_ptr(),
     )
     return y, statistics, numbers
 
 
-def norm_backward(g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(
+    g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, and of weight and bias, (C,) float64."""
     last = lies_last(x)
     g, x = _in_runs(g, last), _in_runs(x, last)
     dx, channels = torch.empty_like(x), x.shape[1]
-    plan = _plan(norm[:5], norm.keys is not None, last, x.shape, (g.stride(), x.stride(), dx.stride()), torch.get_num_threads())
+    plan = _plan(
+        norm[:5],
+        norm.keys is not None,
+        last,
+        x.shape,
+        (g.stride(), x.stride(), dx.stride()),
+        torch.get_num_threads(),
+    )
     found = torch.empty(2, channels, dtype=torch.float64)
     weight, numbers = _widened(weight, x), numbers.expand(plan.images, -1, -1).contiguous()
     _function("norm_backward", x.dtype)(
-        *plan.told, g.data_ptr(), x.data_ptr(), dx.data_ptr(), _address(weight), numbers.data_ptr(), found.data_ptr(), found.data_ptr() + 8 * channels
+        *plan.told,
+        g.data_ptr(),
+        x.data_ptr(),
+        dx.data_ptr(),
+        _address(weight),
+        numbers.data_ptr(),
+        found.data_ptr(),
+        found.data_ptr() + 8 * channels,
     )
     return dx, found[0], found[1]
 
@@ -139,14 +180,25 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(4096)
-def _plan(norm: tuple, keyed: bool, last: bool, shape: Sequence[int], strides: Sequence[Sequence[int]], threads: int) -> _Plan:
+def _plan(
+    norm: tuple,
+    keyed: bool,
+    last: bool,
+    shape: Sequence[int],
+    strides: Sequence[Sequence[int]],
+    threads: int,
+) -> _Plan:
     """Return the plan for tensors of this shape and these strides. It is cached, as making it takes as long as the norm of a small map."""
     norm = Norm(*norm)
     tensors = _merged(last, *(torch.empty_strided(shape, each, device="meta") for each in strides))
     if norm.joint and not keyed:
         tensors = _as_one(tensors)
     images, form = len(tensors[0]), _shape_of(tuple(tensors[0].shape[1:]), last, None, threads)
-    structures = form, _Norm(images, norm.groups, norm.joint, norm.eps, norm.slope, norm.p), *map(_strides, tensors)
+    structures = (
+        form,
+        _Norm(images, norm.groups, norm.joint, norm.eps, norm.slope, norm.p),
+        *map(_strides, tensors),
+    )
     return _Plan(images, (*map(ctypes.byref, structures), *(x.stride(0) for x in tensors)))
 
 
@@ -157,7 +209,11 @@ def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
     """The same with the pixels of a channel in one run, where they lie side by side: short rows take as long as the parameters of their channel."""
-    return [x.flatten(2) for x in images] if not last and all(x.is_contiguous() for x in images) else images
+    return (
+        [x.flatten(2) for x in images]
+        if not last and all(x.is_contiguous() for x in images)
+        else images
+    )
 
 
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
@@ -165,7 +221,11 @@ def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     if parameter is None:
         return None
     wanted = torch.promote_types(x.dtype, torch.float32)
-    return parameter if parameter.dtype == wanted and parameter.is_contiguous() else parameter.detach().to(wanted).contiguous()
+    return (
+        parameter
+        if parameter.dtype == wanted and parameter.is_contiguous()
+        else parameter.detach().to(wanted).contiguous()
+    )
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -176,26 +236,42 @@ def _address(x: Tensor | None) -> int | None:
 def _function(name: str, dtype: torch.dtype):
     found = getattr(library(), f"{name}_{_TYPES[dtype]}")
     structures, batches, arrays = {"norm_forward": (4, 2, 8), "norm_backward": (5, 3, 7)}[name]
-    found.argtypes = [ctypes.c_void_p] * structures + [ctypes.c_int64] * batches + [ctypes.c_void_p] * arrays
+    found.argtypes = (
+        [ctypes.c_void_p] * structures + [ctypes.c_int64] * batches + [ctypes.c_void_p] * arrays
+    )
     found.restype = None
     return found
 
 
 def _call(
-    name: str, last: bool, images: Sequence[Tensor], parameters: Sequence[Tensor | float], outputs: Sequence[Tensor] = (), own: Box | None = None
+    name: str,
+    last: bool,
+    images: Sequence[Tensor],
+    parameters: Sequence[Tensor | float],
+    outputs: Sequence[Tensor] = (),
+    own: Box | None = None,
 ) -> None:
     """Images of one shape and type, computed with channels ``last`` or first; parameters in the type that the kernel computes in."""
     images = [_in_runs(image, last) for image in images]
     size = images[0].shape[2:]
     if own is not None and not Box.whole(size).contains(own):
-        raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(size)}")  # the kernel would write there
+        raise ValueError(
+            f"the cells {own} that are owned reach beyond a map of {tuple(size)}"
+        )  # the kernel would write there
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None
     x = images[0]
     kept = [_widened(p, x) if isinstance(p, Tensor) else ctypes.c_double(p) for p in parameters]
-    pointers = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in (*images, *kept, *outputs)]
+    pointers = [
+        ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a
+        for a in (*images, *kept, *outputs)
+    ]
     function = getattr(library(), f"{name}_{_TYPES[x.dtype]}")
-    function(ctypes.byref(_shape(x, last, own)), *(ctypes.byref(_strides(image)) for image in images), *pointers)
+    function(
+        ctypes.byref(_shape(x, last, own)),
+        *(ctypes.byref(_strides(image)) for image in images),
+        *pointers,
+    )
 
 
 def _shape(x: Tensor, last: bool, own: Box | None = None) -> _Shape:
@@ -207,7 +283,11 @@ def _shape_of(shape: tuple[int, ...], last: bool, own: Box | None, threads: int)
     channels, *size = shape
     flat = (slice(0, 1),) * (3 - len(size))
     size = (1,) * len(flat) + tuple(size)
-    box = Box.whole(size) if own is None else Box(tuple(s.start for s in flat) + own.start, tuple(s.stop for s in flat) + own.stop)
+    box = (
+        Box.whole(size)
+        if own is None
+        else Box(tuple(s.start for s in flat) + own.start, tuple(s.stop for s in flat) + own.stop)
+    )
     ends = (n for pair in zip(box.start, box.stop) for n in pair)
     return _Shape(channels, *size, last, (ctypes.c_int64 * 6)(*ends), threads)
 
@@ -225,7 +305,9 @@ def _into(out: Tensor, written: Tensor) -> Tensor:
 def _in_runs(x: Tensor, last: bool) -> Tensor:
     """``x``, copied where its rows are no runs: of pixels with all their channels (``last``), or of one channel's pixels."""
     channels, width = x.shape[1], x.shape[-1]
-    apart = x.stride(-1) if width > 1 else channels if last else 1  # of a lone pixel both layouts are true
+    apart = (
+        x.stride(-1) if width > 1 else channels if last else 1
+    )  # of a lone pixel both layouts are true
     if apart == (channels if last else 1) and (not last or x.stride(1) == 1):
         return x
     return x.contiguous(memory_format=channels_last(x.dim()) if last else torch.contiguous_format)

@@ -18,7 +18,9 @@ from torch import Tensor
 from distseg.layers.kernels.norm import Affine
 from distseg.tiling.tile import Box
 
-_CHUNK = 1 << 9  # pixels that a CPU adds one after another in float64, which is for comparing digits; a GPU adds in a tree
+_CHUNK = (
+    1 << 9
+)  # pixels that a CPU adds one after another in float64, which is for comparing digits; a GPU adds in a tree
 
 _CACHED = 1 << 17  # values
 
@@ -35,12 +37,17 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
     g = _before_activation(g, x, affine)
     rows = _rows_of_chunk(x)
-    parts = [torch.ops.aten.native_batch_norm_backward(*gx, *fixed)[1:] for gx in zip(g.split(rows, 2), x.split(rows, 2))]
+    parts = [
+        torch.ops.aten.native_batch_norm_backward(*gx, *fixed)[1:]
+        for gx in zip(g.split(rows, 2), x.split(rows, 2))
+    ]
     weighted, total = (torch.stack(found).double().sum(0) for found in zip(*parts))
     return total, weighted
 
 
-def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor) -> Tensor:
+def gradient(
+    g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
+) -> Tensor:
     """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, made by ``torch.empty_like`` of ``x``."""
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
     g = _before_activation(g, x, affine)
@@ -54,7 +61,15 @@ def gradient(g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, 
     return out
 
 
-def _with_tilt(g: Tensor, x: Tensor, scale: Tensor, pivot: Tensor, tilt: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
+def _with_tilt(
+    g: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    pivot: Tensor,
+    tilt: Tensor,
+    shift: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
     """scale * g' + tilt * (x - pivot) + shift."""
     return torch.addcmul(torch.addcmul(shift, x - pivot, tilt), g, scale, out=out)
 

@@ -22,7 +22,9 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     axes = tuple(x.axes[d] for d in order)
     places = places_of(axes)
     if list(places) != sorted(places):
-        raise reader.refusal("turns the image: of its dims, channels alone may be turned among themselves, or come before or behind the places")
+        raise reader.refusal(
+            "turns the image: of its dims, channels alone may be turned among themselves, or come before or behind the places"
+        )
     if x.line:
         return turned_line(reader, x, order)
     cells = [d for d in order if x.axes[d].cell != 1]
@@ -32,23 +34,35 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
-    return reader.refusal(f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or cuts the image into windows: that is not known here")
+    return reader.refusal(
+        f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or cuts the image into windows: that is not known here"
+    )
 
 
 def spread(reader: Reader, x: Value, **settings) -> Value:
     """Return a vector as the map that the call makes of it; a grid, resized by ``settings``."""
     if x.line:
-        axes = axes_of([c.shapes[0] for c in reader.current], [t.batch for t in reader.traces], x.sizes)
+        axes = axes_of(
+            [c.shapes[0] for c in reader.current], [t.batch for t in reader.traces], x.sizes
+        )
         return expanded_line(reader, x, axes or ())
     if settings:
         grid, sizes = x.grid, tuple(c.shapes[0][2:] for c in reader.current)
         if settings["mode"] == "area" or set(sizes) == {grid}:
-            raise reader.refusal("resizes a grid of the image by mode area, or to another grid: nearest, bilinear and bicubic are known, to a map")
+            raise reader.refusal(
+                "resizes a grid of the image by mode area, or to another grid: nearest, bilinear and bicubic are known, to a map"
+            )
         return _over(reader, x, sizes, None, grid, settings)
     lengths = list(zip(*(c.shapes[0] for c in reader.current)))
-    there = [d for d, axis in enumerate(x.axes) if axis == Axis() and d < len(lengths) and len(set(lengths[d])) > 1]
+    there = [
+        d
+        for d, axis in enumerate(x.axes)
+        if axis == Axis() and d < len(lengths) and len(set(lengths[d])) > 1
+    ]
     if len(lengths) != x.rank or not _is_size(len(there), reader.dims):
-        raise reader.refusal(f"makes {reader.call.shapes[0]} of {x!r}: spread over all places, as by expand_as, it is known")
+        raise reader.refusal(
+            f"makes {reader.call.shapes[0]} of {x!r}: spread over all places, as by expand_as, it is known"
+        )
     sizes = tuple(zip(*(lengths[d] for d in there)))
     return _over(reader, x, sizes, there, (), {})
 
@@ -57,12 +71,21 @@ def _is_size(count: int, dims: int) -> bool:
     return count == dims
 
 
-def _over(reader: Reader, x: Value, sizes: tuple, there: Sequence[int] | None, grid: Sequence[int], settings: dict) -> Value:
+def _over(
+    reader: Reader,
+    x: Value,
+    sizes: tuple,
+    there: Sequence[int] | None,
+    grid: Sequence[int],
+    settings: dict,
+) -> Value:
     like = reader.like(sizes)
     vector, axes = reader.resized(x, sizes), reader.made(like)
     kept = without_places(axes) if there is not None else x.axes
     if there is not None and kept != x.axes:  # channels are repeated, too
-        vector = reader.applied(_Expanded([axis.cell for axis in kept if not axis.batch]), [vector], "channels", kept)
+        vector = reader.applied(
+            _Expanded([axis.cell for axis in kept if not axis.batch]), [vector], "channels", kept
+        )
     return reader.emit(lambda _: Spread(grid, **settings), [like, vector], axes=axes)
 
 
@@ -105,7 +128,9 @@ class _Lengthened:
 
 def _follows(reader: Reader) -> bool:
     """Tell whether the result's shape follows the image's size, beside that of the batch."""
-    return any(len(set(lengths)) > 1 for lengths in list(zip(*(c.shapes[0] for c in reader.current)))[1:])
+    return any(
+        len(set(lengths)) > 1 for lengths in list(zip(*(c.shapes[0] for c in reader.current)))[1:]
+    )
 
 
 def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
@@ -115,7 +140,13 @@ def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
     return tuple(reader.formula(args, {}, part) for part in range(len(reader.call.shapes)))
 
 
-def over_channels(reader: Reader, x: Any, args: tuple, dim: Any, why: str = "runs over places of the image: over channels it is known") -> Value:
+def over_channels(
+    reader: Reader,
+    x: Any,
+    args: tuple,
+    dim: Any,
+    why: str = "runs over places of the image: over channels it is known",
+) -> Value:
     """Return what a function makes that runs along dims of channels."""
     if not reader.of_channels(dim, reader.value(x)):
         raise reader.refusal(why)
@@ -126,19 +157,37 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
     """Return the part of the channels that an index takes; with ``values`` the value in which that part is replaced by them."""
     entries = _entries(reader, x, index)
     if entries is None:
-        raise reader.refusal("takes a part by an index that is not known here: slices, numbers, lists and buffers of numbers, along channels, are known")
+        raise reader.refusal(
+            "takes a part by an index that is not known here: slices, numbers, lists and buffers of numbers, along channels, are known"
+        )
     for axis, entry in zip(x.axes, (e for e in entries if e is not None)):
         if axis.batch and entry != slice(None):
-            raise reader.refusal("takes some images of the batch: what belongs to an image is known, x[:, ...]")
+            raise reader.refusal(
+                "takes some images of the batch: what belongs to an image is known, x[:, ...]"
+            )
         if axis.places and entry != slice(None):
-            raise reader.refusal("takes a part of the image: of the channels, as x[:, 2:5], it is known")
+            raise reader.refusal(
+                "takes a part of the image: of the channels, as x[:, 2:5], it is known"
+            )
     return reader.formula((x, index, *values), {})
 
 
 def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
     """An entry for each dim, and None for each new one; None where one is of another kind."""
-    single = lambda i: i is None or i is Ellipsis or isinstance(i, (slice, int, Kept, Made)) or isinstance(i, tuple) and all(isinstance(n, int) for n in i) or x.line and isinstance(i, Sizes)
-    if sum(i is Ellipsis for i in index) > 1 or not all(map(single, index)) or any(isinstance(i, bool) for i in index):
+    single = lambda i: (
+        i is None
+        or i is Ellipsis
+        or isinstance(i, (slice, int, Kept, Made))
+        or isinstance(i, tuple)
+        and all(isinstance(n, int) for n in i)
+        or x.line
+        and isinstance(i, Sizes)
+    )
+    if (
+        sum(i is Ellipsis for i in index) > 1
+        or not all(map(single, index))
+        or any(isinstance(i, bool) for i in index)
+    ):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     there = x.rank - sum(i is not None and i is not Ellipsis for i in index)
@@ -148,8 +197,16 @@ def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
 def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
     """Return the part from the first place on, of the size of another map; None where an index takes something else."""
     each = [_whole_index(of_trace(tuple(index), n), x.rank) for n in range(len(x.sizes))]
-    first = lambda i: isinstance(i, slice) and i.start in (None, 0) and i.step in (None, 1) and (i.stop is None or i.stop >= 0)
-    if any(i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -reader.dims]) for i in each):
+    first = lambda i: (
+        isinstance(i, slice)
+        and i.start in (None, 0)
+        and i.step in (None, 1)
+        and (i.stop is None or i.stop >= 0)
+    )
+    if any(
+        i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -reader.dims])
+        for i in each
+    ):
         return None
     if not x.plain:
         reader.unfold(x)
@@ -163,7 +220,9 @@ def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
 
 def _whole_index(index: tuple, rank: int) -> list | None:
     """With an entry for each of so many dims; None where it has others than slices and numbers."""
-    if sum(i is Ellipsis for i in index) > 1 or not all(i is Ellipsis or isinstance(i, (slice, int)) for i in index):
+    if sum(i is Ellipsis for i in index) > 1 or not all(
+        i is Ellipsis or isinstance(i, (slice, int)) for i in index
+    ):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     return [*index[:at], *[slice(None)] * (rank - len(index) + (at < len(index))), *index[at + 1 :]]
@@ -174,10 +233,21 @@ def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
     if not has_sizes(pad):
         return None
     each = [(*of_trace(pad, n), *(0,) * (2 * reader.dims - len(pad))) for n in range(len(x.sizes))]
-    pairs = [(n, behind) for size, sides in zip(x.sizes, each) for n, behind in zip(reversed(size), sides[1::2])]
+    pairs = [
+        (n, behind)
+        for size, sides in zip(x.sizes, each)
+        for n, behind in zip(reversed(size), sides[1::2])
+    ]
     if any(any(sides[::2]) or len(sides) > 2 * reader.dims for sides in each):
         return None
-    return next((m for m in range(2, _LARGEST_MULTIPLE + 1) if all(-n % m == behind for n, behind in pairs)), None)
+    return next(
+        (
+            m
+            for m in range(2, _LARGEST_MULTIPLE + 1)
+            if all(-n % m == behind for n, behind in pairs)
+        ),
+        None,
+    )
 
 
 _LARGEST_MULTIPLE = 256  # that a padding is looked at for

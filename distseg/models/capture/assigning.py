@@ -22,7 +22,10 @@ _WHAT = "assigns to a part of"
 def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
     """Return True if an index takes a part of the image."""
     entries = _entries(x, index)
-    return entries is not None and any(x.axes[dim].places and any(of_trace(entry, n) != slice(None) for n in range(traces)) for dim, entry in entries)
+    return entries is not None and any(
+        x.axes[dim].places and any(of_trace(entry, n) != slice(None) for n in range(traces))
+        for dim, entry in entries
+    )
 
 
 def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
@@ -43,55 +46,91 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
     for dim, entry in entries or ():
         if x.axes[dim].places and any(of_trace(entry, n) != slice(None) for n in traces):
             place = dim_of_place(reader, x, dim, _WHAT)
-            wanted[place], marks[place] = [_as_slice(reader, of_trace(entry, n)) for n in traces], index.index(entry)
+            wanted[place], marks[place] = (
+                [_as_slice(reader, of_trace(entry, n)) for n in traces],
+                index.index(entry),
+            )
             if isinstance(entry, int) and isinstance(value, Value):
-                raise reader.refusal("assigns a map to one row or column of the image: a number is known, or a map to a slice")
+                raise reader.refusal(
+                    "assigns a map to one row or column of the image: a number is known, or a map to a slice"
+                )
         elif x.axes[dim].of_channels:
             channels[dim] = reader.fixed(entry, "index")
             if not isinstance(entry, slice):
-                raise reader.refusal("assigns to places of channels that are no slice of them: that is not known here")
+                raise reader.refusal(
+                    "assigns to places of channels that are no slice of them: that is not known here"
+                )
     part = x if all(i == slice(None) for i in channels) else _part(reader, x, tuple(channels))
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)
     if any(axis.mixed or len(axis.places) > 1 for axis in mask_axes):
-        raise reader.refusal(f"{_WHAT} the image in {x!r}: of maps whose dims are images, channels and places it is known")
+        raise reader.refusal(
+            f"{_WHAT} the image in {x!r}: of maps whose dims are images, channels and places it is known"
+        )
     plan = Plan(Marked(reader.number, tuple(marks.items())), (), {}, frozenset())
     mask = replace(emitted(reader, plan, x, mask_axes), dtype=torch.bool)
     if isinstance(value, (int, float)):
         made = reader.applied(_Filled(value), [mask, part], "assigned", part.axes)
     else:
-        made = reader.applied(_chosen, [mask, _put(reader, x, part, wanted, reader.value(value)), part], "assigned", part.axes)
-    return made if part is x else reader.applied(_Put(tuple(channels)), [x, made], "channels", x.axes)
+        made = reader.applied(
+            _chosen,
+            [mask, _put(reader, x, part, wanted, reader.value(value)), part],
+            "assigned",
+            part.axes,
+        )
+    return (
+        made if part is x else reader.applied(_Put(tuple(channels)), [x, made], "channels", x.axes)
+    )
 
 
 def _as_slice(reader: Reader, entry: Any) -> slice:
     if isinstance(entry, int) and not isinstance(entry, bool):
         return slice(entry, entry + 1 or None)
     if not isinstance(entry, slice):
-        raise reader.refusal("assigns to places of the image by an index that is neither a slice nor a number: that is not known here")
+        raise reader.refusal(
+            "assigns to places of the image by an index that is neither a slice nor a number: that is not known here"
+        )
     return entry
 
 
 def _part(reader: Reader, x: Value, index: tuple) -> Value:
     """Return a slice of the channels."""
-    cells = [axis if not axis.of_channels else axis._replace(cell=len(range(axis.cell)[i])) for axis, i in zip(x.axes, index)]
+    cells = [
+        axis if not axis.of_channels else axis._replace(cell=len(range(axis.cell)[i]))
+        for axis, i in zip(x.axes, index)
+    ]
     return reader.applied(_Taken(index), [x], "part", tuple(cells))
 
 
-def _put(reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value) -> Value:
+def _put(
+    reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
+) -> Value:
     """Return a map of the size of ``x``, which has a value at the places that slices take."""
     if value.vector:
         return reader.meeting([value, x])[0]
-    ranges = {d: [range(size[d])[i] for i, size in zip(slices, x.sizes)] for d, slices in wanted.items()}
-    sizes = tuple(tuple(len(ranges[d][n]) if d in ranges else k for d, k in enumerate(size)) for n, size in enumerate(x.sizes))
+    ranges = {
+        d: [range(size[d])[i] for i, size in zip(slices, x.sizes)] for d, slices in wanted.items()
+    }
+    sizes = tuple(
+        tuple(len(ranges[d][n]) if d in ranges else k for d, k in enumerate(size))
+        for n, size in enumerate(x.sizes)
+    )
     if value.axes != part.axes or value.sizes != sizes:
         raise reader.refusal(f"assigns {value!r} to a part of {x!r}, which has another form")
     steps = {d: {r.step for r in each} for d, each in ranges.items()}
     if any(len(found) > 1 for found in steps.values()):
-        raise reader.refusal("assigns to every so many places of the image, a number that depends on its size")
+        raise reader.refusal(
+            "assigns to every so many places of the image, a number that depends on its size"
+        )
     factors = tuple(float(min(steps[d])) if d in steps else 1.0 for d in range(reader.dims))
     if set(factors) != {1.0}:
         larger = tuple(tuple(int(n * f) for n, f in zip(size, factors)) for size in sizes)
-        value = reader.emit(lambda _: nn.Upsample(scale_factor=factors), [value], axes=value.axes, sizes=larger, what="spread")
+        value = reader.emit(
+            lambda _: nn.Upsample(scale_factor=factors),
+            [value],
+            axes=value.axes,
+            sizes=larger,
+            what="spread",
+        )
     first = lambda d, n: ranges[d][n].start if d in ranges else 0  # noqa: E731
     sides = [
         tuple((first(d, n), k - m - first(d, n)) for d, (k, m) in enumerate(zip(size, there)))

@@ -42,20 +42,28 @@ def attention(
     """
     q, k, v = (reader.axes_of(x) for x in (query, key, value))
     scale = 1 / math.sqrt(q[-1].cell) if scale is None else scale
-    if not all(axes[-1].of_channels for axes in (q, k, v)) or places_of(q[-2:-1]) and places_of(k[-2:-1]):
+    if (
+        not all(axes[-1].of_channels for axes in (q, k, v))
+        or places_of(q[-2:-1])
+        and places_of(k[-2:-1])
+    ):
         raise reader.refusal(ATTENTION, everywhere=True)
     _check_bias(reader, bias, q, k)
     lead = _common(reader, (q[:-2], k[:-2], v[:-2]))
     scores_axes, made_axes = (*lead, q[-2], k[-2]), (*lead, q[-2], v[-1])
     if k[-2].of_channels and v[-2].of_channels:
         score = partial(_scores, scale=scale, soft=True)
-        shares = reader.applied(score, (query, key, bias), "weights", scores_axes) if weights else None
+        shares = (
+            reader.applied(score, (query, key, bias), "weights", scores_axes) if weights else None
+        )
         attend = partial(_attended, scale=scale)
         return reader.applied(attend, (query, key, value, bias), "", made_axes), shares
     if k[-2] != v[-2] or k[-2] != Axis(places=tuple(range(reader.dims))) or not q[-2].of_channels:
         raise reader.refusal(ATTENTION, everywhere=True)
     if v[:-2] != lead or not isinstance(value, Value):
-        raise reader.refusal("has other heads, or images, of its values than of its queries and keys")
+        raise reader.refusal(
+            "has other heads, or images, of its values than of its queries and keys"
+        )
     score = partial(_scores, scale=scale, soft=False)
     scores = reader.applied(score, (query, key, bias), "scores", scores_axes)
     shares = softmax(reader, scores, len(scores_axes) - 1, False)

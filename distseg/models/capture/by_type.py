@@ -33,14 +33,20 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         of_types = dict(zip(traces, calls))
         call = of_types[WIDE] or next(filter(None, calls))
         if None in calls:
-            raise CanNotCapture(f"{call} is called in one type alone: what code calls must not depend on the type of a tensor")
+            raise CanNotCapture(
+                f"{call} is called in one type alone: what code calls must not depend on the type of a tensor"
+            )
         if other := next((c for c in calls if not _same_function(c, call)), None):
-            raise CanNotCapture(f"{call} is {other} in another type: what code calls must not depend on the type of a tensor")
+            raise CanNotCapture(
+                f"{call} is {other} in another type: what code calls must not depend on the type of a tensor"
+            )
         merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
         if merged != (call.args, call.kwargs):
             found[number] = merged
     if any(trace.result != traces[WIDE].result for trace in traces.values()):
-        raise CanNotCapture("its result is another one in another type: what code returns must not depend on the type of a tensor")
+        raise CanNotCapture(
+            "its result is another one in another type: what code returns must not depend on the type of a tensor"
+        )
     return found
 
 
@@ -51,12 +57,18 @@ def _same_function(a: Called, b: Called) -> bool:
 def _merged(each: Mapping[torch.dtype, Any]) -> Any:
     """Return what is alike in all types, and a :class:`ByType` in the place of each number that is not."""
     wide = each[WIDE]
-    if isinstance(wide, tuple) and all(isinstance(x, tuple) and len(x) == len(wide) for x in each.values()):
+    if isinstance(wide, tuple) and all(
+        isinstance(x, tuple) and len(x) == len(wide) for x in each.values()
+    ):
         return tuple(_merged({dtype: x[n] for dtype, x in each.items()}) for n in range(len(wide)))
-    if isinstance(wide, dict) and all(isinstance(x, dict) and x.keys() == wide.keys() for x in each.values()):
+    if isinstance(wide, dict) and all(
+        isinstance(x, dict) and x.keys() == wide.keys() for x in each.values()
+    ):
         return {key: _merged({dtype: x[key] for dtype, x in each.items()}) for key in wide}
     numbers = all(isinstance(x, (int, float)) for x in each.values())
-    return ByType(tuple(each.items())) if numbers and any(x != wide for x in each.values()) else wide
+    return (
+        ByType(tuple(each.items())) if numbers and any(x != wide for x in each.values()) else wide
+    )
 
 
 def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
@@ -79,7 +91,9 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
 def _put(call: Called, tree: Any, typed: Any) -> Any:
     if isinstance(typed, ByType):
         if tree != typed.of(WIDE):
-            raise CanNotCapture(f"{call} takes a number that follows both the type of a tensor and the image's size: write it down")
+            raise CanNotCapture(
+                f"{call} takes a number that follows both the type of a tensor and the image's size: write it down"
+            )
         return typed
     if isinstance(tree, tuple) and isinstance(typed, tuple) and len(tree) == len(typed):
         return tuple(_put(call, a, b) for a, b in zip(tree, typed))

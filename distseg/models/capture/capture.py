@@ -34,7 +34,14 @@ _SIDE = (256, 64, 64)  # of the image that both are compared on, by the number o
 
 def as_network(model: nn.Module) -> nn.Module:
     """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
-    if is_flat(model) and all(map(_is_known, (layer for _, layer in flat_layers(model)))) and not _stands_twice(model) and not _drops_otherwise(model) and not _stays_in_evaluation(model) and hook_on_gradients(model) is None:
+    if (
+        is_flat(model)
+        and all(map(_is_known, (layer for _, layer in flat_layers(model))))
+        and not _stands_twice(model)
+        and not _drops_otherwise(model)
+        and not _stays_in_evaluation(model)
+        and hook_on_gradients(model) is None
+    ):
         return model
     try:
         return capture(model)
@@ -52,14 +59,28 @@ def hook_on_gradients(model: nn.Module) -> str | None:
     every = nn.modules.module
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return "every module (register_module_full_backward_hook)"
-    modules = (name or "the model" for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks)
-    parameters = (name for name, p in model.named_parameters() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    modules = (
+        name or "the model"
+        for name, m in model.named_modules()
+        if m._backward_hooks or m._backward_pre_hooks
+    )
+    parameters = (
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    )
     return next(modules, None) or next(parameters, None)
 
 
 def _is_known(layer: nn.Module) -> bool:
     """Whether a layer computes what its class, PyTorch's or ours, says, and that has a twin for parts of an image."""
-    return not isinstance(layer, _OF_IMAGES) and type(layer) is known(type(layer)) is not nn.Module and modification_of(layer) is None and not layer._modules and not isinstance(layer, _DRAW)
+    return (
+        not isinstance(layer, _OF_IMAGES)
+        and type(layer) is known(type(layer)) is not nn.Module
+        and modification_of(layer) is None
+        and not layer._modules
+        and not isinstance(layer, _DRAW)
+    )
 
 
 def _stands_twice(model: nn.Module) -> bool:
@@ -72,18 +93,43 @@ def _drops_otherwise(model: nn.Module) -> bool:
     """Tell whether a network has a dropout for images of other dims than its own, to which PyTorch's functions do something else."""
     drops = [layer for layer in model.modules() if isinstance(layer, (nn.Dropout1d, nn.Dropout3d))]
     with suppress(ValueError):
-        return bool(drops) and any(not isinstance(layer, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[dims_of(model) - 1]) for layer in drops)
+        return bool(drops) and any(
+            not isinstance(layer, (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[dims_of(model) - 1])
+            for layer in drops
+        )
     return False
 
 
 def _stays_in_evaluation(model: nn.Module) -> bool:
     """Tell whether a module has a way of its own to go over to training, as frozen parts have that stay in evaluation."""
-    return any("train" in vars(module) or "eval" in vars(module) or type(module).train is not nn.Module.train for module in model.modules())
+    return any(
+        "train" in vars(module)
+        or "eval" in vars(module)
+        or type(module).train is not nn.Module.train
+        for module in model.modules()
+    )
 
 
-_OF_A_PLACE = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.modules.dropout._DropoutNd)
-_DRAW = (nn.RReLU, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-_OF_IMAGES = (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.Flatten, nn.Unflatten, nn.Linear)
+_OF_A_PLACE = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.modules.dropout._DropoutNd,
+)
+_DRAW = (
+    nn.RReLU,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+_OF_IMAGES = (
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Linear,
+)
 
 
 def capture(model: nn.Module, in_channels: int | None = None) -> Network:
@@ -100,9 +146,13 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
         CanNotCapture: naming the operation, the module that calls it, the line of code, and what would help.
     """
     if (hooked := hook_on_gradients(model)) is not None:
-        raise CanNotCapture(f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+        raise CanNotCapture(
+            f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out"
+        )
     if (script := scripted(model)) is not None:
-        raise CanNotCapture(f"{script} is TorchScript (torch.jit.script or trace), whose calls can't be seen: write it in plain PyTorch")
+        raise CanNotCapture(
+            f"{script} is TorchScript (torch.jit.script or trace), whose calls can't be seen: write it in plain PyTorch"
+        )
     with generators_kept():
         return _captured(model, in_channels)
 
@@ -120,19 +170,35 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     except ValueError as e:
         raise CanNotCapture(str(e)) from None
     before = picture(empty.train())
-    shapes = {name: tuple(x.shape) for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]}
+    shapes = {
+        name: tuple(x.shape)
+        for name, x in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+    }
 
     def seen(sizes: Sequence[tuple[int, ...]], before: list[Trace]) -> list[Trace]:
-        return [*before, *(with_numbers(trace(empty, channels, size, batch=2 + n % 2), numbers) for n, size in enumerate(sizes, len(before)))]
+        return [
+            *before,
+            *(
+                with_numbers(trace(empty, channels, size, batch=2 + n % 2), numbers)
+                for n, size in enumerate(sizes, len(before))
+            ),
+        ]
 
     sizes = [tuple(_UNITS[0] * n for n in counts[:dims]) for counts in _COUNTS]
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
         """Refuse what the passes up to now left behind."""
-        others = [partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)]
+        others = [
+            partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)
+        ]
         last = partial(trace, channels=channels, size=size, batch=batch)
-        check_left(lambda: on_meta(model).double().train(), before, picture(empty), last, others, alike)
+        check_left(
+            lambda: on_meta(model).double().train(), before, picture(empty), last, others, alike
+        )
 
     @cache
     def passed(size: tuple[int, ...]) -> Trace:
@@ -157,7 +223,9 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
                 break
     if found is None:
         call = whole.calls[whole.result.call]
-        refused.everywhere = refused.everywhere or len(call.shapes[whole.result.part]) != 2 + dims  # a vector of the image
+        refused.everywhere = (
+            refused.everywhere or len(call.shapes[whole.result.part]) != 2 + dims
+        )  # a vector of the image
         raise refused  # at multiples of the smaller one
     for smaller in (2**k for k in range(unit.bit_length() - 1)):
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]
@@ -177,7 +245,9 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
             look(size, images)
         seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
-            raise CanNotCapture(f"the size of what {other} makes follows other sizes than it does with other images")
+            raise CanNotCapture(
+                f"the size of what {other} makes follows other sizes than it does with other images"
+            )
 
     network.check = check
     side = max(_SIDE[dims - 1], multiple)
@@ -188,7 +258,9 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     return network
 
 
-def _in_other_types(model: nn.Module, channels: int, size: Sequence[int]) -> dict[torch.dtype, Trace]:
+def _in_other_types(
+    model: nn.Module, channels: int, size: Sequence[int]
+) -> dict[torch.dtype, Trace]:
     """Return traces in the types of runs, where the network runs in them."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -200,11 +272,15 @@ def _in_other_types(model: nn.Module, channels: int, size: Sequence[int]) -> dic
 def _guessed(model: nn.Module) -> list[int]:
     """Return numbers of bands to try where no image that was tried fits: those of the first convolution that is made, or of another one, which is called first."""
     first = bands_of(model)
-    others = sorted({m.in_channels for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first})
+    others = sorted(
+        {m.in_channels for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first}
+    )
     return [first, *others[:4]]
 
 
-def _first_trace(empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]) -> tuple[int, Trace]:
+def _first_trace(
+    empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]
+) -> tuple[int, Trace]:
     """Return the number of bands of a network's images, and a trace with such an image."""
     for channels in likeliest[:-1]:
         with suppress(CanNotCapture):

@@ -47,7 +47,9 @@ class _Wide(TorchFunctionMode):
         if function is Tensor.bernoulli_:
             return args[0].fill_(1)
         if function is torch.rand:
-            return torch.ones(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+            return torch.ones(
+                *args, **{name: value for name, value in kwargs.items() if name != "generator"}
+            )
         return call_wide(function, args, kwargs)
 
 
@@ -55,7 +57,9 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, to
 
 
 @torch.no_grad()
-def check_same(model: nn.Module, network_of: Callable[[nn.Module], Network], channels: int, size: Sequence[int]) -> None:
+def check_same(
+    model: nn.Module, network_of: Callable[[nn.Module], Network], channels: int, size: Sequence[int]
+) -> None:
     """Refuse a network that computes something else than its module.
 
     Both are made of a copy of the weights, which is let go of in the end.
@@ -73,11 +77,17 @@ def check_same(model: nn.Module, network_of: Callable[[nn.Module], Network], cha
     twin = doubled(model)
     network = network_of(twin)
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(next(twin.parameters()).device)  # vectors' norms want two images
-    wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(image)  # what clamps large numbers shows
+    image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(
+        next(twin.parameters()).device
+    )  # vectors' norms want two images
+    wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(
+        image
+    )  # what clamps large numbers shows
     _check_mode(twin.eval(), network.eval(), image, _evaluated(model, twin, image))
     _check_mode(twin, network, wide)
-    with suppress(RuntimeError):  # deep norms may want larger images in training; that they get none is told with the images
+    with suppress(
+        RuntimeError
+    ):  # deep norms may want larger images in training; that they get none is told with the images
         _check_mode(twin.train(), network.train(), image)
         _check_mode(twin, network, wide)
 
@@ -107,11 +117,17 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
     try:
         made = last(twin)
     except Hidden as e:
-        told = "; F.dropout is told by training=self.training that there is none" if DRAWS in str(e) else ""
+        told = (
+            "; F.dropout is told by training=self.training that there is none"
+            if DRAWS in str(e)
+            else ""
+        )
         raise Hidden(f"in evaluation {e}{told}") from None
     except Exception as e:  # by whatever a module of the user's fails
         size = "x".join(map(str, image.shape[2:]))
-        raise TooSmall(f"in evaluation it fails on an image of {size} pixels, without gradients, with {user_error(e)}") from e
+        raise TooSmall(
+            f"in evaluation it fails on an image of {size} pixels, without gradients, with {user_error(e)}"
+        ) from e
     check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
     return made
 
@@ -126,11 +142,17 @@ def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = 
     """Refuse a network whose result is another one in the mode that both are in; ``wanted``: the module's, if it is there already."""
 
     wanted, found = _passed(image, twin) if wanted is None else wanted, _passed(image, network)
-    same = isinstance(wanted, Tensor) and wanted.shape[:2] == found.shape[:2] and (network.of_image or wanted.shape == found.shape)
+    same = (
+        isinstance(wanted, Tensor)
+        and wanted.shape[:2] == found.shape[:2]
+        and (network.of_image or wanted.shape == found.shape)
+    )
     if same and _close(wanted.view_as(found), found, TOLERANCE):
         return
     if same:
-        bits = torch.randint(-1, 2, image.shape, generator=torch.Generator().manual_seed(1)).to(image)
+        bits = torch.randint(-1, 2, image.shape, generator=torch.Generator().manual_seed(1)).to(
+            image
+        )
         moved = _passed(image * (1 + bits * torch.finfo(image.dtype).eps), twin)
         rounding = float((moved - wanted).abs().max() / wanted.abs().max())
         if _close(wanted.view_as(found), found, _TIMES * rounding):
@@ -140,4 +162,6 @@ def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = 
 
 def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
     """Return True if two results are the same to this part of the largest number, or if there are numbers beyond all."""
-    return not bool(wanted.isfinite().all()) or bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
+    return not bool(wanted.isfinite().all()) or bool(
+        (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+    )

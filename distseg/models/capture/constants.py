@@ -12,7 +12,9 @@ from distseg.models.capture.wide import widened
 
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 """Functions that make a tensor of one number; of places of the image these make a map, which is alike everywhere."""
-FACTORIES = FILLS | set("tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices tril_indices hann_window hamming_window bartlett_window blackman_window".split())
+FACTORIES = FILLS | set(
+    "tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices tril_indices hann_window hamming_window bartlett_window blackman_window".split()
+)
 CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long", "int", "bool"}
 """Functions that change nothing but a tensor's type."""
 
@@ -31,11 +33,19 @@ def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
     if not inner or call.name.startswith(("rand", "bernoulli", "normal", "uniform")):
         return None
     values = {x: constant_of(calls, x) if isinstance(x, Made) else None for x in inner}
-    return None if any(x is None for x in values.values()) else _called(call, _filled(call.args, values), _filled(call.kwargs, values))
+    return (
+        None
+        if any(x is None for x in values.values())
+        else _called(call, _filled(call.args, values), _filled(call.kwargs, values))
+    )
 
 
 def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | None:
-    kwargs = {name: x for name, x in (call.kwargs if kwargs is None else kwargs).items() if name not in ("device", "pin_memory", "requires_grad")}
+    kwargs = {
+        name: x
+        for name, x in (call.kwargs if kwargs is None else kwargs).items()
+        if name not in ("device", "pin_memory", "requires_grad")
+    }
     if call.name.startswith("new_"):  # a method of a tensor, of which nothing but the type matters
         args = (torch.zeros((), dtype=call.dtypes[0]), *args[1:])
     if found_in((args, kwargs), Made, Kept):

@@ -46,12 +46,19 @@ class Depth:
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
         """Return how its weight, or bias, is made from how that of one place is."""
         last = Map(len(steps) - 1)
-        return (*steps, Step(_of_all_places, (last, self), {}) if kernel else Step(torch.repeat_interleave, (last, self.after), {}))
+        return (
+            *steps,
+            Step(_of_all_places, (last, self), {})
+            if kernel
+            else Step(torch.repeat_interleave, (last, self.after), {}),
+        )
 
 
 def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
     """Return the weight (O * after, I * before, *kernel) of a weight (O, I, length, *kernel)."""
-    made = weight.new_zeros(weight.shape[0], depth.after, weight.shape[1], depth.before, *weight.shape[3:])
+    made = weight.new_zeros(
+        weight.shape[0], depth.after, weight.shape[1], depth.before, *weight.shape[3:]
+    )
     for place in range(depth.after):
         for k in range(weight.shape[2]):
             source = place * depth.stride - depth.padding + k * depth.dilation
@@ -60,31 +67,57 @@ def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
     return made.flatten(0, 1).flatten(1, 2)
 
 
-def through(reader: "Reader", rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict) -> Value:
+def through(
+    reader: "Reader", rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
+) -> Value:
     """Return what a rule for maps makes of one with such a dim."""
     x, calls = found.value, reader.current
     name, before = calls[0].name, x.axes[2].cell
     if name == "batch_norm":
         return over_depth(reader, rule, x, args, kwargs)
     given = dict(inspect.signature(rule).bind(reader, *args, **kwargs).arguments)
-    setting = {name: _three(given[name], reader.dims + 1) for name in ("kernel_size", "stride", "padding", "dilation") if given.get(name) not in (None, ()) and name in given}
-    first = {name: value[0] if isinstance(value, tuple) else value for name, value in setting.items()}
+    setting = {
+        name: _three(given[name], reader.dims + 1)
+        for name in ("kernel_size", "stride", "padding", "dilation")
+        if given.get(name) not in (None, ()) and name in given
+    }
+    first = {
+        name: value[0] if isinstance(value, tuple) else value for name, value in setting.items()
+    }
     if any(isinstance(value, str) for value in first.values()):
         raise reader.refusal("pads by a word along a dim that images do not have: say how much")
-    if "kernel_size" in first and (first["kernel_size"], first.get("stride", 1), first.get("padding", 0)) != (1, 1, 0):
-        raise reader.refusal(f"takes places of {x!r} together along a dim that images do not have: with length 1 along it, it is known")
+    if "kernel_size" in first and (
+        first["kernel_size"],
+        first.get("stride", 1),
+        first.get("padding", 0),
+    ) != (1, 1, 0):
+        raise reader.refusal(
+            f"takes places of {x!r} together along a dim that images do not have: with length 1 along it, it is known"
+        )
     after = calls[0].shapes[0][2]
-    depth = Depth(before, after, *(first.get(name, other) for name, other in (("stride", 1), ("padding", 0), ("dilation", 1))))
+    depth = Depth(
+        before,
+        after,
+        *(
+            first.get(name, other)
+            for name, other in (("stride", 1), ("padding", 0), ("dilation", 1))
+        ),
+    )
     given |= {name: value[1:] for name, value in setting.items()}
     given = {name: x.as_plain if value is x else value for name, value in given.items()}
     flat = lambda shape: (shape[0], shape[1] * shape[2], *shape[3:])
-    reader.folding, reader.current = depth, [replace(call, shapes=tuple(map(flat, call.shapes))) for call in calls]
+    reader.folding, reader.current = (
+        depth,
+        [replace(call, shapes=tuple(map(flat, call.shapes))) for call in calls],
+    )
     try:
         made = rule(**given)
     finally:
         reader.folding, reader.current = None, calls
     channels, *places = made.axes[1:]
-    return replace(made, axes=(Axis(True), Axis(cell=channels.cell // after), Axis(cell=after), *places))
+    return replace(
+        made, axes=(Axis(True), Axis(cell=channels.cell // after), Axis(cell=after), *places)
+    )
 
 
 def _three(setting: Any, dims: int) -> Any:
@@ -93,11 +126,16 @@ def _three(setting: Any, dims: int) -> Any:
     return setting if isinstance(setting, str) else given * dims if len(given) == 1 else given
 
 
-def over_depth(reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict) -> Value:
+def over_depth(
+    reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
+) -> Value:
     """Return a batch norm, whose places of that dim are as images of the batch."""
     order = [0, 2, 1, *range(3, x.rank)]
     y = turned(reader, x, order)
-    given = {name: y.as_plain if value is x else value for name, value in inspect.signature(rule).bind(reader, *args, **kwargs).arguments.items()}
+    given = {
+        name: y.as_plain if value is x else value
+        for name, value in inspect.signature(rule).bind(reader, *args, **kwargs).arguments.items()
+    }
     reader.folding = Folding(x.axes[2].cell, (), reader.dims)
     try:
         made = rule(**given)

@@ -27,7 +27,9 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **kwargs or {})
-        if torch.Tag.nondeterministic_seeded in function.tags and not _is_off(function, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in function.tags and not _is_off(
+            function, args, kwargs or {}
+        ):
             self._note(function.overloadpacket.__name__.rstrip("_"), made)
         return made
 
@@ -35,16 +37,27 @@ class Draws(TorchDispatchMode):
 def _is_off(function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     """Return True for an operation that would draw only with another setting, as attention without dropout."""
     names = [argument.name for argument in function._schema.arguments]
-    given = {argument.name: argument.default_value for argument in function._schema.arguments} | dict(zip(names, args)) | kwargs
+    given = (
+        {argument.name: argument.default_value for argument in function._schema.arguments}
+        | dict(zip(names, args))
+        | kwargs
+    )
     return any(given.get(name) == 0 for name in ("dropout_p", "dropout", "training", "train"))
 
 
-_GLOBAL = {"torch": torch.default_generator, "numpy.random": np.random.get_state.__self__, "random": random.getstate.__self__}
+_GLOBAL = {
+    "torch": torch.default_generator,
+    "numpy.random": np.random.get_state.__self__,
+    "random": random.getstate.__self__,
+}
 
 
 def global_generators() -> list[Slot]:
     """Return a slot for each global generator."""
-    return [Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR) for name, generator in _GLOBAL.items()]
+    return [
+        Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR)
+        for name, generator in _GLOBAL.items()
+    ]
 
 
 _GENERATOR = "the global generator"

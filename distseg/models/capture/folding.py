@@ -40,18 +40,38 @@ class Deep(Exception):
 
 def is_deep(x: Value, name: str) -> bool:
     """Tell whether a map has one more dim behind its channels, and what a function makes of such is known."""
-    there = x.rank == x.dims + 3 and x.axes[0] == Axis(True) and x.axes[1].of_channels and x.axes[2].of_channels
+    there = (
+        x.rank == x.dims + 3
+        and x.axes[0] == Axis(True)
+        and x.axes[1].of_channels
+        and x.axes[2].of_channels
+    )
     return there and x.axes[3:] == tuple(Axis(places=(d,)) for d in range(x.dims)) and name in _DEEP
 
 
 def is_alone(x: Value, name: str) -> bool:
     """Tell whether each pixel is an image of its own in the user's code, (N * H * W, C, T), for a function that looks at one image at a time: it is one of single cells."""
-    return x.axes[0] == Axis(True, 1, tuple(range(x.dims))) and x.rank > 2 and all(axis.of_channels for axis in x.axes[1:]) and name in _OF_ONE_IMAGE
+    return (
+        x.axes[0] == Axis(True, 1, tuple(range(x.dims)))
+        and x.rank > 2
+        and all(axis.of_channels for axis in x.axes[1:])
+        and name in _OF_ONE_IMAGE
+    )
 
 
-_OF_ONE_IMAGE = {f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool") for dims in (1, 2)} | {
-    *("group_norm instance_norm interpolate pad local_response_norm").split()
-}
+_OF_ONE_IMAGE = {
+    f"{kind}{dims}d"
+    for kind in (
+        "conv",
+        "conv_transpose",
+        "max_pool",
+        "avg_pool",
+        "adaptive_avg_pool",
+        "adaptive_max_pool",
+        "lp_pool",
+    )
+    for dims in (1, 2)
+} | {*("group_norm instance_norm interpolate pad local_response_norm").split()}
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,12 @@ class Folding:
     @classmethod
     def of(cls, x: Value) -> "Folding | None":
         """Return how a map is folded; None where it is not, or in another way."""
-        if x.rank < 3 or not x.axes[0].batch or not x.axes[1].of_channels or x.axes[0] == Axis(True):
+        if (
+            x.rank < 3
+            or not x.axes[0].batch
+            or not x.axes[1].of_channels
+            or x.axes[0] == Axis(True)
+        ):
             return None
         found = cls(x.axes[0].cell, x.axes[0].places, x.dims)
         there = tuple(Axis(places=(d,)) for d in range(x.dims) if d not in found.outer)
@@ -85,10 +110,22 @@ class Folding:
     def folded(self, x: Value) -> Value:
         """Return what the function made, in the form that the user's code has it in."""
         channels, *places = x.axes[1:]
-        if x.axes[0] != Axis(True) or channels.cell % self.times or not x.vector and tuple(places) != plain_axes(1, self.dims)[2:]:
+        if (
+            x.axes[0] != Axis(True)
+            or channels.cell % self.times
+            or not x.vector
+            and tuple(places) != plain_axes(1, self.dims)[2:]
+        ):
             raise ValueError
         kept = [place for d, place in enumerate(places) if d not in self.outer]
-        return replace(x, axes=(Axis(True, self.times, self.outer), Axis(cell=channels.cell // self.times), *kept))
+        return replace(
+            x,
+            axes=(
+                Axis(True, self.times, self.outer),
+                Axis(cell=channels.cell // self.times),
+                *kept,
+            ),
+        )
 
     def spread(self, setting: Any, alone: Any) -> Any:
         """Return a setting of a kernel with an entry for each dim of the map: ``alone`` along those that the function does not see."""
@@ -101,11 +138,19 @@ class Folding:
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments of a convolution for all groups of channels, of those for one."""
         first, second, kernel, *rest = args
-        return (first * self.times, second * self.times, self.spread(tuple(kernel), 1), *rest), kwargs | {"groups": kwargs["groups"] * self.times}
+        return (
+            first * self.times,
+            second * self.times,
+            self.spread(tuple(kernel), 1),
+            *rest,
+        ), kwargs | {"groups": kwargs["groups"] * self.times}
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
         """Return how the weight of all groups is made, from how that of one is; ``kernel``: it has places."""
-        return (*steps, Step(_for_all, (Map(len(steps) - 1), self.times, self.outer if kernel else ()), {}))
+        return (
+            *steps,
+            Step(_for_all, (Map(len(steps) - 1), self.times, self.outer if kernel else ()), {}),
+        )
 
 
 def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
@@ -117,10 +162,24 @@ def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
 
 _ALONE = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
 """Settings of kernels, and what they are along a dim that is left alone."""
-_KERNELS = {f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)} | {"batch_norm"}
-_DEEP = {f"{kind}{dims}d" for kind in ("conv", "max_pool", "avg_pool") for dims in (2, 3)} | {"batch_norm", "group_norm", "instance_norm"}
-_WITHOUT_PLACES = {f"{kind}{dims}d" for kind in ("adaptive_avg_pool", "adaptive_max_pool", "lp_pool") for dims in (1, 2, 3)} | {
-    *("interpolate upsample pad pixel_shuffle pixel_unshuffle group_norm instance_norm __getitem__").split()
+_KERNELS = {
+    f"{kind}{dims}d"
+    for kind in ("conv", "conv_transpose", "max_pool", "avg_pool")
+    for dims in (1, 2, 3)
+} | {"batch_norm"}
+_DEEP = {f"{kind}{dims}d" for kind in ("conv", "max_pool", "avg_pool") for dims in (2, 3)} | {
+    "batch_norm",
+    "group_norm",
+    "instance_norm",
+}
+_WITHOUT_PLACES = {
+    f"{kind}{dims}d"
+    for kind in ("adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+    for dims in (1, 2, 3)
+} | {
+    *(
+        "interpolate upsample pad pixel_shuffle pixel_unshuffle group_norm instance_norm __getitem__"
+    ).split()
 }
 
 
@@ -129,13 +188,27 @@ def knows(name: str, folding: Folding) -> bool:
     return name in _KERNELS or name in _WITHOUT_PLACES and not folding.outer
 
 
-def unfolded(reader: "Reader", rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict) -> Value:
+def unfolded(
+    reader: "Reader", rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
+) -> Value:
     """Return what a rule makes of a map that is folded."""
     x, folding, calls = found.value, found.folding, reader.current
     given = inspect.signature(rule).bind(reader, *args, **kwargs).arguments
-    given = {name: x.as_plain if value is x else folding.spread(value, _ALONE[name]) if name in _ALONE else value for name, value in given.items()}
-    shapes = lambda n, call: tuple(folding.plain(shape, x.shapes[n][0], x.sizes[n]) for shape in call.shapes)
-    reader.folding, reader.current = folding, [replace(call, shapes=shapes(n, call)) for n, call in enumerate(calls)]
+    given = {
+        name: x.as_plain
+        if value is x
+        else folding.spread(value, _ALONE[name])
+        if name in _ALONE
+        else value
+        for name, value in given.items()
+    }
+    shapes = lambda n, call: tuple(
+        folding.plain(shape, x.shapes[n][0], x.sizes[n]) for shape in call.shapes
+    )
+    reader.folding, reader.current = (
+        folding,
+        [replace(call, shapes=shapes(n, call)) for n, call in enumerate(calls)],
+    )
     try:
         made = rule(**given)
     finally:
@@ -143,7 +216,9 @@ def unfolded(reader: "Reader", rule: Callable[..., Any], found: Folded, args: tu
     try:
         return folding.folded(made)
     except (ValueError, AttributeError):
-        raise reader.refusal(f"takes {x!r}, whose dim of images has more than these: that is not known here") from None
+        raise reader.refusal(
+            f"takes {x!r}, whose dim of images has more than these: that is not known here"
+        ) from None
 
 
 def joined_batches(reader: "Reader", maps: Sequence[Value]) -> Value | None:
@@ -175,29 +250,48 @@ def of_joined(reader: "Reader", rule: Callable[..., Any], args: tuple, kwargs: d
 _MIXED = "mixes batches that were put one behind the other (torch.cat along dim 0): functions of each image, and x.chunk(2) or x[:n] of them, are known"
 
 
-def _taken_apart(reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict) -> Value | tuple[Value, ...] | None:
+def _taken_apart(
+    reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
+) -> Value | tuple[Value, ...] | None:
     """Return the batches that a call takes of several one behind the other; None of other calls."""
     name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
-    if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (args[2:] or (kwargs.get("dim", 0),))[0] in (0, -x.rank):
-        if any([shape[0] for shape in call.shapes] != [n] * count for call, n in zip(reader.current, batches)):
+    if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (
+        args[2:] or (kwargs.get("dim", 0),)
+    )[0] in (0, -x.rank):
+        if any(
+            [shape[0] for shape in call.shapes] != [n] * count
+            for call, n in zip(reader.current, batches)
+        ):
             raise reader.refusal(_MIXED)
         return tuple(_group(reader, x, n) for n in range(count))
     if name in ("view", "reshape", "unflatten"):
         stacked = (Axis(cell=count), Axis(True), *x.axes[1:])
-        alike = all(call.shapes[0][:2] == (count, n) for call, n in zip(reader.current, batches)) and reader.made(x) == stacked
+        alike = (
+            all(call.shapes[0][:2] == (count, n) for call, n in zip(reader.current, batches))
+            and reader.made(x) == stacked
+        )
         return replace(x, axes=stacked, joined=False) if alike else None
     if name != "__getitem__":
         return None
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    first = [index[0].each[trace] if isinstance(index[0], Sizes) else index[0] for trace in range(len(batches))]
+    first = [
+        index[0].each[trace] if isinstance(index[0], Sizes) else index[0]
+        for trace in range(len(batches))
+    ]
     if not all(isinstance(i, slice) for i in first) or index[0] == slice(None):
         return None
     taken = [range(count * n)[i] for i, n in zip(first, batches)]
-    number = next((k for k in range(count) if taken == [range(k * n, (k + 1) * n) for n in batches]), None)
+    number = next(
+        (k for k in range(count) if taken == [range(k * n, (k + 1) * n) for n in batches]), None
+    )
     if number is None:
         raise reader.refusal(_MIXED)
     group = _group(reader, x, number)
-    return rule(reader, (group, (slice(None), *index[1:])), {}) if any(i != slice(None) for i in index[1:]) else group
+    return (
+        rule(reader, (group, (slice(None), *index[1:])), {})
+        if any(i != slice(None) for i in index[1:])
+        else group
+    )
 
 
 def _group(reader: "Reader", x: Value, number: int) -> Value:

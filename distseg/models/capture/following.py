@@ -32,13 +32,19 @@ def followed(sizes: Sequence[Size], first: T, maps: Iterable[T]) -> tuple[T, lis
     same = next((x for x in maps if x.sizes == tuple(sizes)), None)
     if same is not None:
         return same, [Follow()] * len(sizes[0])
-    found = [(x, [_fraction(before, after) for before, after in zip(zip(*x.sizes), zip(*sizes))]) for x in dict.fromkeys((first, *maps))]
+    found = [
+        (x, [_fraction(before, after) for before, after in zip(zip(*x.sizes), zip(*sizes))])
+        for x in dict.fromkeys((first, *maps))
+    ]
     return min(((x, rules) for x, rules in found if None not in rules), key=_effort, default=None)
 
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
     """Return how intricate rules are: the simplest ones are meant, others may fit by chance."""
-    return sum(rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0) for rule in found[1])
+    return sum(
+        rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0)
+        for rule in found[1]
+    )
 
 
 def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
@@ -62,7 +68,10 @@ def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     for unit in range(2, _LARGEST_MULTIPLE + 1):
         if any(m % unit for m in after):
             continue
-        least, most = max(m - n for n, m in zip(before, after)), min(m + unit - n for n, m in zip(before, after)) - 1
+        least, most = (
+            max(m - n for n, m in zip(before, after)),
+            min(m + unit - n for n, m in zip(before, after)) - 1,
+        )
         if least <= most:
             plus = next((n for n in (unit - 1, 0) if least <= n <= most), least)
             return Follow(plus=plus, over=unit, unit=unit)
@@ -70,4 +79,6 @@ def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
 
 
 _LARGEST_MULTIPLE = 256
-_FRACTIONS = sorted(((p, q) for p in range(1, 9) for q in range(1, 65) if math.gcd(p, q) == 1), key=sum)
+_FRACTIONS = sorted(
+    ((p, q) for p in range(1, 9) for q in range(1, 65) if math.gcd(p, q) == 1), key=sum
+)

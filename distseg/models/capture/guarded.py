@@ -24,7 +24,9 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def guarded(model: nn.Module, images: int, moves: Collection[str] = (), apart: bool = False) -> nn.Module:
+def guarded(
+    model: nn.Module, images: int, moves: Collection[str] = (), apart: bool = False
+) -> nn.Module:
     """Have the dropouts of a module hand on what they are given, and its norms give their running statistics back; the module is changed.
 
     Args:
@@ -39,14 +41,23 @@ def guarded(model: nn.Module, images: int, moves: Collection[str] = (), apart: b
             layer.forward = partial(_handed_on, layer, name, images)
         elif apart and isinstance(layer, _NORMS[0]):
             layer.forward = _itself
-        elif isinstance(layer, _NORMS) and layer.track_running_stats and layer.running_mean is not None and name not in moves:
+        elif (
+            isinstance(layer, _NORMS)
+            and layer.track_running_stats
+            and layer.running_mean is not None
+            and name not in moves
+        ):
             layer.forward = partial(_unmoved, layer, name, layer.forward)
     return model
 
 
 def moving_norms(model: nn.Module) -> Iterator[str]:
     """Yield the names of the guarded norms whose running statistics a pass moves."""
-    return (name for name, layer in model.named_modules() if isinstance(layer, _NORMS) and "forward" in vars(layer) and layer.training)
+    return (
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, _NORMS) and "forward" in vars(layer) and layer.training
+    )
 
 
 class Readings(TorchFunctionMode):
@@ -55,12 +66,26 @@ class Readings(TorchFunctionMode):
     def __init__(self, model: nn.Module, norms: Collection[str]):
         super().__init__()
         self.first: str | None = None
-        self._running = {id(buffer): f"{name}.{own}" for name in norms for own, buffer in model.get_submodule(name).named_buffers(recurse=False)}
+        self._running = {
+            id(buffer): f"{name}.{own}"
+            for name in norms
+            for own, buffer in model.get_submodule(name).named_buffers(recurse=False)
+        }
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if self.first is None and function is not F.batch_norm:
-            read = next((self._running[id(x)] for x in tree_leaves((args, kwargs)) if id(x) in self._running and not x.dtype == torch.long), None)
-            self.first = read and f"{getattr(function, '__name__', 'a function')} ({user_line()}) reads {read}"
+            read = next(
+                (
+                    self._running[id(x)]
+                    for x in tree_leaves((args, kwargs))
+                    if id(x) in self._running and not x.dtype == torch.long
+                ),
+                None,
+            )
+            self.first = (
+                read
+                and f"{getattr(function, '__name__', 'a function')} ({user_line()}) reads {read}"
+            )
         return function(*args, **kwargs or {})
 
 
@@ -73,7 +98,9 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
         return x
     called = f"{name} ({user_line()})"
     if x.dim() not in RANKS_OF_DROPOUTS.get(type(layer).__name__.lower(), (x.dim(),)):
-        raise Hidden(f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims")
+        raise Hidden(
+            f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims"
+        )
     if x.dim() < 2 or images and len(x) != images:
         raise Hidden(
             f"{called} drops numbers of a tensor of {'x'.join(map(str, x.shape))}, but masks belong to images, and the dim of {images} images is to be the first: "
@@ -88,7 +115,9 @@ def begin_pass(model: nn.Module) -> None:
         _called.discard(layer)
 
 
-_called: WeakSet[nn.Module] = WeakSet()  # norms, in training; not kept in the module, whose attributes are looked at
+_called: WeakSet[nn.Module] = (
+    WeakSet()
+)  # norms, in training; not kept in the module, whose attributes are looked at
 
 
 def _unmoved(layer: nn.Module, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

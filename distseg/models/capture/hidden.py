@@ -22,11 +22,30 @@ from distseg.models.capture.draws import Draws, global_generators, is_generator,
 from distseg.models.capture.guarded import Readings, begin_pass, guarded, moving_norms
 from distseg.models.capture.machine import ASKS, asked
 from distseg.models.capture.state import WHOLE, Picture, Slot, picture_of, print_of
-from distseg.models.capture.trace import DRAWS, DRAWS_WHOLE, IN_ATTENTION, INSTEAD, KEEP_NOTHING, Hidden, calling, returned
+from distseg.models.capture.trace import (
+    DRAWS,
+    DRAWS_WHOLE,
+    IN_ATTENTION,
+    INSTEAD,
+    KEEP_NOTHING,
+    Hidden,
+    calling,
+    returned,
+)
 from distseg.models.layers import skip_store
 from distseg.models.modified import modification_of
 from distseg.models.network import inexact, is_followed, refusals
-from distseg.models.passes import checkpoints_ignored, eager, generators_kept, is_library, is_users, last_line_of, run, shown, user_line
+from distseg.models.passes import (
+    checkpoints_ignored,
+    eager,
+    generators_kept,
+    is_library,
+    is_users,
+    last_line_of,
+    run,
+    shown,
+    user_line,
+)
 from distseg.models.user_errors import user_error
 
 Pass = Callable[[nn.Module], Any]
@@ -55,7 +74,14 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 _RUNNING = ("num_batches_tracked", "running_mean", "running_var")
 
 
-def check_left(made: Callable[[], nn.Module], before: Picture, after: Picture, last: Pass, others: Sequence[Pass], alike: Callable[[Any, Any], bool]) -> None:
+def check_left(
+    made: Callable[[], nn.Module],
+    before: Picture,
+    after: Picture,
+    last: Pass,
+    others: Sequence[Pass],
+    alike: Callable[[Any, Any], bool],
+) -> None:
     """Refuse what a pass left behind, if passes that follow would depend on it or leave something else.
 
     Args:
@@ -128,7 +154,9 @@ def check_real(model: nn.Module) -> None:
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
-            raise ValueError(f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep (..., 2) real numbers, and take torch.view_as_complex of them in forward")
+            raise ValueError(
+                f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep (..., 2) real numbers, and take torch.view_as_complex of them in forward"
+            )
 
 
 def check_seen(model: nn.Module) -> None:
@@ -162,7 +190,9 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
         raise ValueError(f"this network can't be trained exactly: {e}{followed}") from e
 
 
-def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)) -> None:
+def check_module(
+    model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)
+) -> None:
     """Refuse a module whose calls are not followed, if its passes draw random numbers, leave something behind, or do not make one tensor.
 
     Dropout layers hand on what they are given, and norms keep their running statistics: both are the business of their twins
@@ -190,11 +220,15 @@ def check_module(model: nn.Module, size: Sequence[int], modes: Sequence[bool] = 
         else:
             _checked.setdefault(model, set()).add((at, tuple(modes)))
             return _check_at(model, tuple(size), modes)
-    raise Hidden(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(failed)}") from failed
+    raise Hidden(
+        f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(failed)}"
+    ) from failed
 
 
 _TRIED = (64, 96, 256)  # pixels a side
-_checked: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()  # sizes and modes, of those that passed
+_checked: WeakKeyDictionary[nn.Module, set[tuple]] = (
+    WeakKeyDictionary()
+)  # sizes and modes, of those that passed
 
 
 def check_apart(model: nn.Module, size: Sequence[int]) -> None:
@@ -209,7 +243,11 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     if is_followed(model) or any(p.is_meta for p in model.parameters()):
         return
     for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):
-        with suppress(ValueError, RuntimeError, TypeError, IndexError), generators_kept(), torch.no_grad():  # an image of a size that it does not take
+        with (
+            suppress(ValueError, RuntimeError, TypeError, IndexError),
+            generators_kept(),
+            torch.no_grad(),
+        ):  # an image of a size that it does not take
             if not _is_apart(guarded(copy.deepcopy(model).double().train(), 0, apart=True), at):
                 break
             return
@@ -224,11 +262,19 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
     """Return True if the first image's result is the same whatever the batch has besides."""
     images, others = _noise(model, size, 0), _noise(model, size, 1)
-    alone, *beside = (passed(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others))))
-    return all(alone.shape == y.shape and torch.allclose(alone, y, rtol=0, atol=1e-9 * float(alone.abs().max())) for y in beside)
+    alone, *beside = (
+        passed(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others)))
+    )
+    return all(
+        alone.shape == y.shape
+        and torch.allclose(alone, y, rtol=0, atol=1e-9 * float(alone.abs().max()))
+        for y in beside
+    )
 
 
-def _check_modes(model: nn.Module, size: Sequence[int], modes: Sequence[bool], images: int = 2) -> None:
+def _check_modes(
+    model: nn.Module, size: Sequence[int], modes: Sequence[bool], images: int = 2
+) -> None:
     with generators_kept(), torch.enable_grad():
         for training in modes:
             _check_mode(model, size, training, images)
@@ -242,7 +288,9 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
         _check_modes(model, size, modes, images=1)
     except Hidden:
         raise
-    except Exception:  # such as a norm of vectors that wants two images: what a step fails by is told there
+    except (
+        Exception
+    ):  # such as a norm of vectors that wants two images: what a step fails by is told there
         return
     _checked[model].add((size, tuple(modes)))
 
@@ -253,20 +301,30 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
     def made() -> nn.Module:
         return guarded(copy.deepcopy(model).train(training), images)
 
-    *others, last = (partial(passed, _noise(model, size, number, images), draws=DRAWS_WHOLE) for number in range(3))
+    *others, last = (
+        partial(passed, _noise(model, size, number, images), draws=DRAWS_WHOLE)
+        for number in range(3)
+    )
     probe = made()
     before = picture(probe)
     result = last(probe)
     if not isinstance(result, Tensor):
-        raise Hidden(f"{returned(result, last_line_of(lambda: last(made())))}{'' if training else ' (in evaluation)'}")
+        raise Hidden(
+            f"{returned(result, last_line_of(lambda: last(made())))}{'' if training else ' (in evaluation)'}"
+        )
     check_left(made, before, picture(probe), last, others, equal)
     moving = frozenset(moving_norms(probe))
     live = guarded(copy.deepcopy(model).train(training), images, moves=moving)
     with Readings(live, moving) as readings:
         same = not moving or equal(last(live), result)
     if not same:
-        told = readings.first or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
-        raise Hidden(f"{told}, which a norm moves once a step, not with each pass: compute that in the training loop")
+        told = (
+            readings.first
+            or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
+        )
+        raise Hidden(
+            f"{told}, which a norm moves once a step, not with each pass: compute that in the training loop"
+        )
 
 
 def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) -> Tensor:

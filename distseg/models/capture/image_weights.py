@@ -17,20 +17,41 @@ from distseg.models.capture.reader import Reader
 from distseg.models.capture.values import Sizes, Value
 from distseg.models.moving import Windows
 
-_FORM = (
-    "has a weight that is computed from the image: with a weight for each image, F.conv2d(x.reshape(1, n * c, h, w), weight.reshape(n * o, c, k, k), groups=n), it is known"
-)
+_FORM = "has a weight that is computed from the image: with a weight for each image, F.conv2d(x.reshape(1, n * c, h, w), weight.reshape(n * o, c, k, k), groups=n), it is known"
 
 
-def convolved(reader: Reader, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any) -> Value:
+def convolved(
+    reader: Reader,
+    x: Value,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
+) -> Value:
     """Return what a convolution makes of each image by a weight of its own."""
-    folded = isinstance(weight, Value) and not x.vector and x.axes == (Axis(), Axis(True, x.channels), *plain_axes(1, reader.dims)[2:])
-    if not folded or not weight.vector or weight.rank != 2 + reader.dims or not weight.axes[0].batch or not all(axis.of_channels and not axis.whole for axis in weight.axes[1:]):
+    folded = (
+        isinstance(weight, Value)
+        and not x.vector
+        and x.axes == (Axis(), Axis(True, x.channels), *plain_axes(1, reader.dims)[2:])
+    )
+    if (
+        not folded
+        or not weight.vector
+        or weight.rank != 2 + reader.dims
+        or not weight.axes[0].batch
+        or not all(axis.of_channels and not axis.whole for axis in weight.axes[1:])
+    ):
         raise reader.refusal(_FORM)
     made, each, *kernel = (axis.cell for axis in weight.axes)
     parts = x.channels // each
     given = groups.each if isinstance(groups, Sizes) else (groups,) * len(reader.traces)
-    if any(n != t.batch * parts for n, t in zip(given, reader.traces)) or bias is not None and not isinstance(bias, Value):
+    if (
+        any(n != t.batch * parts for n, t in zip(given, reader.traces))
+        or bias is not None
+        and not isinstance(bias, Value)
+    ):
         raise reader.refusal(_FORM)
     kernel = tuple(kernel)
     stride, dilation = (reader.each(reader.fixed(n, "setting")) for n in (stride, dilation))
@@ -39,18 +60,30 @@ def convolved(reader: Reader, x: Value, weight: Any, bias: Any, stride: Any, pad
     windows = x.as_plain
     if set(kernel) | set(stride) != {1} or any(padding):
         axes = plain_axes(x.channels * math.prod(kernel), reader.dims)
-        windows = reader.emit(lambda _: Windows(kernel, stride, dilation, padding), [windows], axes=axes, sizes=sizes, what="windows")
+        windows = reader.emit(
+            lambda _: Windows(kernel, stride, dilation, padding),
+            [windows],
+            axes=axes,
+            sizes=sizes,
+            what="windows",
+        )
     reads = reader.meeting([windows, weight, *([] if bias is None else [bias])])
-    return reader.applied(_Weighted(parts), reads, "weighted", (Axis(), Axis(True, made), *windows.axes[2:]))
+    return reader.applied(
+        _Weighted(parts), reads, "weighted", (Axis(), Axis(True, made), *windows.axes[2:])
+    )
 
 
-def _padding(reader: Reader, padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
+def _padding(
+    reader: Reader, padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[int, ...]:
     if padding == "valid":
         return (0,) * reader.dims
     if padding == "same":
         both = [d * (k - 1) for k, d in zip(kernel, dilation)]
         if any(n % 2 for n in both):
-            raise reader.refusal("pads one side more than the other, with a weight that is computed from the image: pad before, by F.pad")
+            raise reader.refusal(
+                "pads one side more than the other, with a weight that is computed from the image: pad before, by F.pad"
+            )
         return tuple(n // 2 for n in both)
     return reader.each(reader.fixed(padding, "padding"))
 
@@ -70,5 +103,7 @@ class _Weighted:
     def __call__(self, windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         images, size = len(windows), windows.shape[2:]
         each = weight.reshape(images, self.groups, -1, weight[0].numel())
-        y = torch.matmul(each, windows.reshape(images, self.groups, each.shape[3], -1)).reshape(1, -1, *size)
+        y = torch.matmul(each, windows.reshape(images, self.groups, each.shape[3], -1)).reshape(
+            1, -1, *size
+        )
         return y if bias is None else y + bias.reshape(1, -1, *(1 for _ in size))

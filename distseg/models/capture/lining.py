@@ -29,15 +29,21 @@ def takes_lines(x: Value, over: Sequence[int]) -> bool:
     return not x.vector and 0 < len(places_along_dims(x, over)) < x.dims
 
 
-def of_lines(reader: "Reader", x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = "") -> Value:
+def of_lines(
+    reader: "Reader", x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
+) -> Value:
     """Return a statistic of each channel over the places of some dims, with dims of length 1 in their place."""
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
-        raise reader.refusal(f"takes rows or columns of {x!r} together, in which images or channels lie along them")
+        raise reader.refusal(
+            f"takes rows or columns of {x!r} together, in which images or channels lie along them"
+        )
     gone = places_along_dims(x, over)
     kept = [d for d in range(x.dims) if d not in gone]
     stays = lambda o: bool(x.axes[o].places) and not set(x.axes[o].places) & set(gone)
     order = [*(o for o in range(x.rank) if not stays(o)), *(o for o in range(x.rank) if stays(o))]
-    axes = tuple(_line_axis(x.axes[o]) if stays(o) else x.axes[o]._replace(places=()) for o in order)
+    axes = tuple(
+        _line_axis(x.axes[o]) if stays(o) else x.axes[o]._replace(places=()) for o in order
+    )
     made = reader.emit(lambda _: AlongLines(make(), kept), [x], axes=axes, what=what)
     return turned_line(reader, made, [order.index(o) for o in range(x.rank)])
 
@@ -103,26 +109,39 @@ def line_at(reader: "Reader", x: Value, like: Value, target: Axes) -> Value:
     if x.sizes != like.sizes:
         raise reader.refusal(f"joins {like!r} and {x!r}, which is of a map of another size")
     axes = (*(Axis(),) * (len(target) - x.rank), *x.axes)
-    if len(axes) > len(target) or not all(_fits(axis, beside) for axis, beside in zip(axes, target)):
+    if len(axes) > len(target) or not all(
+        _fits(axis, beside) for axis, beside in zip(axes, target)
+    ):
         raise reader.refusal(f"joins {like!r} and {x!r}, whose dims are not alike")
     order = sorted(range(len(axes)), key=lambda d: bool(axes[d].whole))
     first = turned_line(reader, replace(x, axes=axes), order)
     kept = lines_of(axes) or ()
     made = tuple(beside if beside.places else axis for axis, beside in zip(axes, target))
-    return replace(reader.emit(lambda _: Spread(kept=kept), [like, first], axes=made, what="places"), dtype=x.dtype)
+    return replace(
+        reader.emit(lambda _: Spread(kept=kept), [like, first], axes=made, what="places"),
+        dtype=x.dtype,
+    )
 
 
 def _fits(axis: Axis, beside: Axis) -> bool:
     """Tell that a dim of a line can be broadcast to the places of a map along another."""
     if not beside.places:
         return not axis.whole
-    return axis == Axis() or len(beside.places) == 1 and beside.cell == 1 and not beside.batch and axis == Axis(whole=along(beside.places[0]))
+    return (
+        axis == Axis()
+        or len(beside.places) == 1
+        and beside.cell == 1
+        and not beside.batch
+        and axis == Axis(whole=along(beside.places[0]))
+    )
 
 
 def expanded_line(reader: "Reader", x: Value, target: Axes) -> Value:
     """Return a line as the map that a call expands it to."""
     if places_of(target) != tuple(range(reader.dims)):
-        raise reader.refusal(f"makes {reader.call.shapes[0]} of {x!r}: spread over all places of a map it is known")
+        raise reader.refusal(
+            f"makes {reader.call.shapes[0]} of {x!r}: spread over all places of a map it is known"
+        )
     return line_at(reader, x, reader.map_of_lines([x]), target)
 
 
@@ -130,16 +149,26 @@ def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
     """Return the dims of a map that a pooling makes of length 1, where it leaves the others as they are; none where it is another."""
     made = [c.shapes[0][2:] for c in reader.current]
     gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]
-    stays = all(size[d] == before[d] for size, before in zip(made, x.sizes) for d in range(x.dims) if d not in gone)
+    stays = all(
+        size[d] == before[d]
+        for size, before in zip(made, x.sizes)
+        for d in range(x.dims)
+        if d not in gone
+    )
     return tuple(2 + d for d in gone) if stays and 0 < len(gone) < x.dims else ()
 
 
-def rows_taken(reader: "Reader", x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1) -> tuple[int, ...]:
+def rows_taken(
+    reader: "Reader", x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+) -> tuple[int, ...]:
     """Return the same of a pooling by a kernel, which is to be as long as the image along those dims, and of length 1 along the others."""
     over = rows_pooled(reader, x)
     for n, size in enumerate(x.sizes):
         each = [reader.each(of_trace(setting, n)) for setting in (kernel, padding, dilation)]
-        if any(k != (m if 2 + d in over else 1) or p or s != 1 for d, (k, p, s, m) in enumerate(zip(*each, size))):
+        if any(
+            k != (m if 2 + d in over else 1) or p or s != 1
+            for d, (k, p, s, m) in enumerate(zip(*each, size))
+        ):
             return ()
     return over
 
@@ -149,7 +178,11 @@ def told_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
     if all(isinstance(x, slice) for x in each):
         ends = [[getattr(x, end) for x in each] for end in ("start", "stop", "step")]
         told = [end[0] if len(set(end)) == 1 else told_by_size(end, sizes) for end in ends]
-        return None if any(x is None and end[0] is not None for x, end in zip(told, ends)) else slice(*told)
+        return (
+            None
+            if any(x is None and end[0] is not None for x, end in zip(told, ends))
+            else slice(*told)
+        )
     if not all(type(x) is int for x in each):
         return None
     extent = extent_of(each, sizes)

@@ -20,10 +20,33 @@ _ASK = {  # by the module or class that a built-in function is of; those without
     "_socket": set(),
     "_uuid": set(),
 }
-_NAMED = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("date", "today"), ("io", "open"), ("_io", "open"), ("builtins", "id"), ("builtins", "hash")}
-_OF_OBJECTS = {("builtins", "id"), ("builtins", "hash")}  # which libraries call for tables that have one order
+_NAMED = {
+    ("datetime", "now"),
+    ("datetime", "utcnow"),
+    ("datetime", "today"),
+    ("date", "today"),
+    ("io", "open"),
+    ("_io", "open"),
+    ("builtins", "id"),
+    ("builtins", "hash"),
+}
+_OF_OBJECTS = {
+    ("builtins", "id"),
+    ("builtins", "hash"),
+}  # which libraries call for tables that have one order
 _ENVIRONMENT = {os._Environ.__getitem__.__code__: "os.environ"}
-_BESIDES = {"logging", "warnings", "traceback", "linecache", "threading", "importlib", "tqdm", "copy", "inspect", "_weakrefset"}
+_BESIDES = {
+    "logging",
+    "warnings",
+    "traceback",
+    "linecache",
+    "threading",
+    "importlib",
+    "tqdm",
+    "copy",
+    "inspect",
+    "_weakrefset",
+}
 """Modules that ask for what they print, or for their own order."""
 
 ASKS = (
@@ -39,7 +62,10 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call":
-            owner, name = function.__module__ or getattr(function.__self__, "__name__", None), function.__name__
+            owner, name = (
+                function.__module__ or getattr(function.__self__, "__name__", None),
+                function.__name__,
+            )
             if (owner, name) not in _NAMED and (owner not in _ASK or name in _ASK[owner]):
                 return
             direct = (owner, name) in _OF_OBJECTS
@@ -49,7 +75,12 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
             return
         line = _line_that_asks(frame, direct, threading.get_ident() == thread)
         if line is not None:
-            note(name if owner in ("builtins", "io", "_io") else f"{'os' if owner == 'posix' else owner}.{name}", line)
+            note(
+                name
+                if owner in ("builtins", "io", "_io")
+                else f"{'os' if owner == 'posix' else owner}.{name}",
+                line,
+            )
 
     before, collects = (sys.getprofile(), threading.getprofile()), gc.isenabled()
     gc.disable()  # a collection runs wherever it comes, and calls whoever wants to know how long it took
@@ -75,7 +106,10 @@ def _line_that_asks(frame: FrameType | None, direct: bool, runs: bool) -> str | 
     while frame is not None and frame.f_code is not run.__code__:
         path = frame.f_code.co_filename
         if caller is None and path != draws.__file__:
-            if path.startswith("<frozen importlib") or frame.f_globals.get("__name__", "").partition(".")[0] in _BESIDES:
+            if (
+                path.startswith("<frozen importlib")
+                or frame.f_globals.get("__name__", "").partition(".")[0] in _BESIDES
+            ):
                 return None
             if not is_library(path):
                 caller = frame

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25, -0.25)
 _CLOSE = 1e-13
-_LARGEST = 64  # denominator that a number in the code is taken for, rather than for an error of rounding
+_LARGEST = (
+    64  # denominator that a number in the code is taken for, rather than for an error of rounding
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Rule:
     log: bool = False
 
     def __call__(self, size: Sequence[int]) -> float:
-        found = (self.factor * math.prod(size[d] for d in self.dims) ** self.inner + self.plus) ** self.power
+        found = (
+            self.factor * math.prod(size[d] for d in self.dims) ** self.inner + self.plus
+        ) ** self.power
         return math.log(found) if self.log else found
 
 
@@ -55,7 +59,9 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
     return None
 
 
-def _fitted(numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool) -> Rule | None:
+def _fitted(
+    numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
+) -> Rule | None:
     """Return the rule of one kind that gives the first of some numbers; ``plain``: nothing is added."""
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
     try:
@@ -68,7 +74,11 @@ def _fitted(numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule
         return replace(like, factor=_rounded(linear[0] / bases[0]))
     other = next(n for n, base in enumerate(bases) if base != bases[0])
     factor = _rounded((linear[other] - linear[0]) / (bases[other] - bases[0]))
-    return replace(like, factor=factor, plus=_rounded(linear[0] - factor * bases[0])) if factor else None
+    return (
+        replace(like, factor=factor, plus=_rounded(linear[0] - factor * bases[0]))
+        if factor
+        else None
+    )
 
 
 def _at(rule: Rule, size: Sequence[int]) -> float:
@@ -96,14 +106,21 @@ def measured(reader: "Reader", args: tuple) -> tuple:
     if not any(each):
         return args
     like = max((x for x in args if isinstance(x, Value)), key=lambda x: x.rank, default=None)
-    return tuple(x if n is None or like is None else _vector(reader, n, like) or x for x, n in zip(args, each))
+    return tuple(
+        x if n is None or like is None else _vector(reader, n, like) or x
+        for x, n in zip(args, each)
+    )
 
 
 def _numbers(reader: "Reader", x: Any) -> Sizes | None:
     """Return what an argument is in each trace, where that is a number that follows sizes."""
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
-    if not isinstance(x, Made) or x in reader.values or any(t.calls[x.call].shapes[x.part] for t in reader.traces):
+    if (
+        not isinstance(x, Made)
+        or x in reader.values
+        or any(t.calls[x.call].shapes[x.part] for t in reader.traces)
+    ):
         return None
     found = [constant_of(t.calls, x) for t in reader.traces]
     if any(n is None for n in found) or len({n.item() for n in found}) == 1:
@@ -118,11 +135,16 @@ def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value | None:
     if like.axes[batch].mixed:
         raise reader.refusal(f"has a number that depends on the image's size {numbers}")
     maps = [v for v in reversed(reader.values.values()) if not v.vector]
-    for sizes in dict.fromkeys([*([] if like.vector else [like.sizes]), *(v.sizes for v in reversed(maps)), *(v.sizes for v in maps)]):
+    for sizes in dict.fromkeys(
+        [
+            *([] if like.vector else [like.sizes]),
+            *(v.sizes for v in reversed(maps)),
+            *(v.sizes for v in maps),
+        ]
+    ):
         if (rule := rule_of(numbers.each, sizes)) is not None:
             source = next(v for v in reversed(maps) if v.sizes == sizes)
             made = reader.emit(lambda _: Measure(rule), [source.as_plain], axes=axes, what="size")
             reader.told[made.name] = rule
             return made
     return None
-

@@ -28,8 +28,14 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
     if axis.of_channels:
         return None
     if axis.batch or axis.cell != 1 or len(axis.places) != 1:
-        images = "images of the batch" if axis.batch and not axis.places else "several dims of the image, or places and channels together"
-        raise reader.refusal(f"{what} {images}: what it does to one dim of the image, or to channels, is known")
+        images = (
+            "images of the batch"
+            if axis.batch and not axis.places
+            else "several dims of the image, or places and channels together"
+        )
+        raise reader.refusal(
+            f"{what} {images}: what it does to one dim of the image, or to channels, is known"
+        )
     return axis.places[0]
 
 
@@ -39,22 +45,46 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     Args:
         wanted: by dim of the image, the slice of it in each trace.
     """
-    each = {d: [range(size[d])[part] for part, size in zip(parts, x.sizes)] for d, parts in wanted.items()}
-    each = {d: ranges for d, ranges in each.items() if any(len(r) < size[d] for r, size in zip(ranges, x.sizes))}
+    each = {
+        d: [range(size[d])[part] for part, size in zip(parts, x.sizes)]
+        for d, parts in wanted.items()
+    }
+    each = {
+        d: ranges
+        for d, ranges in each.items()
+        if any(len(r) < size[d] for r, size in zip(ranges, x.sizes))
+    }
     for d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
-            raise reader.refusal(f"takes a part of the image of {len(ranges[0])} places, however large the image is: a part that grows with the image is known")
+            raise reader.refusal(
+                f"takes a part of the image of {len(ranges[0])} places, however large the image is: a part that grows with the image is known"
+            )
         if not all(ranges):
             raise reader.refusal("takes no place of the image")
-    fixed = {d: found for d, ranges in each.items() if (found := _fixed(ranges, wanted[d], x, d)) is not None}
+    fixed = {
+        d: found
+        for d, ranges in each.items()
+        if (found := _fixed(ranges, wanted[d], x, d)) is not None
+    }
     if fixed:
         settings = [[fixed.get(d, (0, 0, 1))[k] for d in range(reader.dims)] for k in range(3)]
-        sizes = tuple(tuple(len(each[d][n]) if d in fixed else k for d, k in enumerate(size)) for n, size in enumerate(x.sizes))
-        x = reader.emit(lambda _: Slices(*settings), [x], axes=x.axes, sizes=sizes, what="part" if len(fixed) < len(each) else "")
+        sizes = tuple(
+            tuple(len(each[d][n]) if d in fixed else k for d, k in enumerate(size))
+            for n, size in enumerate(x.sizes)
+        )
+        x = reader.emit(
+            lambda _: Slices(*settings),
+            [x],
+            axes=x.axes,
+            sizes=sizes,
+            what="part" if len(fixed) < len(each) else "",
+        )
         reader.told[x.name] = tuple(map(tuple, settings))
     rest = {d: ranges for d, ranges in each.items() if d not in fixed}
     if any(r.step != 1 for ranges in rest.values() for r in ranges):
-        raise reader.refusal("takes every so many places of the image, from a place that depends on the image's size: that is not known here")
+        raise reader.refusal(
+            "takes every so many places of the image, from a place that depends on the image's size: that is not known here"
+        )
     sides = [
         tuple((-rest[d][n].start, rest[d][n].stop - size[d]) if d in rest else (0, 0) for d in range(reader.dims))
         for n, size in enumerate(x.sizes)
@@ -62,28 +92,49 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     return fitted(reader, x, sides) if rest else x
 
 
-def _fixed(ranges: Sequence[range], parts: Sequence[slice], x: Value, d: int) -> tuple[int, int, int] | None:
+def _fixed(
+    ranges: Sequence[range], parts: Sequence[slice], x: Value, d: int
+) -> tuple[int, int, int] | None:
     """Return (start, behind, step) if these are the same in all traces."""
     behind = [size[d] - part.indices(size[d])[1] for part, size in zip(parts, x.sizes)]
     found = {(r.start, b, r.step) for r, b in zip(ranges, behind)}
     return found.pop() if len(found) == 1 else None
 
 
-def fitted(reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0) -> Value:
+def fitted(
+    reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0
+) -> Value:
     """Return a map with places added or left out; ``sides``: how many, in each trace."""
     if not any(n for pairs in sides for pair in pairs for n in pair):
         return x
     if mode == "circular":
-        raise reader.refusal("is circular padding, which joins opposite borders of the image: use zeros, reflect or replicate")
-    sizes = tuple(tuple(n + a + b for n, (a, b) in zip(size, pairs)) for size, pairs in zip(x.sizes, sides))
+        raise reader.refusal(
+            "is circular padding, which joins opposite borders of the image: use zeros, reflect or replicate"
+        )
+    sizes = tuple(
+        tuple(n + a + b for n, (a, b) in zip(size, pairs)) for size, pairs in zip(x.sizes, sides)
+    )
     if len(set(map(tuple, sides))) == 1:
         flat = [n for pair in reversed(sides[0]) for n in pair]
         kind = {"constant": "Constant", "reflect": "Reflection", "replicate": "Replication"}[mode]
         layer = getattr(nn, f"{kind}Pad{reader.dims}d")
-        return reader.emit(lambda _: layer(flat, *((value,) if mode == "constant" else ())), [x], axes=x.axes, sizes=sizes)
+        return reader.emit(
+            lambda _: layer(flat, *((value,) if mode == "constant" else ())),
+            [x],
+            axes=x.axes,
+            sizes=sizes,
+        )
     fronts = [_front(reader, [pairs[d] for pairs in sides]) for d in range(reader.dims)]
     like, rules = reader.followed(x, sizes)
-    return reader.following(lambda: FitTo(rules, fronts, mode, value), x, like, rules, tuple(fronts), axes=x.axes, sizes=sizes)
+    return reader.following(
+        lambda: FitTo(rules, fronts, mode, value),
+        x,
+        like,
+        rules,
+        tuple(fronts),
+        axes=x.axes,
+        sizes=sizes,
+    )
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
@@ -108,8 +159,19 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
     pairs = {dim: found for dim, found in pairs.items() if any(map(any, found))}
     placed = {dim: dim_of_place(reader, x, dim, "pads") for dim in pairs}
     of_image = {d: pairs[dim] for dim, d in placed.items() if d is not None}
-    sides = [tuple(of_image[d][n] if d in of_image else (0, 0) for d in range(reader.dims)) for n in range(len(x.sizes))]
-    of_channels = [n for dim in dims for n in ((0, 0) if placed.get(dim) is not None else (pad[2 * (x.rank - 1 - dim)], pad[2 * (x.rank - 1 - dim) + 1]))]
+    sides = [
+        tuple(of_image[d][n] if d in of_image else (0, 0) for d in range(reader.dims))
+        for n in range(len(x.sizes))
+    ]
+    of_channels = [
+        n
+        for dim in dims
+        for n in (
+            (0, 0)
+            if placed.get(dim) is not None
+            else (pad[2 * (x.rank - 1 - dim)], pad[2 * (x.rank - 1 - dim) + 1])
+        )
+    ]
     if of_image and any(of_channels):
         raise reader.refusal("pads channels and places at once: do one after the other")
     if any(of_channels):
@@ -127,7 +189,12 @@ def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
             dim = x.rank - sum(i is not None for i in index[at + 1 :])
             continue
         each = [of_trace(entry, n) for n in range(len(x.sizes))]
-        if dim < x.rank and x.axes[dim].places and all(isinstance(part, slice) for part in each) and any(part != slice(None) for part in each):
+        if (
+            dim < x.rank
+            and x.axes[dim].places
+            and all(isinstance(part, slice) for part in each)
+            and any(part != slice(None) for part in each)
+        ):
             wanted[_place(reader, x, dim)] = each
             rest[at] = slice(None)
         dim += 1

@@ -15,9 +15,38 @@ from distseg.models.capture.values import Sizes, Value
 if TYPE_CHECKING:
     from distseg.models.capture.reader import Reader
 
-_RANDOM = {"rand", "randn", "rand_like", "randn_like", "bernoulli", "normal", "uniform", "randint", "randperm", "multinomial", "rrelu", "alpha_dropout", "gumbel_softmax"}
-_UNKNOWN = _RANDOM | {"empty", "new_empty", "empty_like"} | {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
-_CELLWISE = {"add", "mul", "multiply", "div", "true_divide", "divide", "contiguous", "clone", "__pow__", *MOVES} - {"to", "type_as"}
+_RANDOM = {
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "bernoulli",
+    "normal",
+    "uniform",
+    "randint",
+    "randperm",
+    "multinomial",
+    "rrelu",
+    "alpha_dropout",
+    "gumbel_softmax",
+}
+_UNKNOWN = (
+    _RANDOM
+    | {"empty", "new_empty", "empty_like"}
+    | {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
+)
+_CELLWISE = {
+    "add",
+    "mul",
+    "multiply",
+    "div",
+    "true_divide",
+    "divide",
+    "contiguous",
+    "clone",
+    "__pow__",
+    *MOVES,
+} - {"to", "type_as"}
 _TURNING = {"permute", "transpose", "unsqueeze", "movedim", "moveaxis", "swapaxes", "to", "type_as"}
 _SHAPING = FILLS | {"expand", "repeat", "tile", "view", "reshape", "broadcast_to", "unflatten"}
 _JOINING = {"cat", "concat", "concatenate", "stack"}
@@ -33,7 +62,11 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
     if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
         return None
     calls = tuple(sorted(numbers))
-    labels = {Made(n, part): _labels(reader, n, part, sizes) for n in calls for part in range(len(reader.traces[0].calls[n].shapes))}
+    labels = {
+        Made(n, part): _labels(reader, n, part, sizes)
+        for n in calls
+        for part in range(len(reader.traces[0].calls[n].shapes))
+    }
     return Plan(x, calls, labels, frozenset(n for n in calls if _is_cellwise(reader, n, labels)))
 
 
@@ -53,7 +86,10 @@ def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
 def _follows(reader: Reader, number: int) -> bool:
     """Return True if a call has other numbers with other images."""
     first, *others = (trace.calls[number] for trace in reader.traces)
-    return any((call.args, call.kwargs, call.shapes) != (first.args, first.kwargs, first.shapes) for call in others)
+    return any(
+        (call.args, call.kwargs, call.shapes) != (first.args, first.kwargs, first.shapes)
+        for call in others
+    )
 
 
 def _looked_at(call: Called) -> list[Made]:
@@ -63,11 +99,17 @@ def _looked_at(call: Called) -> list[Made]:
         return found_in(call.args[:1], Made)
     if call.name in LIKE:
         return []
-    return [made for made in given if made != call.args[0]] if call.name.startswith("new_") else given
+    return (
+        [made for made in given if made != call.args[0]] if call.name.startswith("new_") else given
+    )
 
 
 def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, ...]]) -> Labels:
-    lengths = zip(*(trace.calls[number].shapes[part] for trace in reader.traces)) if len({len(t.calls[number].shapes[part]) for t in reader.traces}) == 1 else ()
+    lengths = (
+        zip(*(trace.calls[number].shapes[part] for trace in reader.traces))
+        if len({len(t.calls[number].shapes[part]) for t in reader.traces}) == 1
+        else ()
+    )
     return tuple(_label(each, sizes) for each in lengths)
 
 
@@ -76,9 +118,15 @@ def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | No
     if not sizes:
         return None
     along = [*zip(*sizes)]
-    if (found := next((d for d, each in enumerate(along) if each == tuple(lengths)), None)) is not None:
+    if (
+        found := next((d for d, each in enumerate(along) if each == tuple(lengths)), None)
+    ) is not None:
         return found
-    return -1 if all(n == _product(size) for n, size in zip(lengths, sizes)) and len(along) > 1 else None
+    return (
+        -1
+        if all(n == _product(size) for n, size in zip(lengths, sizes)) and len(along) > 1
+        else None
+    )
 
 
 def _product(size: Sequence[int]) -> int:
@@ -113,11 +161,15 @@ def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, di
     if not maps or reader.source is None:
         return args, kwargs
     beside = max(maps, key=lambda x: (x.rank, not x.vector))
-    ranks = [len(reader.traces[0].calls[x.call].shapes[x.part]) for x in found_in((args, kwargs), Made)]
+    ranks = [
+        len(reader.traces[0].calls[x.call].shapes[x.part]) for x in found_in((args, kwargs), Made)
+    ]
     if beside.rank < max(ranks, default=0):
         return args, kwargs
     there = lambda tree, way: _placed(reader, tree, beside, way)  # noqa: E731
-    return tuple(there(x, ("args", n)) for n, x in enumerate(args)), {key: there(x, ("kwargs", key)) for key, x in kwargs.items()}
+    return tuple(there(x, ("args", n)) for n, x in enumerate(args)), {
+        key: there(x, ("kwargs", key)) for key, x in kwargs.items()
+    }
 
 
 def joined_positions(reader: Reader, tensors: tuple) -> tuple:
@@ -136,7 +188,11 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = Fa
         way: to the argument of the call at hand, for a number.
         joined: it has channels of its own, as many as it likes.
     """
-    if isinstance(x, Sizes) and way and all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in x.each):
+    if (
+        isinstance(x, Sizes)
+        and way
+        and all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in x.each)
+    ):
         axes = tuple(axis if axis.batch and axis == Axis(True) else Axis() for axis in beside.axes)
         plan = Plan(Number(reader.number, way), (), {}, frozenset())
         return x if sum(axis.batch for axis in axes) != 1 else emitted(reader, plan, beside, axes)
@@ -160,7 +216,9 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
 
 
-def _aligned(reader: Reader, labels: Labels, x: Made, like: Value, beside: Value, joined: bool) -> tuple[Axis, ...] | None:
+def _aligned(
+    reader: Reader, labels: Labels, x: Made, like: Value, beside: Value, joined: bool
+) -> tuple[Axis, ...] | None:
     """Return the axes of a tensor beside those of a value; None where they do not fit."""
     lengths = list(zip(*(t.calls[x.call].shapes[x.part] for t in reader.traces)))
     missing = beside.rank - len(lengths)
@@ -179,14 +237,25 @@ def _aligned(reader: Reader, labels: Labels, x: Made, like: Value, beside: Value
             axis = Axis(cell=each[0])
         else:
             return None
-        if axis != other and other != Axis() and axis != Axis() and not (axis.of_channels and other.of_channels):
+        if (
+            axis != other
+            and other != Axis()
+            and axis != Axis()
+            and not (axis.of_channels and other.of_channels)
+        ):
             return None
         if other != Axis() and axis == Axis() and not other.of_channels:
             return None
         found.append(axis)
     whole = tuple(range(reader.dims))
     places = places_of(tuple(found))
-    return tuple(found) if sum(axis.batch for axis in found) == 1 and places in ((), whole) and (places or beside.vector or not any(places_of(beside.axes))) else None
+    return (
+        tuple(found)
+        if sum(axis.batch for axis in found) == 1
+        and places in ((), whole)
+        and (places or beside.vector or not any(places_of(beside.axes)))
+        else None
+    )
 
 
 def _check_batch(reader: Reader, plan: Plan) -> None:
@@ -198,9 +267,15 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
         for number in plan.calls:
             one, other = alone.calls[number], trace.calls[number]
             if one.name not in _SHAPING and (one.args, one.kwargs) != (other.args, other.kwargs):
-                raise reader.refusal(f"takes what {one} makes of the number of images in the batch, which tiles and micro-batches do not know")
-        if isinstance(plan.wanted, Number) and plan.wanted.of(alone.calls) != plan.wanted.of(trace.calls):
-            raise reader.refusal("has a number that depends on the number of images in the batch, which tiles and micro-batches do not know")
+                raise reader.refusal(
+                    f"takes what {one} makes of the number of images in the batch, which tiles and micro-batches do not know"
+                )
+        if isinstance(plan.wanted, Number) and plan.wanted.of(alone.calls) != plan.wanted.of(
+            trace.calls
+        ):
+            raise reader.refusal(
+                "has a number that depends on the number of images in the batch, which tiles and micro-batches do not know"
+            )
 
 
 def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> Value:
@@ -216,7 +291,9 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
         users = {own: kept.name for own, kept in names.items()}
         source = reader.source
         make = lambda found: Positions(_Calls(source), plan, axes, users, found)  # noqa: E731
-        made = reader.emit(make, [like, reader.values[IMAGE]], names, axes=axes, sizes=like.sizes, what="places")
+        made = reader.emit(
+            make, [like, reader.values[IMAGE]], names, axes=axes, sizes=like.sizes, what="places"
+        )
         reader.positions[key] = made
     return reader.positions[key]
 

@@ -81,9 +81,21 @@ class Positions(LooksAtSize):
         tensors: these, by their names here.
     """
 
-    def __init__(self, source: Callable[[tuple[int, ...]], Sequence[Called]], plan: Plan, axes: Axes, names: Mapping[str, str], tensors: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        source: Callable[[tuple[int, ...]], Sequence[Called]],
+        plan: Plan,
+        axes: Axes,
+        names: Mapping[str, str],
+        tensors: Mapping[str, Tensor],
+    ):
         super().__init__()
-        self.source, self.plan, self.axes, self.names = source, plan, axes, {user: own for own, user in names.items()}
+        self.source, self.plan, self.axes, self.names = (
+            source,
+            plan,
+            axes,
+            {user: own for own, user in names.items()},
+        )
         register(self, tensors)
 
     def forward(self, x: Tensor, image: Tensor) -> Tensor:
@@ -91,22 +103,43 @@ class Positions(LooksAtSize):
             return self.outlined(x, image)
         return self.part(x, image.shape[2:], x.shape[2:], [range(n) for n in x.shape[2:]])
 
-    def part(self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]) -> Tensor:
+    def part(
+        self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]
+    ) -> Tensor:
         """Return the values of some ``places`` of a map of this size, in type and batch like ``x``."""
-        wide = torch.is_autocast_enabled(x.device.type)  # half precision has no whole numbers beyond 256
+        wide = torch.is_autocast_enabled(
+            x.device.type
+        )  # half precision has no whole numbers beyond 256
         with torch.autocast(x.device.type, enabled=False):
             y = _Values(self, self.source(tuple(image)), x, size, places).cut(self.plan.wanted)
-        dtype = x.dtype if y.is_floating_point() and not wide else torch.promote_types(x.dtype, torch.float32)
+        dtype = (
+            x.dtype
+            if y.is_floating_point() and not wide
+            else torch.promote_types(x.dtype, torch.float32)
+        )
         y = y.to(x.device, dtype)
-        return self._closed(y[(None,) * (len(self.axes) - y.dim())], len(x), [len(r) for r in places])
+        return self._closed(
+            y[(None,) * (len(self.axes) - y.dim())], len(x), [len(r) for r in places]
+        )
 
     def _closed(self, y: Tensor, images: int, size: Sequence[int]) -> Tensor:
         for dim, axis in enumerate(self.axes):
             if axis.batch and y.shape[dim] > 1:
                 if not bool((y == y.narrow(dim, 0, 1)).all()):
-                    raise ValueError("the network has values of its own for each place and each image of a batch, by the image's number: leave that out")
+                    raise ValueError(
+                        "the network has values of its own for each place and each image of a batch, by the image's number: leave that out"
+                    )
                 y = y.narrow(dim, 0, 1)
-        y = y.expand([images if axis.batch else math.prod(size[d] for d in axis.places) if axis.places else axis.cell for axis in self.axes])
+        y = y.expand(
+            [
+                images
+                if axis.batch
+                else math.prod(size[d] for d in axis.places)
+                if axis.places
+                else axis.cell
+                for axis in self.axes
+            ]
+        )
         made = closed(y, self.axes, size)
         return made if any(axis.places for axis in self.axes) else as_vector(made, len(size))
 
@@ -121,8 +154,22 @@ class Positions(LooksAtSize):
 class _Values:
     """Results of the calls of a plan for one image, at all places or at those of a part."""
 
-    def __init__(self, layer: Positions, calls: Sequence[Called], like: Tensor, size: Sequence[int], places: Sequence[range]):
-        self.layer, self.plan, self.calls, self.like, self.size, self.places = layer, layer.plan, calls, like, tuple(size), places
+    def __init__(
+        self,
+        layer: Positions,
+        calls: Sequence[Called],
+        like: Tensor,
+        size: Sequence[int],
+        places: Sequence[range],
+    ):
+        self.layer, self.plan, self.calls, self.like, self.size, self.places = (
+            layer,
+            layer.plan,
+            calls,
+            like,
+            tuple(size),
+            places,
+        )
         self._whole: dict[int, list[Tensor]] = {}
         self._cut: dict[int, list[Tensor]] = {}
 
@@ -131,8 +178,12 @@ class _Values:
         found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
         for dim, axis in enumerate(self.layer.axes):
             for d in axis.places:
-                along = marked.mask(self.calls, d, self.size[d])[self.places[d].start : self.places[d].stop]
-                found = found & along.view([-1 if k == dim else 1 for k in range(len(self.layer.axes))])
+                along = marked.mask(self.calls, d, self.size[d])[
+                    self.places[d].start : self.places[d].stop
+                ]
+                found = found & along.view(
+                    [-1 if k == dim else 1 for k in range(len(self.layer.axes))]
+                )
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
@@ -140,7 +191,9 @@ class _Values:
         if isinstance(x, Marked):
             return self._mask(x)
         if isinstance(x, Number):
-            return torch.tensor(float(x.of(self.calls)), dtype=torch.float64, device=self.like.device)
+            return torch.tensor(
+                float(x.of(self.calls)), dtype=torch.float64, device=self.like.device
+            )
         if x.call in self.plan.cellwise:
             if x.call not in self._cut:
                 self._cut[x.call] = self._made(x.call, self.cut)
@@ -148,7 +201,12 @@ class _Values:
         y = self.whole(x)
         for dim, place in enumerate(self.plan.labels[x]):
             if place is not None and place < 0:  # all dims of the image in one
-                y = y.unflatten(dim, self.size)[(*(slice(None) for _ in range(dim)), *(slice(r.start, r.stop) for r in self.places))]
+                y = y.unflatten(dim, self.size)[
+                    (
+                        *(slice(None) for _ in range(dim)),
+                        *(slice(r.start, r.stop) for r in self.places),
+                    )
+                ]
                 y = y.flatten(dim, dim + len(self.size) - 1)
             elif place is not None:
                 y = y.narrow(dim, self.places[place].start, len(self.places[place]))
@@ -162,10 +220,20 @@ class _Values:
     def _made(self, number: int, of: Callable[[Made], Tensor]) -> list[Tensor]:
         call = self.calls[number]
         if (found := self._of_type(call, of)) is None:
-            args, kwargs = self._filled(call.args, of), {key: self._filled(value, of) for key, value in call.kwargs.items() if key not in _SETTINGS}
+            args, kwargs = (
+                self._filled(call.args, of),
+                {
+                    key: self._filled(value, of)
+                    for key, value in call.kwargs.items()
+                    if key not in _SETTINGS
+                },
+            )
             if call.name in FACTORIES and not call.name.startswith("new_"):
                 kwargs["device"] = self.like.device
-            found = [y.to(self.like.device) for y in found_in(call_wide(out_of_place(call.function), args, kwargs), Tensor)]
+            found = [
+                y.to(self.like.device)
+                for y in found_in(call_wide(out_of_place(call.function), args, kwargs), Tensor)
+            ]
         return found if call.graded else [y.detach() for y in found]
 
     def _of_type(self, call: Called, of: Callable[[Made], Tensor]) -> list[Tensor] | None:
@@ -204,5 +272,9 @@ _SETTINGS = ("device", "pin_memory", "requires_grad", "memory_format")
 def _fill(call: Called) -> Any:
     """Return the number that a tensor is filled with; None of other calls."""
     if call.name in ("full_like", "full", "new_full"):
-        return call.kwargs["fill_value"] if "fill_value" in call.kwargs else call.args[2 if call.name == "new_full" else 1]
+        return (
+            call.kwargs["fill_value"]
+            if "fill_value" in call.kwargs
+            else call.args[2 if call.name == "new_full" else 1]
+        )
     return {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like"))

@@ -16,9 +16,7 @@ from distseg.models.capture.reducing import product
 from distseg.models.capture.values import Value
 from distseg.models.layers import Mean
 
-BETWEEN_PLACES = (
-    "multiplies places of the image with all others, as attention does: parts of an image do not have them; products of channels at each place, and their sums over all places, are known"
-)
+BETWEEN_PLACES = "multiplies places of the image with all others, as attention does: parts of an image do not have them; products of channels at each place, and their sums over all places, are known"
 
 
 def matmul(reader: Reader, a: Any, b: Any) -> Value:
@@ -44,17 +42,30 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         shape = reader.shape_of(b if x is a else a)
         along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
         if not reader.of_channels(along, x):
-            raise reader.refusal(f"multiplies places of {x!r} with weights, one for each place: over channels it is known")
+            raise reader.refusal(
+                f"multiplies places of {x!r} with weights, one for each place: over channels it is known"
+            )
         return None
     if min(a.rank, b.rank) < 3:
-        raise reader.refusal(f"multiplies {a!r} with {b!r}, and so joins the images of a batch, which are computed apart from each other")
+        raise reader.refusal(
+            f"multiplies {a!r} with {b!r}, and so joins the images of a batch, which are computed apart from each other"
+        )
     left, right = a.axes[-1], b.axes[-2]
     if left.of_channels and right.of_channels:
         if a.axes[-2].places and b.axes[-1].places:
             raise reader.refusal(BETWEEN_PLACES, everywhere=True)
         return None
-    lone = [left.places, right.places] == [tuple(range(reader.dims))] * 2 and left.cell == right.cell == 1
-    if not lone or a.axes[:-2] != b.axes[:-2] or places_of(a.axes[:-1]) or places_of(b.axes[:-2] + b.axes[-1:]) or not a.axes[-2].of_channels or not b.axes[-1].of_channels:
+    lone = [left.places, right.places] == [
+        tuple(range(reader.dims))
+    ] * 2 and left.cell == right.cell == 1
+    if (
+        not lone
+        or a.axes[:-2] != b.axes[:-2]
+        or places_of(a.axes[:-1])
+        or places_of(b.axes[:-2] + b.axes[-1:])
+        or not a.axes[-2].of_channels
+        or not b.axes[-1].of_channels
+    ):
         raise reader.refusal(BETWEEN_PLACES, everywhere=True)
     axes = (*a.axes[:-1], b.axes[-1])
     return product(reader, a, b, math.prod(axis.cell for axis in a.axes[:-2]), axes)
@@ -65,12 +76,18 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
     labels, written = _spelled(reader, equation, operands)
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
-        raise reader.refusal(f"sums over the images of a batch (dim {missing[0]}), which are computed apart from each other")
+        raise reader.refusal(
+            f"sums over the images of a batch (dim {missing[0]}), which are computed apart from each other"
+        )
     summed = [label for label, axis in axes.items() if axis.places and label not in written]
     if not summed:
         return reader.formula((f"{','.join(labels)}->{written}", *operands), {})
-    if sorted(d for label in summed for d in axes[label].places) != list(range(reader.dims)) or any(axes[label].places for label in written):
-        raise reader.refusal("sums over rows or columns of the image alone: over all places, and over channels, it is known")
+    if sorted(d for label in summed for d in axes[label].places) != list(range(reader.dims)) or any(
+        axes[label].places for label in written
+    ):
+        raise reader.refusal(
+            "sums over rows or columns of the image alone: over all places, and over channels, it is known"
+        )
     made = tuple(axes[label] for label in written)
     if (pair := _pair(labels, operands, written, axes)) is not None:
         heads, a, b = pair
@@ -91,8 +108,13 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
     if places_of(axes[0][-2:-1]) and places_of(axes[1][-2:-1]):
         raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
     if not all(of[-1].of_channels for of in axes):
-        raise reader.refusal("measures distances of channels over places of the image: of places over channels it is known")
-    if places_of((*axes[0][-2:-1], *axes[1][-2:-1])) and mode == "use_mm_for_euclid_dist_if_necessary":
+        raise reader.refusal(
+            "measures distances of channels over places of the image: of places over channels it is known"
+        )
+    if (
+        places_of((*axes[0][-2:-1], *axes[1][-2:-1]))
+        and mode == "use_mm_for_euclid_dist_if_necessary"
+    ):
         mode = "use_mm_for_euclid_dist"
     return reader.formula((a, b), dict(p=p, compute_mode=mode))
 
@@ -114,7 +136,9 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
     return labels, written.replace("...", dots)
 
 
-def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[Any]) -> dict[str, Axis]:
+def _axes_of_labels(
+    reader: Reader, labels: Sequence[str], operands: Sequence[Any]
+) -> dict[str, Axis]:
     """Return what each label's dim is.
 
     Raises:
@@ -125,12 +149,16 @@ def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[An
         if isinstance(x, Value):
             twice = [axis for label, axis in zip(letters, x.axes) if letters.count(label) > 1]
             if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
-                raise reader.refusal(f"is told {letters} of {x!r}: a letter of its own for each dim is known")
+                raise reader.refusal(
+                    f"is told {letters} of {x!r}: a letter of its own for each dim is known"
+                )
             for label, axis in zip(letters, x.axes):
                 if found.get(label, Axis()) == Axis():  # of length 1, and so broadcast
                     found[label] = axis
                 elif axis not in (Axis(), found[label]):
-                    raise reader.refusal(f"multiplies {' with '.join(repr(y) for y in operands if isinstance(y, Value))}, whose dims {label} are not alike")
+                    raise reader.refusal(
+                        f"multiplies {' with '.join(repr(y) for y in operands if isinstance(y, Value))}, whose dims {label} are not alike"
+                    )
     for letters, x in zip(labels, operands):
         if isinstance(x, Value):
             continue
@@ -138,25 +166,38 @@ def _axes_of_labels(reader: Reader, labels: Sequence[str], operands: Sequence[An
             if found.get(label, Axis()) == Axis():
                 found[label] = Axis(cell=n)
             elif n != 1 and not found[label].of_channels:
-                raise reader.refusal(f"takes a tensor of {reader.shape_of(x)} with a value of its own for each place of the image, or for each image, which parts of an image do not know")
+                raise reader.refusal(
+                    f"takes a tensor of {reader.shape_of(x)} with a value of its own for each place of the image, or for each image, which parts of an image do not know"
+                )
     batches = {label for label, axis in found.items() if axis.batch}
     places = [d for axis in found.values() for d in axis.places]
     if len(batches) > 1 or len(set(places)) < len(places):
-        raise reader.refusal(BETWEEN_PLACES if len(batches) < 2 else "multiplies images of a batch with each other, which are computed apart", everywhere=True)
+        raise reader.refusal(
+            BETWEEN_PLACES
+            if len(batches) < 2
+            else "multiplies images of a batch with each other, which are computed apart",
+            everywhere=True,
+        )
     return found
 
 
-def _pair(labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]) -> tuple[str, Value, Value] | None:
+def _pair(
+    labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]
+) -> tuple[str, Value, Value] | None:
     """Return the heads, and the two maps, of a sum of products that is one of matrices; None of any other."""
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
         return None
     if any(len(set(letters)) < len(letters) for letters in labels):
         return None
-    if any(x.axes != tuple(axes[label] for label in letters) for x, letters in zip(operands, labels)):
+    if any(
+        x.axes != tuple(axes[label] for label in letters) for x, letters in zip(operands, labels)
+    ):
         return None
     cells = [[label for label in letters if axes[label].of_channels] for letters in labels]
     heads = [label for label in cells[0] if label in cells[1]]
     others = [[label for label in of if label not in heads] for of in cells]
     batch = [label for label in written if axes[label].batch]
-    in_order = list(written) == [*batch, *heads, *others[0], *others[1]] and all(of == [*heads, *rest] for of, rest in zip(cells, others))
+    in_order = list(written) == [*batch, *heads, *others[0], *others[1]] and all(
+        of == [*heads, *rest] for of, rest in zip(cells, others)
+    )
     return ("".join(heads), *operands) if in_order else None

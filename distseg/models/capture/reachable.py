@@ -24,9 +24,32 @@ ITSELF = "itself"
 """The name under which a function is found in its own home: with its closure, its defaults and its attributes."""
 _FEW = 100  # parts of a container that are followed
 _MANY = 100_000  # values that are followed
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, Tensor, np.ndarray, np.generic)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    Tensor,
+    np.ndarray,
+    np.generic,
+)
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
-_MADE = {"__init__", "__new__", "__init_subclass__", "__del__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "__getstate__", "__setstate__"}
+_MADE = {
+    "__init__",
+    "__new__",
+    "__init_subclass__",
+    "__del__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__deepcopy__",
+    "__copy__",
+    "__getstate__",
+    "__setstate__",
+}
 """Functions that no pass calls of modules that are there."""
 _FIXED = (type, types.ModuleType, types.FunctionType, staticmethod, classmethod, property)
 _OURS = {"torch", "distseg", "builtins", "numpy", "abc", "typing"}
@@ -64,8 +87,13 @@ def fields_of(x: Any) -> dict[str, Any]:
 
 @functools.cache
 def _slot_names(kind: type) -> tuple[str, ...]:
-    listed = ((slots,) if isinstance(slots, str) else tuple(slots) for slots in (vars(base).get("__slots__", ()) for base in kind.__mro__))
-    return tuple(name for names in listed for name in names if name not in ("__dict__", "__weakref__"))
+    listed = (
+        (slots,) if isinstance(slots, str) else tuple(slots)
+        for slots in (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    )
+    return tuple(
+        name for names in listed for name in names if name not in ("__dict__", "__weakref__")
+    )
 
 
 class _Search:
@@ -91,7 +119,11 @@ class _Search:
 
     def _look(self, value: Any) -> None:
         """Follow what a value is, or holds."""
-        empty = isinstance(value, _CONTAINERS) and not value and type(value).__module__ in ("builtins", "collections")
+        empty = (
+            isinstance(value, _CONTAINERS)
+            and not value
+            and type(value).__module__ in ("builtins", "collections")
+        )
         if empty or id(value) in self._done or len(self._done) > _MANY:
             return
         self._done[id(value)] = value
@@ -118,7 +150,11 @@ class _Search:
         kind = type(value)
         if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
             self.follow(value.values() if isinstance(value, dict) else list(value))
-        if isinstance(value, nn.Module) or kind.__module__ == "types" or not _is_library_class(kind):
+        if (
+            isinstance(value, nn.Module)
+            or kind.__module__ == "types"
+            or not _is_library_class(kind)
+        ):
             self.follow([kind, *fields_of(value).values()])
         elif isinstance(value, functools._lru_cache_wrapper):
             self.follow([value.__wrapped__])
@@ -127,12 +163,24 @@ class _Search:
         if not is_users(function.__code__) or is_library(function.__code__.co_filename):
             self.follow([getattr(function, "__wrapped__", None)])
             return
-        self.homes[id(function)] = Home(f"function {function.__qualname__}", {ITSELF: function}, {ITSELF: None})
-        self.follow(cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType())
-        self.follow([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()])
+        self.homes[id(function)] = Home(
+            f"function {function.__qualname__}", {ITSELF: function}, {ITSELF: None}
+        )
+        self.follow(
+            cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()
+        )
+        self.follow(
+            [
+                *(function.__defaults__ or ()),
+                *(function.__kwdefaults__ or {}).values(),
+                *vars(function).values(),
+            ]
+        )
         self.follow(_imported(function))
         file = function.__code__.co_filename.rpartition("/")[2]
-        for name in dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names):
+        for name in dict.fromkeys(
+            name for code in _codes(function.__code__) for name in code.co_names
+        ):
             self._names[name] = None
             if name in function.__globals__:
                 self._note(file, function.__globals__, name, function.__globals__[name])
@@ -159,7 +207,12 @@ class _Search:
         """Keep the names of values, which a pass may set there; what a library does itself is its own."""
         for name in self._names.keys() & vars(holder).keys():
             if isinstance(vars(holder)[name], _SET):
-                self._note(owner, holder if isinstance(holder, type) else vars(holder), name, vars(holder)[name])
+                self._note(
+                    owner,
+                    holder if isinstance(holder, type) else vars(holder),
+                    name,
+                    vars(holder)[name],
+                )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
         """Follow a value; keep its name if it may change."""
@@ -169,14 +222,20 @@ class _Search:
         self.follow([value])
         if not isinstance(value, _FIXED):
             mapping = holder if isinstance(holder, dict) else vars(holder)
-            self.homes.setdefault(id(holder), Home(owner, mapping, which=id(holder))).names[name] = None
+            self.homes.setdefault(id(holder), Home(owner, mapping, which=id(holder))).names[
+                name
+            ] = None
 
 
 _SET = (bool, int, float, str, *_CONTAINERS)
 
 
 def _is_operator(name: str, value: Any) -> bool:
-    return name.startswith("__") and name.endswith("__") and isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+    return (
+        name.startswith("__")
+        and name.endswith("__")
+        and isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+    )
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -192,16 +251,30 @@ def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
     for code in _codes(function.__code__):
         if _IMPORT in code.co_code[::2]:
             steps = list(dis.get_instructions(code))
-            for level, step in ((steps[n - 2].argval, step) for n, step in enumerate(steps) if step.opcode == _IMPORT):
+            for level, step in (
+                (steps[n - 2].argval, step)
+                for n, step in enumerate(steps)
+                if step.opcode == _IMPORT
+            ):
                 package = function.__globals__.get("__package__")
-                name = step.argval if not level else importlib.util.resolve_name("." * level + step.argval, package) if package else ""
+                name = (
+                    step.argval
+                    if not level
+                    else importlib.util.resolve_name("." * level + step.argval, package)
+                    if package
+                    else ""
+                )
                 yield from _there(name, name.partition(".")[0])
         if {"__import__", "import_module"} & {*code.co_names}:
-            yield from _there(*(constant for constant in code.co_consts if isinstance(constant, str)))
+            yield from _there(
+                *(constant for constant in code.co_consts if isinstance(constant, str))
+            )
 
 
 def _there(*names: str) -> Iterator[types.ModuleType]:
-    return (sys.modules[name] for name in names if isinstance(sys.modules.get(name), types.ModuleType))
+    return (
+        sys.modules[name] for name in names if isinstance(sys.modules.get(name), types.ModuleType)
+    )
 
 
 _IMPORT = dis.opmap["IMPORT_NAME"]

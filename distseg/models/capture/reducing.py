@@ -22,7 +22,16 @@ from distseg.models.layers import Cat, Max, Mean
 from distseg.models.statistics import Largest, LogSumExp, Products, Variance
 
 
-def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn.Module], of_channels: Callable[..., Tensor] | None, what: str, part: int = 0) -> Value:
+def reduced(
+    reader: Reader,
+    x: Any,
+    dim: Any,
+    args: tuple,
+    make: Callable[[], nn.Module],
+    of_channels: Callable[..., Tensor] | None,
+    what: str,
+    part: int = 0,
+) -> Value:
     """Return a statistic over dims of channels, of all places, or of both.
 
     Args:
@@ -37,23 +46,38 @@ def reduced(reader: Reader, x: Any, dim: Any, args: tuple, make: Callable[[], nn
     over = reader.dims_of(dim, x)
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest and of_channels is None:
-        raise reader.refusal(f"takes {what} over channels and places together: over either it is known")
+        raise reader.refusal(
+            f"takes {what} over channels and places together: over either it is known"
+        )
     vector = over_places(reader, x, over, make)
     if rest:
-        vector = reader.applied(partial(of_channels, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest))
+        vector = reader.applied(
+            partial(of_channels, dim=rest, keepdim=True),
+            [vector],
+            "channels",
+            _alone(vector.axes, rest),
+        )
     return formed(reader, vector, part)
 
 
-def over_places(reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = "") -> Value:
+def over_places(
+    reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = ""
+) -> Value:
     """Return a statistic of each channel over the places that lie along some dims, with dims of length 1 in their place: of all of them a vector, else a line."""
-    return of_lines(reader, x, over, make, what) if takes_lines(x, over) else of_image(reader, x, make, what)
+    return (
+        of_lines(reader, x, over, make, what)
+        if takes_lines(x, over)
+        else of_image(reader, x, make, what)
+    )
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
     """Return the dims that a statistic is taken over, among which are all places."""
     over = reader.dims_of(dim, x)
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
-        raise reader.refusal(f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}): over all places, over channels, or over both, it is known")
+        raise reader.refusal(
+            f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}): over all places, over channels, or over both, it is known"
+        )
     return over
 
 
@@ -72,7 +96,9 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
     axes = reader.made(vector, part)
     made = replace(vector, axes=axes)
     if not made.vector or _lengths(axes) != _lengths(vector.axes):
-        raise reader.refusal(f"makes {reader.call.shapes[part]}, where a vector of the image {vector!r} is expected")
+        raise reader.refusal(
+            f"makes {reader.call.shapes[part]}, where a vector of the image {vector!r} is expected"
+        )
     return made
 
 
@@ -81,7 +107,9 @@ def _lengths(axes: Axes) -> list[tuple]:
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 
-def variance(reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance") -> Value:
+def variance(
+    reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance"
+) -> Value:
     """Return the variance over all places, perhaps with some dims of channels, with dims of length 1 in their place."""
     x = reader.value(x)
     over = reader.dims_of(dim, x)
@@ -91,12 +119,16 @@ def variance(reader: Reader, x: Any, dim: Any, correction: float, what: str = "a
     all_places(reader, x, dim, what)
     kept = [d for d in range(x.rank) if d not in over]
     made = _alone(without_places(x.axes), rest)
-    if any(axis.batch and axis.mixed for axis in x.axes) or max([d for d in kept if x.axes[d].cell != 1], default=-1) > min(rest):
+    if any(axis.batch and axis.mixed for axis in x.axes) or max(
+        [d for d in kept if x.axes[d].cell != 1], default=-1
+    ) > min(rest):
         x = turned(reader, x, [*kept, *over])  # channels that are taken together lie side by side
     groups = 1
     for d in kept:
         groups *= made[d].cell
-    return reader.emit(lambda _: Variance(groups, correction), [x.as_plain], axes=made, what="variance")
+    return reader.emit(
+        lambda _: Variance(groups, correction), [x.as_plain], axes=made, what="variance"
+    )
 
 
 def root(x: Tensor) -> Tensor:
@@ -111,7 +143,12 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
     total = over_places(reader, x, over, LogSumExp, "total")
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest:
-        total = reader.applied(partial(torch.logsumexp, dim=rest, keepdim=True), [total], "total", _alone(total.axes, rest))
+        total = reader.applied(
+            partial(torch.logsumexp, dim=rest, keepdim=True),
+            [total],
+            "total",
+            _alone(total.axes, rest),
+        )
     return reader.applied(_less if log else _share, beside(reader, x, total), "share")
 
 
@@ -134,13 +171,24 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if p in (float("inf"), float("-inf")):
         each = reader.applied(torch.abs if p > 0 else _less_than_nothing, [x], "size")
-        found = _then(reader, over_places(reader, each, over, partial(Max, first=False), "largest"), torch.amax if not rest else None, rest)
+        found = _then(
+            reader,
+            over_places(reader, each, over, partial(Max, first=False), "largest"),
+            torch.amax if not rest else None,
+            rest,
+        )
         return found if p > 0 else reader.applied(torch.neg, [found], "least")
     if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
         raise reader.refusal(f"takes a norm of order {p}: of a number other than 0 it is known")
     squares = p in (2, "fro", None)
-    each = reader.applied(torch.square if squares else torch.abs if p == 1 else _Power(p), [x], "squares" if squares else "size" if p == 1 else "powers")
-    total = _then(reader, over_places(reader, each, over, partial(Mean, total=True), "total"), torch.sum, rest)
+    each = reader.applied(
+        torch.square if squares else torch.abs if p == 1 else _Power(p),
+        [x],
+        "squares" if squares else "size" if p == 1 else "powers",
+    )
+    total = _then(
+        reader, over_places(reader, each, over, partial(Mean, total=True), "total"), torch.sum, rest
+    )
     return total if p == 1 else reader.applied(root if squares else _Root(p), [total], "root")
 
 
@@ -170,13 +218,19 @@ class _Root(_Power):
         return x.where(some, 1) ** (1 / self.p) * some
 
 
-def _then(reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]) -> Value:
+def _then(
+    reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
+) -> Value:
     """Return the same statistic of a vector over some of its channels."""
     if not rest:
         return vector
     if function is None:
-        raise reader.refusal("takes a norm of order inf over channels and places together: over either it is known")
-    return reader.applied(partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest))
+        raise reader.refusal(
+            "takes a norm of order inf over channels and places together: over either it is known"
+        )
+    return reader.applied(
+        partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest)
+    )
 
 
 def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value:
@@ -189,7 +243,12 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
         raise reader.refusal(f"multiplies {a!r} with {b!r}, whose places are not alike")
     if a.name == b.name and a.channels == b.channels:
         return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
-    both = reader.emit(lambda _: Cat(), [a.as_plain, b.as_plain], axes=(a.as_plain.axes[0], Axis(cell=a.channels + b.channels), *a.as_plain.axes[2:]), what="factors")
+    both = reader.emit(
+        lambda _: Cat(),
+        [a.as_plain, b.as_plain],
+        axes=(a.as_plain.axes[0], Axis(cell=a.channels + b.channels), *a.as_plain.axes[2:]),
+        what="factors",
+    )
     return reader.emit(lambda _: Products(heads, a.channels), [both], axes=axes)
 
 
@@ -197,7 +256,9 @@ def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) 
     """Return the k largest values, or the least ones, over a dim that is all places, in its place."""
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
-        raise reader.refusal("ranks rows or columns of the image alone: over channels, or all places in one dim (x.flatten(2)), it is known")
+        raise reader.refusal(
+            "ranks rows or columns of the image alone: over channels, or all places in one dim (x.flatten(2)), it is known"
+        )
     order = [d for d in range(x.rank) if d != at]
     axes = *(x.axes[d] for d in order), Axis(cell=k)
     x = reader.applied(torch.neg, [x], "turned") if least else x

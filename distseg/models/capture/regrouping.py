@@ -45,9 +45,17 @@ def reshaped(reader: Reader, x: Value) -> Value:
         axes = reader.made(x)
     except CanNotCapture:
         axes = None
-    if axes is not None and (order_of(axes) == order_of(x.axes) if not x.line else _in_order(axes) == _in_order(x.axes)):
+    if axes is not None and (
+        order_of(axes) == order_of(x.axes) if not x.line else _in_order(axes) == _in_order(x.axes)
+    ):
         return replace(x, axes=axes)  # no number moves
-    if x.rank > 2 and x.axes[0].cell > 1 and x.axes[0].of_channels and x.axes[1] == Axis(True) and axes == (Axis(True, x.axes[0].cell), *x.axes[2:]):
+    if (
+        x.rank > 2
+        and x.axes[0].cell > 1
+        and x.axes[0].of_channels
+        and x.axes[1] == Axis(True)
+        and axes == (Axis(True, x.axes[0].cell), *x.axes[2:])
+    ):
         return replace(x, axes=axes, joined=True)  # batches that were stacked
     made = None if x.vector else regrouped(reader, x)
     if made is None:
@@ -95,7 +103,12 @@ def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_
                 group.append(piece)
                 lengths = more
             elif inner := _quotient(piece.lengths, lengths):
-                if piece.batch or piece.place is not None and not piece.inner and len(set(inner)) > 1:
+                if (
+                    piece.batch
+                    or piece.place is not None
+                    and not piece.inner
+                    and len(set(inner)) > 1
+                ):
                     return None
                 group.append(_Piece(lengths, place=piece.place, inner=piece.inner))
                 left.append(_Piece(inner, place=piece.place, inner=piece.place is not None))
@@ -107,19 +120,39 @@ def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_
 
 
 def _quotient(large: Lengths, small: Lengths) -> Lengths | None:
-    return tuple(n // m for n, m in zip(large, small)) if all(n % m == 0 for n, m in zip(large, small)) else None
+    return (
+        tuple(n // m for n, m in zip(large, small))
+        if all(n % m == 0 for n, m in zip(large, small))
+        else None
+    )
 
 
 def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
     """Return the map with the places of blocks as channels; each piece is a dim of its own."""
     pieces = [piece for group in groups for piece in group]
-    inner = [math.prod(p.lengths[0] for p in pieces if p.inner and p.place == d) for d in range(reader.dims)]
+    inner = [
+        math.prod(p.lengths[0] for p in pieces if p.inner and p.place == d)
+        for d in range(reader.dims)
+    ]
     if math.prod(inner) > 1:
         sizes = tuple(tuple(n // k for n, k in zip(size, inner)) for size in x.sizes)
         of_channels = [p for p in pieces if p.place is None and not p.batch]
-        of_blocks = sorted((p for p in pieces if p.inner), key=lambda p: p.place)  # as the layer has them: behind all others, by dim
-        order = [*(p for p in pieces if p.batch), *of_channels, *of_blocks, *(p for p in pieces if p.place is not None and not p.inner)]
-        x = reader.emit(lambda _: Windows(inner, inner), [x], axes=tuple(map(_axis, order)), sizes=sizes, what="blocks")
+        of_blocks = sorted(
+            (p for p in pieces if p.inner), key=lambda p: p.place
+        )  # as the layer has them: behind all others, by dim
+        order = [
+            *(p for p in pieces if p.batch),
+            *of_channels,
+            *of_blocks,
+            *(p for p in pieces if p.place is not None and not p.inner),
+        ]
+        x = reader.emit(
+            lambda _: Windows(inner, inner),
+            [x],
+            axes=tuple(map(_axis, order)),
+            sizes=sizes,
+            what="blocks",
+        )
         at = {id(p): n for n, p in enumerate(order)}
         return turned(reader, x, [at[id(p)] for p in pieces])
     return Value(x.name, x.shapes, tuple(map(_axis, pieces)), x.dtype)
@@ -128,7 +161,11 @@ def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
 def _axis(piece: _Piece) -> Axis:
     if piece.batch:
         return Axis(True)
-    return Axis(cell=piece.lengths[0]) if piece.place is None or piece.inner else Axis(places=(piece.place,))
+    return (
+        Axis(cell=piece.lengths[0])
+        if piece.place is None or piece.inner
+        else Axis(places=(piece.place,))
+    )
 
 
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
@@ -153,5 +190,9 @@ def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Val
     if all(d is None for d in along):
         return Value(x.name, x.shapes, tuple(made), x.dtype)
     layer = Blocks(cells, along)
-    sizes = tuple(tuple(n * f for n, f in zip(size, layer.factors(reader.dims))) for size in x.sizes)
-    return reader.emit(lambda _: Blocks(cells, along), [x], axes=tuple(made), sizes=sizes, what="places")
+    sizes = tuple(
+        tuple(n * f for n, f in zip(size, layer.factors(reader.dims))) for size in x.sizes
+    )
+    return reader.emit(
+        lambda _: Blocks(cells, along), [x], axes=tuple(made), sizes=sizes, what="places"
+    )

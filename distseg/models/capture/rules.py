@@ -30,7 +30,16 @@ from distseg.models.capture.rules_places import Places
 from distseg.models.capture.rules_statistics import Statistics
 from distseg.models.capture.trace import Kept, Made, found_in
 from distseg.models.capture.values import Value
-from distseg.models.layers import RANKS_OF_DROPOUTS, ByType, Fill, FramesNorm, Max, Mean, Sum, VectorNorm
+from distseg.models.layers import (
+    RANKS_OF_DROPOUTS,
+    ByType,
+    Fill,
+    FramesNorm,
+    Max,
+    Mean,
+    Sum,
+    VectorNorm,
+)
 from distseg.models.resize import ResizeTo
 
 
@@ -48,9 +57,19 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
     if name not in POINTWISE | _ARITHMETIC and (numbers := found_in((args, kwargs), ByType)):
-        raise reader.refusal(f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere write the number")
-    tracks = name == "instance_norm" and any(x is not None for x in (*args[1:3], kwargs.get("running_mean")))
-    if args and isinstance(args[0], Value) and len(found_in((args, kwargs), Value)) == 1 and is_alone(args[0], name) and not tracks:
+        raise reader.refusal(
+            f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere write the number"
+        )
+    tracks = name == "instance_norm" and any(
+        x is not None for x in (*args[1:3], kwargs.get("running_mean"))
+    )
+    if (
+        args
+        and isinstance(args[0], Value)
+        and len(found_in((args, kwargs), Value)) == 1
+        and is_alone(args[0], name)
+        and not tracks
+    ):
         return reader.formula(args, kwargs)
     if rule := _RULES.get(name):
         try:
@@ -61,10 +80,14 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
             return through(reader, rule, found, args, kwargs)
     if name in POINTWISE:
         return reader.pointwise(args, kwargs)
-    raise reader.refusal("is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells")
+    raise reader.refusal(
+        "is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells"
+    )
 
 
-_ARITHMETIC = set("add mul multiply div true_divide __add__ __radd__ __mul__ __rmul__ __truediv__".split())
+_ARITHMETIC = set(
+    "add mul multiply div true_divide __add__ __radd__ __mul__ __rmul__ __truediv__".split()
+)
 
 
 class Rules:
@@ -75,41 +98,122 @@ class Rules:
         if isinstance(weight, Value) or isinstance(bias, Value):
             return convolved(self, x, *given[1:])
         kernel = self.shape_of(weight)
-        if x.vector or not x.plain and self.of_channels(1, x) and set(kernel[2:]) == {1} and set(self.each(stride)) == {1} and set(self.each(padding)) <= {0, "valid"}:
+        if (
+            x.vector
+            or not x.plain
+            and self.of_channels(1, x)
+            and set(kernel[2:]) == {1}
+            and set(self.each(stride)) == {1}
+            and set(self.each(padding)) <= {0, "valid"}
+        ):
             return self.formula(given, {})
-        settings = dict(stride=self.each(stride), padding=self.each(padding), dilation=self.each(dilation), groups=groups)
+        settings = dict(
+            stride=self.each(stride),
+            padding=self.each(padding),
+            dilation=self.each(dilation),
+            groups=groups,
+        )
         kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[self.dims - 1]
-        return self.layer(kind, self.map(x), kernel[1] * groups, kernel[0], kernel[2:], bias=bias is not None, tensors=dict(weight=weight, bias=bias), **self.fixed_all(settings))
+        return self.layer(
+            kind,
+            self.map(x),
+            kernel[1] * groups,
+            kernel[0],
+            kernel[2:],
+            bias=bias is not None,
+            tensors=dict(weight=weight, bias=bias),
+            **self.fixed_all(settings),
+        )
 
     conv1d = conv3d = conv2d
 
-    def conv_transpose2d(self: Reader, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
+    def conv_transpose2d(
+        self: Reader,
+        input,
+        weight,
+        bias=None,
+        stride=1,
+        padding=0,
+        output_padding=0,
+        groups=1,
+        dilation=1,
+    ):
         x, kernel = self.map(input), self.shape_of(weight)
-        settings = dict(stride=self.each(stride), padding=self.each(padding), output_padding=self.each(output_padding), dilation=self.each(dilation), groups=groups)
+        settings = dict(
+            stride=self.each(stride),
+            padding=self.each(padding),
+            output_padding=self.each(output_padding),
+            dilation=self.each(dilation),
+            groups=groups,
+        )
         kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[self.dims - 1]
-        return self.layer(kind, x, kernel[0], kernel[1] * groups, kernel[2:], bias=bias is not None, tensors=dict(weight=weight, bias=bias), **self.fixed_all(settings))
+        return self.layer(
+            kind,
+            x,
+            kernel[0],
+            kernel[1] * groups,
+            kernel[2:],
+            bias=bias is not None,
+            tensors=dict(weight=weight, bias=bias),
+            **self.fixed_all(settings),
+        )
 
     conv_transpose1d = conv_transpose3d = conv_transpose2d
 
     def linear(self: Reader, input, weight, bias=None):
         x = self.value(input)
         if not self.of_channels(-1, x):
-            raise self.refusal(f"multiplies places of {x!r} with weights, one for each place: over channels it is known")
+            raise self.refusal(
+                f"multiplies places of {x!r} with weights, one for each place: over channels it is known"
+            )
         return self.formula((x, weight, bias), {})
 
-    def batch_norm(self: Reader, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
-        x, settings = self.value(input), (running_mean, running_var, weight, bias, training, momentum, eps)
+    def batch_norm(
+        self: Reader,
+        input,
+        running_mean,
+        running_var,
+        weight=None,
+        bias=None,
+        training=False,
+        momentum=0.1,
+        eps=1e-5,
+    ):
+        x, settings = (
+            self.value(input),
+            (running_mean, running_var, weight, bias, training, momentum, eps),
+        )
         if not training and running_mean is not None:
             return self.formula((x, *settings), {})
-        if x.rank == 3 and x.axes[0] == Axis(True, 1, tuple(range(self.dims))) and all(axis.of_channels for axis in x.axes[1:]):  # series of all pixels
-            deep = replace(x, axes=(Axis(True), *x.axes[1:], *(Axis(places=(d,)) for d in range(self.dims))))
-            return replace(over_depth(self, vars(Rules)["batch_norm"], deep, (deep, *settings), {}), axes=x.axes)
-        flat = x.rank == 2 and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))  # pixels of all images, (N * H * W, C)
+        if (
+            x.rank == 3
+            and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))
+            and all(axis.of_channels for axis in x.axes[1:])
+        ):  # series of all pixels
+            deep = replace(
+                x, axes=(Axis(True), *x.axes[1:], *(Axis(places=(d,)) for d in range(self.dims)))
+            )
+            return replace(
+                over_depth(self, vars(Rules)["batch_norm"], deep, (deep, *settings), {}),
+                axes=x.axes,
+            )
+        flat = x.rank == 2 and x.axes[0] == Axis(
+            True, 1, tuple(range(self.dims))
+        )  # pixels of all images, (N * H * W, C)
         channels = x.channels if flat else _one_dim_of_channels(self, x)
-        if isinstance(running_mean, Kept) and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module:
-            raise self.refusal("is called on the running statistics of another module, in an order that is not kept: call that module, or give each its own")
+        if (
+            isinstance(running_mean, Kept)
+            and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module
+        ):
+            raise self.refusal(
+                "is called on the running statistics of another module, in an order that is not kept: call that module, or give each its own"
+            )
         tensors = dict(running_mean=running_mean, running_var=running_var)
-        if isinstance(running_mean, Kept) and (count := f"{running_mean.name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")) in self.shapes:
+        if (
+            isinstance(running_mean, Kept)
+            and (count := f"{running_mean.name.rpartition('.')[0]}.num_batches_tracked".lstrip("."))
+            in self.shapes
+        ):
             tensors["num_batches_tracked"] = Kept(count)
         kind, more = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[self.dims - 1], {}
         if x.vector:
@@ -117,18 +221,49 @@ class Rules:
         elif self.folding and self.folding.times > 1:
             channels //= self.folding.times
             kind, more = FramesNorm, dict(frames=self.folding.times)
-        return self.norm(kind, x, channels, eps, momentum, weight=weight, bias=bias, tensors=tensors, track_running_stats=running_mean is not None, **more)
+        return self.norm(
+            kind,
+            x,
+            channels,
+            eps,
+            momentum,
+            weight=weight,
+            bias=bias,
+            tensors=tensors,
+            track_running_stats=running_mean is not None,
+            **more,
+        )
 
-    def instance_norm(self: Reader, input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5):
+    def instance_norm(
+        self: Reader,
+        input,
+        running_mean=None,
+        running_var=None,
+        weight=None,
+        bias=None,
+        use_input_stats=True,
+        momentum=0.1,
+        eps=1e-5,
+    ):
         x = self.value(input)
         if x.line and running_mean is None and use_input_stats:
             return self.formula((x, None, None, weight, bias, True, momentum, eps), {})
         if x.vector or _one_dim_of_channels(self, x) != x.channels:
             raise self.refusal(f"takes {x!r}, where a map is expected")
         if running_mean is not None or not use_input_stats:
-            raise self.refusal("has running statistics, which instance norms have none of here: set track_running_stats=False")
+            raise self.refusal(
+                "has running statistics, which instance norms have none of here: set track_running_stats=False"
+            )
         if self.folding:
-            return self.norm(nn.GroupNorm, x, x.channels // self.folding.each, x.channels, eps, weight=weight, bias=bias)
+            return self.norm(
+                nn.GroupNorm,
+                x,
+                x.channels // self.folding.each,
+                x.channels,
+                eps,
+                weight=weight,
+                bias=bias,
+            )
         kind = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[self.dims - 1]
         return self.norm(kind, x, x.channels, eps, momentum, weight=weight, bias=bias)
 
@@ -138,7 +273,15 @@ class Rules:
             return self.formula((x, num_groups, weight, bias, eps), {})
         if _one_dim_of_channels(self, x) != x.channels:
             raise self.refusal(f"takes {x!r}, where a map with one dim of channels is expected")
-        return self.norm(nn.GroupNorm, x, num_groups * (self.folding.times if self.folding else 1), x.channels, eps, weight=weight, bias=bias)
+        return self.norm(
+            nn.GroupNorm,
+            x,
+            num_groups * (self.folding.times if self.folding else 1),
+            x.channels,
+            eps,
+            weight=weight,
+            bias=bias,
+        )
 
     def layer_norm(self: Reader, input, normalized_shape, weight=None, bias=None, eps=1e-5):
         x, over = self.value(input), tuple(normalized_shape)
@@ -146,11 +289,19 @@ class Rules:
         if self.of_channels(tuple(dims), x):
             return self.formula((x, over, weight, bias, eps), {})
         if weight is not None or bias is not None:
-            raise self.refusal("normalises places of the image with weights, one for each place: over channels, or without weights (elementwise_affine=False), it is known")
+            raise self.refusal(
+                "normalises places of the image with weights, one for each place: over channels, or without weights (elementwise_affine=False), it is known"
+            )
         kept = x.axes[: x.rank - len(over)]
         cells = [axis.cell for axis in kept if axis.cell != 1]
-        if x.vector or sorted(places_of(x.axes[len(kept) :])) != list(range(self.dims)) or any(axis.mixed for axis in kept):
-            raise self.refusal(f"normalises some dims of {x!r}: over channels, over all places, or over both, it is known")
+        if (
+            x.vector
+            or sorted(places_of(x.axes[len(kept) :])) != list(range(self.dims))
+            or any(axis.mixed for axis in kept)
+        ):
+            raise self.refusal(
+                f"normalises some dims of {x!r}: over channels, over all places, or over both, it is known"
+            )
         return self.layer(nn.GroupNorm, x, math.prod(cells), x.channels, eps, False, axes=x.axes)
 
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
@@ -162,13 +313,19 @@ class Rules:
     def local_response_norm(self: Reader, input, size, alpha=1e-4, beta=0.75, k=1.0):
         return self.formula((self.map(input), size, alpha, beta, k), {})
 
-    def gru(self: Reader, input, hx, weights, biases, layers, dropout, training, both_ways, batch_first):
+    def gru(
+        self: Reader, input, hx, weights, biases, layers, dropout, training, both_ways, batch_first
+    ):
         x = self.value(input)
         if x.rank == 3 and dropout and training and layers > 1:
-            raise self.refusal("drops numbers between its layers: take layers of one each, with nn.Dropout between them")
+            raise self.refusal(
+                "drops numbers between its layers: take layers of one each, with nn.Dropout between them"
+            )
         along = 1 if batch_first else 0
         if x.rank != 3 or x.axes[along].places or x.axes[along].batch or not self.of_channels(2, x):
-            raise self.refusal(f"goes from place to place of the image, one after another ({x!r}), which parts of an image do not: over the channels of each place it is known")
+            raise self.refusal(
+                f"goes from place to place of the image, one after another ({x!r}), which parts of an image do not: over the channels of each place it is known"
+            )
         given = (x, hx, weights, biases, layers, dropout, training, both_ways, batch_first)
         return tuple(self.formula(given, {}, part) for part in range(len(self.call.shapes)))
 
@@ -176,20 +333,26 @@ class Rules:
 
     def gru_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
-            raise self.refusal("multiplies places of the image with weights, one for each place: over channels it is known")
+            raise self.refusal(
+                "multiplies places of the image with weights, one for each place: over channels it is known"
+            )
         return self.formula((input, hx, *weights), {})
 
     rnn_tanh_cell = rnn_relu_cell = gru_cell
 
     def lstm_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
-            raise self.refusal("multiplies places of the image with weights, one for each place: over channels it is known")
+            raise self.refusal(
+                "multiplies places of the image with weights, one for each place: over channels it is known"
+            )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
 
     def prelu(self: Reader, input, weight):
         x = self.value(input)
         if self.shape_of(weight) not in ((), (1,)) and not self.of_channels(1, x):
-            raise self.refusal(f"takes {x!r}: it has a slope for each channel, which are to be along dim 1")
+            raise self.refusal(
+                f"takes {x!r}: it has a slope for each channel, which are to be along dim 1"
+            )
         return self.formula((x, weight), {})
 
     def relu(self: Reader, input, inplace=False):
@@ -198,7 +361,11 @@ class Rules:
 
     def leaky_relu(self: Reader, input, negative_slope=0.01, inplace=False):
         x = self.value(input)
-        return self.layer(nn.LeakyReLU, x, negative_slope) if x.plain else self.formula((x, negative_slope), {})
+        return (
+            self.layer(nn.LeakyReLU, x, negative_slope)
+            if x.plain
+            else self.formula((x, negative_slope), {})
+        )
 
     def glu(self: Reader, input, dim=-1):
         if not self.of_channels(dim, self.value(input)):
@@ -211,35 +378,92 @@ class Rules:
     def dropout2d(self: Reader, input, p=0.5, training=True, inplace=False):
         x, ranks = self.value(input), RANKS_OF_DROPOUTS.get(self.call.name)
         if ranks and x.rank not in ranks and training and p:
-            raise self.refusal(f"is given a tensor of {x.rank} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims")
-        if not (x.plain or x.vector and not x.line and x.axes[1:2] and x.axes[1].cell == x.channels) and training and p:
+            raise self.refusal(
+                f"is given a tensor of {x.rank} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims"
+            )
+        if (
+            not (
+                x.plain or x.vector and not x.line and x.axes[1:2] and x.axes[1].cell == x.channels
+            )
+            and training
+            and p
+        ):
             raise self.refusal(f"drops channels of {x!r}: of a map they are known")
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)
 
     dropout1d = dropout3d = feature_dropout = dropout2d
 
-    def max_pool2d(self: Reader, input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    def max_pool2d(
+        self: Reader,
+        input,
+        kernel_size,
+        stride=None,
+        padding=0,
+        dilation=1,
+        ceil_mode=False,
+        return_indices=False,
+    ):
         if return_indices:
-            raise self.refusal("returns the places of the maxima, which are those of a tile, not of the image")
-        settings = dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding, dilation=dilation)
+            raise self.refusal(
+                "returns the places of the maxima, which are those of a tile, not of the image"
+            )
+        settings = dict(
+            kernel_size=kernel_size,
+            stride=stride or kernel_size,
+            padding=padding,
+            dilation=dilation,
+        )
         kind, x = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1], self.map(input)
-        if has_sizes(kernel_size) and whole(self, kernel_size, x) and padding in (0, (0,) * self.dims):
+        if (
+            has_sizes(kernel_size)
+            and whole(self, kernel_size, x)
+            and padding in (0, (0,) * self.dims)
+        ):
             return of_image(self, x, lambda: Max(first=True))
-        if has_sizes(kernel_size) and (over := rows_taken(self, x, kernel_size, stride, padding, dilation)):
+        if has_sizes(kernel_size) and (
+            over := rows_taken(self, x, kernel_size, stride, padding, dilation)
+        ):
             return of_lines(self, x, over, lambda: Max(first=True))
         return self.layer(kind, x, ceil_mode=ceil_mode, **self.fixed_all(settings))
 
     max_pool1d = max_pool3d = max_pool2d
 
-    def avg_pool2d(self: Reader, input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
-        x, settings = self.map(input), dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding)
-        if has_sizes(kernel_size) and whole(self, kernel_size, x) and padding in (0, (0,) * self.dims):
+    def avg_pool2d(
+        self: Reader,
+        input,
+        kernel_size,
+        stride=None,
+        padding=0,
+        ceil_mode=False,
+        count_include_pad=True,
+        divisor_override=None,
+    ):
+        x, settings = (
+            self.map(input),
+            dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding),
+        )
+        if (
+            has_sizes(kernel_size)
+            and whole(self, kernel_size, x)
+            and padding in (0, (0,) * self.dims)
+        ):
             return of_image(self, x, Mean)
-        if has_sizes(kernel_size) and divisor_override is None and (over := rows_taken(self, x, kernel_size, stride, padding)):
+        if (
+            has_sizes(kernel_size)
+            and divisor_override is None
+            and (over := rows_taken(self, x, kernel_size, stride, padding))
+        ):
             return of_lines(self, x, over, Mean)
         kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]
         more = {} if self.dims == 1 else dict(divisor_override=divisor_override)
-        return self.layer(kind, x, ceil_mode=ceil_mode, count_include_pad=count_include_pad, **more, **self.fixed_all(settings))
+        return self.layer(
+            kind,
+            x,
+            ceil_mode=ceil_mode,
+            count_include_pad=count_include_pad,
+            **more,
+            **self.fixed_all(settings),
+        )
 
     avg_pool1d = avg_pool3d = avg_pool2d
 
@@ -257,11 +481,15 @@ class Rules:
             return x
         if over := rows_pooled(self, x):
             return of_lines(self, x, over, Mean)
-        if len(sizes) > 1 and all(len(set(along)) > 1 for along in zip(*(c.shapes[0][-self.dims :] for c in self.current))):
+        if len(sizes) > 1 and all(
+            len(set(along)) > 1 for along in zip(*(c.shapes[0][-self.dims :] for c in self.current))
+        ):
             like, rules = self.followed(x, tuple(c.shapes[0][2:] for c in self.current))
             return self.following(lambda: ResizeTo(rules, "area"), x, like, rules)
         if len(sizes) > 1:
-            raise self.refusal(f"pools to {output_size}, whose cells depend on the image's size along some dims alone: to a grid of so many cells, as (2, 2), it is known")
+            raise self.refusal(
+                f"pools to {output_size}, whose cells depend on the image's size along some dims alone: to a grid of so many cells, as (2, 2), it is known"
+            )
         (grid,) = sizes
         return _to_grid(self, x, Mean(grid))
 
@@ -273,7 +501,9 @@ class Rules:
         if not return_indices and (over := rows_pooled(self, x)):
             return of_lines(self, x, over, lambda: Max(first=True))
         if return_indices or len(sizes) > 1:
-            raise self.refusal(f"takes the maxima of a grid of {output_size} that grows with the image, or their places: of a grid of so many cells, as (2, 2), they are known")
+            raise self.refusal(
+                f"takes the maxima of a grid of {output_size} that grows with the image, or their places: of a grid of so many cells, as (2, 2), they are known"
+            )
         if sizes == {(1,) * self.dims}:
             return of_image(self, x, lambda: Max(first=True))
         return _to_grid(self, x, Max(True, sizes.pop()))
@@ -287,9 +517,13 @@ class Rules:
         if has_sizes(kernel_size) and whole(self, kernel_size, x):
             total = of_image(self, powers, partial(Mean, total=True), "total")
             return self.applied(partial(_rooted, count=1, p=p), [total], "root")
-        settings = self.fixed_all(dict(kernel_size=self.each(kernel_size), stride=self.each(stride or kernel_size)))
+        settings = self.fixed_all(
+            dict(kernel_size=self.each(kernel_size), stride=self.each(stride or kernel_size))
+        )
         means = self.layer(kind, powers, ceil_mode=ceil_mode, **settings)
-        return self.applied(partial(_rooted, count=math.prod(settings["kernel_size"]), p=p), [means], "root")
+        return self.applied(
+            partial(_rooted, count=math.prod(settings["kernel_size"]), p=p), [means], "root"
+        )
 
     lp_pool1d = lp_pool3d = lp_pool2d
 
@@ -297,7 +531,12 @@ class Rules:
         x, pad = self.value(input), tuple(pad)
         if x.vector:
             return self.formula((x, self.fixed(pad, "padding"), mode, value), {})
-        if x.plain and (multiple := filled_up(self, x, pad)) is not None and mode == "constant" and not value:
+        if (
+            x.plain
+            and (multiple := filled_up(self, x, pad)) is not None
+            and mode == "constant"
+            and not value
+        ):
             return self.emit(lambda _: Fill(multiple), [x])
         return padded(self, x, pad, mode, value)
 
@@ -310,7 +549,9 @@ class Rules:
     multiply = mul
 
     def div(self: Reader, input, other, rounding_mode=None):
-        made = self.pointwise((input, other), {} if rounding_mode is None else {"rounding_mode": rounding_mode})
+        made = self.pointwise(
+            (input, other), {} if rounding_mode is None else {"rounding_mode": rounding_mode}
+        )
         if isinstance(other, float) and rounding_mode is None:
             self.divisors[made.name] = other
         return made
@@ -319,14 +560,26 @@ class Rules:
 
     def add(self: Reader, input, other, alpha=1):
         both = [input, other]
-        if alpha == 1 and all(isinstance(x, Value) and not x.vector and x.dtype is None for x in both) and (input.shapes, input.axes) == (other.shapes, other.axes):
+        if (
+            alpha == 1
+            and all(isinstance(x, Value) and not x.vector and x.dtype is None for x in both)
+            and (input.shapes, input.axes) == (other.shapes, other.axes)
+        ):
             return self.emit(lambda _: Sum(), both, axes=input.axes)
         return self.pointwise((input, other), {} if alpha == 1 else {"alpha": alpha})
 
 
 def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
     """Return a grid of an image."""
-    return reader.emit(lambda _: layer, [x], axes=(x.axes[0], x.axes[1], *(axis._replace(cell=n, places=()) for axis, n in zip(x.axes[2:], layer.grid))))
+    return reader.emit(
+        lambda _: layer,
+        [x],
+        axes=(
+            x.axes[0],
+            x.axes[1],
+            *(axis._replace(cell=n, places=()) for axis, n in zip(x.axes[2:], layer.grid)),
+        ),
+    )
 
 
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
@@ -343,4 +596,9 @@ def _rooted(means: torch.Tensor, count: int, p: float) -> torch.Tensor:
     return (torch.sign(means) * torch.relu(torch.abs(means))).mul(count).pow(1.0 / p)
 
 
-_RULES = {name: rule for group in (Rules, Channels, Moving, Places, Statistics) for name, rule in vars(group).items() if not name.startswith("__") or name in ("__getitem__", "__matmul__", "__rmatmul__")}
+_RULES = {
+    name: rule
+    for group in (Rules, Channels, Moving, Places, Statistics)
+    for name, rule in vars(group).items()
+    if not name.startswith("__") or name in ("__getitem__", "__matmul__", "__rmatmul__")
+}

@@ -86,7 +86,11 @@ class Channels:
 
     def copy(self: Reader, input, src, non_blocking=False):
         x = self.value(src)
-        if self.made(x) != x.axes or x.dtype is not None or not self.call.dtypes[0].is_floating_point:
+        if (
+            self.made(x) != x.axes
+            or x.dtype is not None
+            or not self.call.dtypes[0].is_floating_point
+        ):
             raise self.refusal(f"copies {x!r} to a tensor of other dims, or of another type")
         return x
 
@@ -99,7 +103,9 @@ class Channels:
     type_as = type = float = double = long = int = bool = to
 
     def cuda(self: Reader, input, *_, **more):
-        raise self.refusal("moves a tensor to a device of its own: leave that to the run (device of x, as in torch.zeros(..., device=x.device))")
+        raise self.refusal(
+            "moves a tensor to a device of its own: leave that to the run (device of x, as in torch.zeros(..., device=x.device))"
+        )
 
     cpu = cuda
 
@@ -108,12 +114,24 @@ class Channels:
     def chunk(self: Reader, input, chunks, dim=0):
         return parts(self, input, (input, chunks, dim), dim)
 
-    def split(self: Reader, tensor, split_size=None, dim=0, *, split_size_or_sections=None, split_sizes=None):
-        return parts(self, tensor, (tensor, split_size or split_size_or_sections or split_sizes, dim), dim)
+    def split(
+        self: Reader,
+        tensor,
+        split_size=None,
+        dim=0,
+        *,
+        split_size_or_sections=None,
+        split_sizes=None,
+    ):
+        return parts(
+            self, tensor, (tensor, split_size or split_size_or_sections or split_sizes, dim), dim
+        )
 
     split_with_sizes = split
 
-    def tensor_split(self: Reader, input, sections=None, dim=0, *, indices_or_sections=None, indices=None):
+    def tensor_split(
+        self: Reader, input, sections=None, dim=0, *, indices_or_sections=None, indices=None
+    ):
         return parts(self, input, (input, sections or indices_or_sections or indices, dim), dim)
 
     def unbind(self: Reader, input, dim=0):
@@ -128,9 +146,20 @@ class Channels:
     def gather(self: Reader, input, dim, index):
         return over_channels(self, input, (input, dim, index), dim, _PART)
 
-    def embedding(self: Reader, input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False):
+    def embedding(
+        self: Reader,
+        input,
+        weight,
+        padding_idx=None,
+        max_norm=None,
+        norm_type=2.0,
+        scale_grad_by_freq=False,
+        sparse=False,
+    ):
         if max_norm is not None or scale_grad_by_freq or sparse:
-            raise self.refusal("changes its weights, or their gradients, by how often they are taken (max_norm, scale_grad_by_freq, sparse): leave that out")
+            raise self.refusal(
+                "changes its weights, or their gradients, by how often they are taken (max_norm, scale_grad_by_freq, sparse): leave that out"
+            )
         return self.formula((input, weight, padding_idx), {})
 
     def take_along_dim(self: Reader, input, indices, dim=None):
@@ -153,11 +182,19 @@ class Channels:
     cumprod = cumsum
 
     def prod(self: Reader, input, dim=None, keepdim=False):
-        return over_channels(self, input, (input, dim, keepdim) if dim is not None else (input,), dim, "multiplies all places of the image with each other: over channels it is known")
+        return over_channels(
+            self,
+            input,
+            (input, dim, keepdim) if dim is not None else (input,),
+            dim,
+            "multiplies all places of the image with each other: over channels it is known",
+        )
 
     def __getitem__(self: Reader, input, index):
         if not isinstance(input, Value) and isinstance(index, Value) and index.dtype == torch.int64:
-            return self.formula((input, index), {})  # some of the vectors that the network has learnt
+            return self.formula(
+                (input, index), {}
+            )  # some of the vectors that the network has learnt
         index, x = index if isinstance(index, tuple) else (index,), self.value(input)
         if (made := cut_to(self, x, index)) is not None:
             return made
@@ -173,7 +210,9 @@ class Channels:
         x = self.value(input)
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
-                raise self.refusal("assigns to places that a mask picks: a mask of all of the tensor's dims, and a number, are known; or use torch.where")
+                raise self.refusal(
+                    "assigns to places that a mask picks: a mask of all of the tensor's dims, and a number, are known; or use torch.where"
+                )
             return self.formula((x, index, value), {})
         index = index if isinstance(index, tuple) else (index,)
         if not x.vector and assigns_to_places(x, index, len(self.traces)):
@@ -197,23 +236,41 @@ class Channels:
     # several maps
 
     def cat(self: Reader, tensors, dim=0):
-        empty = lambda x: isinstance(x, Made) and 0 in self.traces[0].calls[x.call].shapes[x.part]  # in the place of a map that a level has not
+        empty = lambda x: (
+            isinstance(x, Made) and 0 in self.traces[0].calls[x.call].shapes[x.part]
+        )  # in the place of a map that a level has not
         given = list(joined_positions(self, tuple(x for x in tensors if not empty(x))))
         maps = [x for x in given if isinstance(x, Value)]
         if len(given) == 1:
             return maps[0]
-        if len(maps) == len(given) and dim in (0, -maps[0].rank) and (made := joined_batches(self, maps)) is not None:
+        if (
+            len(maps) == len(given)
+            and dim in (0, -maps[0].rank)
+            and (made := joined_batches(self, maps)) is not None
+        ):
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
-            raise self.refusal("joins maps along places of the image, or with different dims: along channels it is known")
+            raise self.refusal(
+                "joins maps along places of the image, or with different dims: along channels it is known"
+            )
         if all(x.vector for x in maps):
             maps = self.meeting(maps)
         at = dim % maps[0].rank
         if len({(x.sizes, x.axes[:at], x.axes[at + 1 :]) for x in maps}) > 1:
             raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose dims are not alike")
-        if len(maps) == len(given) and all(x.plain for x in maps) or all(x.vector and x.axes[1] == Axis(cell=x.channels) for x in maps) and at == 1 and len(maps) == len(given):
+        if (
+            len(maps) == len(given)
+            and all(x.plain for x in maps)
+            or all(x.vector and x.axes[1] == Axis(cell=x.channels) for x in maps)
+            and at == 1
+            and len(maps) == len(given)
+        ):
             cell = sum(x.axes[1].cell for x in maps)
-            return self.emit(lambda _: Cat(), maps, axes=(maps[0].axes[0], maps[0].axes[1]._replace(cell=cell), *maps[0].axes[2:]))
+            return self.emit(
+                lambda _: Cat(),
+                maps,
+                axes=(maps[0].axes[0], maps[0].axes[1]._replace(cell=cell), *maps[0].axes[2:]),
+            )
         return self.formula((tuple(given), dim), {})
 
     concat = concatenate = cat
@@ -271,7 +328,9 @@ def _cast(reader: Reader, x: Any) -> Value | None:
     if dtype == torch.float64:
         return replace(x, dtype=None)  # a mask is kept as numbers
     if dtype.is_floating_point:
-        raise reader.refusal(f"casts to {str(dtype).removeprefix('torch.')}: leave types to train.precision")
+        raise reader.refusal(
+            f"casts to {str(dtype).removeprefix('torch.')}: leave types to train.precision"
+        )
     return reader.applied(partial(Tensor.to, dtype=dtype), [x], "cast")
 
 
@@ -281,28 +340,40 @@ def _alike(reader: Reader, value: Any) -> Value | None:
         return None
     found = _places_of_result(reader)
     if found is None:
-        raise reader.refusal(f"makes a tensor of {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image")
+        raise reader.refusal(
+            f"makes a tensor of {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image"
+        )
     like, axes = found
     fill = partial(_filled, channels=channels_of(axes), value=value, places=bool(places_of(axes)))
-    return reader.emit(lambda _: Formula((Step(fill, (Map(0),), {}),), (Read(),)), [like], axes=axes)
+    return reader.emit(
+        lambda _: Formula((Step(fill, (Map(0),), {}),), (Read(),)), [like], axes=axes
+    )
 
 
 def _expanded_over(reader: Reader, x: Any) -> Value:
     """Return a map, or a vector, that a parameter is expanded to."""
     found = _places_of_result(reader)
     if found is None:
-        raise reader.refusal(f"expands a parameter to {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image")
+        raise reader.refusal(
+            f"expands a parameter to {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image"
+        )
     like, axes = found
     shape = reader.shape_of(x)
     if any(n != 1 and not axis.of_channels for n, axis in zip(reversed(shape), reversed(axes))):
-        raise reader.refusal(f"takes a tensor of {shape} with a value of its own for each place of the image, or for each image: {POSITIONS}")
+        raise reader.refusal(
+            f"takes a tensor of {shape} with a value of its own for each place of the image, or for each image: {POSITIONS}"
+        )
     if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
-        raise reader.refusal(f"repeats a tensor of {shape} along dims longer than 1: along dims of length 1, and over images, it is known")
+        raise reader.refusal(
+            f"repeats a tensor of {shape} along dims longer than 1: along dims of length 1, and over images, it is known"
+        )
     own: dict[str, Kept] = {}
     steps: list[Step] = []
     written = reader._written(x, [like], own, steps, {})
     steps.append(Step(_Over(axes), (Map(0), written), {}))
-    return reader.emit(lambda found: Formula(tuple(steps), (Read(),), found, None, axes), [like], own, axes=axes)
+    return reader.emit(
+        lambda found: Formula(tuple(steps), (Read(),), found, None, axes), [like], own, axes=axes
+    )
 
 
 class _Over:
@@ -314,7 +385,12 @@ class _Over:
         self.axes = axes
 
     def __call__(self, like: Tensor, x: Tensor) -> Tensor:
-        lengths = [axis.cell * (len(like) if axis.batch else 1) * math.prod(like.shape[2 + d] for d in axis.places) for axis in self.axes]
+        lengths = [
+            axis.cell
+            * (len(like) if axis.batch else 1)
+            * math.prod(like.shape[2 + d] for d in axis.places)
+            for axis in self.axes
+        ]
         return x.to(like.dtype).expand(lengths) if x.is_floating_point() else x.expand(lengths)
 
 
@@ -326,10 +402,17 @@ def _places_of_result(reader: Reader) -> tuple[Value, Axes] | None:
             continue
         tried.add(like.sizes)
         axes = axes_of(shapes, batches, like.sizes)
-        if axes and sum(axis.batch for axis in axes) <= 1 and places_of(axes) in ((), tuple(range(reader.dims))) and not any(axis.mixed for axis in axes):
+        if (
+            axes
+            and sum(axis.batch for axis in axes) <= 1
+            and places_of(axes) in ((), tuple(range(reader.dims)))
+            and not any(axis.mixed for axis in axes)
+        ):
             return like, axes
     return None
 
 
 def _filled(x: Tensor, channels: int, value: Any, places: bool) -> Tensor:
-    return x.new_full((len(x), channels, *(x.shape[2:] if places else (1 for _ in x.shape[2:]))), value)
+    return x.new_full(
+        (len(x), channels, *(x.shape[2:] if places else (1 for _ in x.shape[2:]))), value
+    )

@@ -48,7 +48,9 @@ class Moving:
             return over_channels(self, x, (x, repeats, dim), dim)
         place = dim_of_place(self, x, at, "repeats")
         if not isinstance(repeats, int):
-            raise self.refusal("repeats each place of the image a number of times of its own, or one that depends on the image's size")
+            raise self.refusal(
+                "repeats each place of the image a number of times of its own, or one that depends on the image's size"
+            )
         factors = tuple(float(repeats) if d == place else 1.0 for d in range(self.dims))
         sizes = tuple(tuple(int(n * f) for n, f in zip(size, factors)) for size in x.sizes)
         return self.emit(lambda _: nn.Upsample(scale_factor=factors), [x], axes=x.axes, sizes=sizes)
@@ -64,32 +66,72 @@ class Moving:
 
     def unfold(self: Reader, input, *args, **kwargs):
         x = self.value(input)
-        return (_unfolded_dim if self.call.function is Tensor.unfold else _unfolded)(self, x, *args, **kwargs)
+        return (_unfolded_dim if self.call.function is Tensor.unfold else _unfolded)(
+            self, x, *args, **kwargs
+        )
 
     def fold(self: Reader, input, output_size, kernel_size, dilation=1, padding=0, stride=1):
         x = self.value(input)
-        kernel, dilation, padding, stride = (self.each(self.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride))
-        if x.rank != 3 or not x.axes[0].batch or not x.axes[1].of_channels or x.axes[2].cell != 1 or x.axes[2].places != tuple(range(self.dims)):
-            raise self.refusal(f"takes {x!r}, where windows as of F.unfold (N, C, places) are expected")
+        kernel, dilation, padding, stride = (
+            self.each(self.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride)
+        )
+        if (
+            x.rank != 3
+            or not x.axes[0].batch
+            or not x.axes[1].of_channels
+            or x.axes[2].cell != 1
+            or x.axes[2].places != tuple(range(self.dims))
+        ):
+            raise self.refusal(
+                f"takes {x!r}, where windows as of F.unfold (N, C, places) are expected"
+            )
         each = [(n, call.shapes[0][2:]) for n, call in zip(x.sizes, self.current)]
-        extras = {tuple(m - ((n - 1) * s - 2 * p + (k - 1) * d + 1) for n, m, k, d, p, s in zip(*pair, kernel, dilation, padding, stride)) for pair in each}
+        extras = {
+            tuple(
+                m - ((n - 1) * s - 2 * p + (k - 1) * d + 1)
+                for n, m, k, d, p, s in zip(*pair, kernel, dilation, padding, stride)
+            )
+            for pair in each
+        }
         if len(extras) > 1:
-            raise self.refusal("leaves places of the image out, behind the last window, whose number depends on the image's size: pad the image to a multiple of the stride")
+            raise self.refusal(
+                "leaves places of the image out, behind the last window, whose number depends on the image's size: pad the image to a multiple of the stride"
+            )
         settings = kernel, stride, dilation, padding, extras.pop()
         return self.emit(lambda _: Overlaid(*settings), [x])
 
     # places of maxima
 
-    def max_pool2d_with_indices(self: Reader, input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=True):
+    def max_pool2d_with_indices(
+        self: Reader,
+        input,
+        kernel_size,
+        stride=None,
+        padding=0,
+        dilation=1,
+        ceil_mode=False,
+        return_indices=True,
+    ):
         x, kernel = self.map(input), self.each(self.fixed(kernel_size, "kernel_size"))
-        known = self.each(stride or kernel_size) == kernel and set(self.each(padding)) == {0} and set(self.each(dilation)) == {1} and not ceil_mode
+        known = (
+            self.each(stride or kernel_size) == kernel
+            and set(self.each(padding)) == {0}
+            and set(self.each(dilation)) == {1}
+            and not ceil_mode
+        )
         if not known:
-            raise self.refusal("returns the places of the maxima of windows that overlap, have padding, or round up: of others (stride = kernel_size) they are known")
+            raise self.refusal(
+                "returns the places of the maxima of windows that overlap, have padding, or round up: of others (stride = kernel_size) they are known"
+            )
         pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
         largest = self.layer(pool, x, kernel_size=kernel)
         first, images = largest.axes[1], largest.axes[0]
         windows = self.emit(
-            lambda _: Windows(kernel, kernel), [x], axes=(images, first, Axis(cell=math.prod(kernel)), *largest.axes[2:]), sizes=largest.sizes, what="windows"
+            lambda _: Windows(kernel, kernel),
+            [x],
+            axes=(images, first, Axis(cell=math.prod(kernel)), *largest.axes[2:]),
+            sizes=largest.sizes,
+            what="windows",
         )
         where = self.applied(_first_largest, [windows], "places", largest.axes)
         self.maxima[where.name] = kernel
@@ -97,17 +139,28 @@ class Moving:
 
     max_pool1d_with_indices = max_pool3d_with_indices = max_pool2d_with_indices
 
-    def max_unpool2d(self: Reader, input, indices, kernel_size, stride=None, padding=0, output_size=None):
+    def max_unpool2d(
+        self: Reader, input, indices, kernel_size, stride=None, padding=0, output_size=None
+    ):
         x, kernel = self.map(input), self.each(kernel_size)
-        known = isinstance(indices, Value) and self.maxima.get(indices.name) == kernel == self.each(stride or kernel_size) and set(self.each(padding)) == {0}
+        known = (
+            isinstance(indices, Value)
+            and self.maxima.get(indices.name) == kernel == self.each(stride or kernel_size)
+            and set(self.each(padding)) == {0}
+        )
         if not known or indices.shapes != x.shapes:
             raise self.refusal(_INDICES)
         axes = (x.axes[0], x.axes[1], *(Axis(cell=k) for k in kernel), *x.axes[2:])
         spread = self.applied(_OverWindow(kernel), [x, indices], "windows", axes)
         cells, along = (x.channels, *kernel), (None, *range(self.dims))
         sizes = tuple(tuple(n * k for n, k in zip(size, kernel)) for size in x.sizes)
-        made = self.emit(lambda _: Blocks(cells, along), [spread], axes=x.axes, sizes=sizes, what="blocks")
-        sides = [tuple((0, m - n) for n, m in zip(size, call.shapes[0][2:])) for size, call in zip(sizes, self.current)]
+        made = self.emit(
+            lambda _: Blocks(cells, along), [spread], axes=x.axes, sizes=sizes, what="blocks"
+        )
+        sides = [
+            tuple((0, m - n) for n, m in zip(size, call.shapes[0][2:]))
+            for size, call in zip(sizes, self.current)
+        ]
         return fitted(self, made, sides)
 
     max_unpool1d = max_unpool3d = max_unpool2d
@@ -124,22 +177,39 @@ class Moving:
         return over_channels(self, input, (input, shifts, dims), dims, why)
 
     def grid_sample(self: Reader, input, grid, *settings, **more):
-        raise self.refusal("takes places of the image that a grid says, which may lie anywhere in it: F.interpolate, slices and F.pad move places by rules that are known")
+        raise self.refusal(
+            "takes places of the image that a grid says, which may lie anywhere in it: F.interpolate, slices and F.pad move places by rules that are known"
+        )
 
     grid_sampler = affine_grid = grid_sample
 
     def deform_conv2d(self: Reader, input, *settings, **more):
-        raise self.refusal("takes places of the image that its offsets say, which may lie anywhere in it: use a convolution with dilation, or F.unfold and weights for each place")
+        raise self.refusal(
+            "takes places of the image that its offsets say, which may lie anywhere in it: use a convolution with dilation, or F.unfold and weights for each place"
+        )
 
 
-def _unfolded(reader: Reader, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Value:
+def _unfolded(
+    reader: Reader, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Value:
     """Return windows as of ``F.unfold``."""
     x = reader.map(x)
-    kernel, dilation, padding, stride = (reader.each(reader.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride))
+    kernel, dilation, padding, stride = (
+        reader.each(reader.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride)
+    )
     each = list(zip(kernel, dilation, padding, stride))
-    sizes = tuple(tuple((n + 2 * p - (k - 1) * d - 1) // s + 1 for n, (k, d, p, s) in zip(size, each)) for size in x.sizes)
-    axes = Axis(True), Axis(cell=x.channels * math.prod(kernel)), Axis(places=tuple(range(reader.dims)))
-    return reader.emit(lambda _: Windows(kernel, stride, dilation, padding), [x], axes=axes, sizes=sizes)
+    sizes = tuple(
+        tuple((n + 2 * p - (k - 1) * d - 1) // s + 1 for n, (k, d, p, s) in zip(size, each))
+        for size in x.sizes
+    )
+    axes = (
+        Axis(True),
+        Axis(cell=x.channels * math.prod(kernel)),
+        Axis(places=tuple(range(reader.dims))),
+    )
+    return reader.emit(
+        lambda _: Windows(kernel, stride, dilation, padding), [x], axes=axes, sizes=sizes
+    )
 
 
 def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int) -> Value:
@@ -149,8 +219,12 @@ def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int
         return over_channels(reader, x, (x, dimension, size, step), dimension)
     size, step = reader.fixed(size, "size"), reader.fixed(step, "step")
     kernel, stride = ([n if d == place else 1 for d in range(reader.dims)] for n in (size, step))
-    sizes = tuple(tuple((n - k) // s + 1 for n, k, s in zip(lengths, kernel, stride)) for lengths in x.sizes)
-    return reader.emit(lambda _: Windows(kernel, stride), [x], axes=(*x.axes, Axis(cell=size)), sizes=sizes)
+    sizes = tuple(
+        tuple((n - k) // s + 1 for n, k, s in zip(lengths, kernel, stride)) for lengths in x.sizes
+    )
+    return reader.emit(
+        lambda _: Windows(kernel, stride), [x], axes=(*x.axes, Axis(cell=size)), sizes=sizes
+    )
 
 
 def _first_largest(x: Tensor) -> Tensor:

@@ -19,28 +19,59 @@ Size = tuple[int, ...]
 class Places:
     """By the name of a function, the layer that it is; arguments are those of the function."""
 
-    def interpolate(self: Reader, input, size=None, scale_factor=None, mode="nearest", align_corners=None, recompute_scale_factor=None, antialias=False):
+    def interpolate(
+        self: Reader,
+        input,
+        size=None,
+        scale_factor=None,
+        mode="nearest",
+        align_corners=None,
+        recompute_scale_factor=None,
+        antialias=False,
+    ):
         x = self.value(input)
         if x.line:
             return spread(self, x)
         if x.vector:
             if x.grid is None:
                 raise self.refusal(f"resizes {x!r}, where a map or a grid is expected")
-            return spread(self, x) if set(x.grid) == {1} else spread(self, x, mode=mode, align_corners=align_corners)
+            return (
+                spread(self, x)
+                if set(x.grid) == {1}
+                else spread(self, x, mode=mode, align_corners=align_corners)
+            )
         x = self.map(x)
         if antialias and align_corners:
-            raise self.refusal("has antialias together with align_corners=True: that is not known here")
+            raise self.refusal(
+                "has antialias together with align_corners=True: that is not known here"
+            )
         sizes = _made(self)
         whole = _whole_factors(x.sizes, sizes)
-        if sizes == x.sizes and (mode != "bicubic" or scale_factor is None or recompute_scale_factor):
+        if sizes == x.sizes and (
+            mode != "bicubic" or scale_factor is None or recompute_scale_factor
+        ):
             return x
         if whole and mode != "area" and not antialias and not (mode == "bicubic" and align_corners):
-            return self.layer(nn.Upsample, x, scale_factor=tuple(map(float, whole)), mode=mode, align_corners=align_corners)
-        factors = None if scale_factor is None or recompute_scale_factor else self.each(scale_factor)
-        like, rules = _by_factor(x, sizes, self.each(scale_factor)) if scale_factor is not None and not has_sizes(scale_factor) else self.followed(x, sizes)
+            return self.layer(
+                nn.Upsample,
+                x,
+                scale_factor=tuple(map(float, whole)),
+                mode=mode,
+                align_corners=align_corners,
+            )
+        factors = (
+            None if scale_factor is None or recompute_scale_factor else self.each(scale_factor)
+        )
+        like, rules = (
+            _by_factor(x, sizes, self.each(scale_factor))
+            if scale_factor is not None and not has_sizes(scale_factor)
+            else self.followed(x, sizes)
+        )
         if has_sizes(factors):
             factors = _ratio(self, x, sizes, factors)
-        return self.following(lambda: ResizeTo(rules, mode, align_corners, antialias, factors), x, like, rules)
+        return self.following(
+            lambda: ResizeTo(rules, mode, align_corners, antialias, factors), x, like, rules
+        )
 
     upsample = interpolate
 
@@ -52,11 +83,15 @@ def _made(reader: Reader) -> tuple[Size, ...]:
 
 def _whole_factors(before: Sequence[Size], after: Sequence[Size]) -> tuple[int, ...] | None:
     """Return how many cells each cell becomes along each dim; None where that is no whole number, or not the same one in all traces."""
-    factors = {tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)}
+    factors = {
+        tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)
+    }
     return factors.pop() if len(factors) == 1 and all(next(iter(factors))) else None
 
 
-def _by_factor(x: Value, sizes: Sequence[Size], factors: tuple[float, ...]) -> tuple[Value, list[Follow]]:
+def _by_factor(
+    x: Value, sizes: Sequence[Size], factors: tuple[float, ...]
+) -> tuple[Value, list[Follow]]:
     return x, [Follow(factor=float(factor)) for factor in factors]
 
 
@@ -65,5 +100,7 @@ def _ratio(reader: Reader, x: Value, sizes: Sequence[Size], factors: Any) -> str
     each = [of_trace(factors, n) for n in range(len(sizes))]
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]
     if any(tuple(found) != wanted for found, wanted in zip(each, ratios)):
-        raise reader.refusal("has a scale factor that follows the image's size in a way that is not known here: give it the size of a map")
+        raise reader.refusal(
+            "has a scale factor that follows the image's size in a way that is not known here: give it the size of a map"
+        )
     return RATIO

@@ -12,7 +12,16 @@ from distseg.models.capture.arranging import over_channels
 from distseg.models.capture.attending import multi_head, scaled_dot_product
 from distseg.models.capture.products import added, distances, einsum, matmul
 from distseg.models.capture.reader import Reader
-from distseg.models.capture.reducing import beside, formed, largest_of, norm, reduced, root, softmax, variance
+from distseg.models.capture.reducing import (
+    beside,
+    formed,
+    largest_of,
+    norm,
+    reduced,
+    root,
+    softmax,
+    variance,
+)
 from distseg.models.capture.values import Value
 from distseg.models.layers import Max, Mean, Sum
 from distseg.models.statistics import LogSumExp
@@ -26,10 +35,14 @@ class Statistics:
 
     def sum(self: Reader, input, dim=None, keepdim=False):
         x = self.value(input)
-        stacked = self.stacks.get(x.name) if dim == 0 and not keepdim and x.axes[0].of_channels else None
+        stacked = (
+            self.stacks.get(x.name) if dim == 0 and not keepdim and x.axes[0].of_channels else None
+        )
         if stacked and len({(y.shapes, y.axes) for y in stacked}) == 1:
             return self.emit(lambda _: Sum(), stacked, axes=stacked[0].axes)
-        return reduced(self, x, dim, (x, dim, keepdim), partial(Mean, total=True), torch.sum, "a sum")
+        return reduced(
+            self, x, dim, (x, dim, keepdim), partial(Mean, total=True), torch.sum, "a sum"
+        )
 
     def norm(self: Reader, input, p="fro", dim=None, keepdim=False):
         x = self.value(input)
@@ -44,10 +57,14 @@ class Statistics:
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, p, dim, eps), {})
-        return self.applied(partial(_divided, eps=eps), beside(self, x, norm(self, x, p, dim)), "quotient")
+        return self.applied(
+            partial(_divided, eps=eps), beside(self, x, norm(self, x, p, dim)), "quotient"
+        )
 
     def amax(self: Reader, input, dim=(), keepdim=False):
-        return reduced(self, input, dim, (input, dim, keepdim), partial(Max, first=False), None, "a maximum")
+        return reduced(
+            self, input, dim, (input, dim, keepdim), partial(Max, first=False), None, "a maximum"
+        )
 
     def amin(self: Reader, input, dim=(), keepdim=False):
         """The largest of what has the other sign, with the other sign."""
@@ -77,8 +94,12 @@ class Statistics:
     def aminmax(self: Reader, input, *, dim=None, keepdim=False):
         x = self.value(input)
         if dim is None or self.of_channels(dim, x):
-            raise self.refusal("takes minima and maxima over channels: write it as torch.amin and torch.amax")
-        return _least(self, x, dim, Max(first=False)), reduced(self, x, dim, (), partial(Max, first=False), None, "a maximum", 1)
+            raise self.refusal(
+                "takes minima and maxima over channels: write it as torch.amin and torch.amax"
+            )
+        return _least(self, x, dim, Max(first=False)), reduced(
+            self, x, dim, (), partial(Max, first=False), None, "a maximum", 1
+        )
 
     def any(self: Reader, input, dim=None, keepdim=False):
         return _of_truth(self, input, dim, keepdim, False)
@@ -90,7 +111,15 @@ class Statistics:
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, dim), {})
-        return reduced(self, self.applied(_truth, [x], "truth"), dim, (), partial(Mean, total=True), torch.sum, "a count")
+        return reduced(
+            self,
+            self.applied(_truth, [x], "truth"),
+            dim,
+            (),
+            partial(Mean, total=True),
+            torch.sum,
+            "a count",
+        )
 
     def var(self: Reader, input, dim=None, unbiased=None, keepdim=False, *, correction=None):
         return _deviation(self, (input, dim, unbiased, keepdim), correction, False)
@@ -105,7 +134,15 @@ class Statistics:
         return _with_mean(self, (input, dim, unbiased, keepdim), correction, True)
 
     def logsumexp(self: Reader, input, dim, keepdim=False):
-        return reduced(self, input, dim, (input, dim, keepdim), LogSumExp, torch.logsumexp, "a logarithm of a sum of exponentials")
+        return reduced(
+            self,
+            input,
+            dim,
+            (input, dim, keepdim),
+            LogSumExp,
+            torch.logsumexp,
+            "a logarithm of a sum of exponentials",
+        )
 
     def softmax(self: Reader, input, dim=None, _stacklevel=3):
         return _softmax(self, input, dim, False)
@@ -123,12 +160,16 @@ class Statistics:
         return self.pointwise((x1, x2, dim, eps), {})
 
     def pairwise_distance(self: Reader, x1, x2, p=2.0, eps=1e-6, keepdim=False):
-        return over_channels(self, x1 if isinstance(x1, Value) else x2, (x1, x2, p, eps, keepdim), -1)
+        return over_channels(
+            self, x1 if isinstance(x1, Value) else x2, (x1, x2, p, eps, keepdim), -1
+        )
 
     def bilinear(self: Reader, input1, input2, weight, bias=None):
         maps = [self.value(x) for x in (input1, input2)]
         if not all(self.of_channels(-1, x) for x in maps):
-            raise self.refusal("multiplies places of the image with weights, one for each place: over channels it is known")
+            raise self.refusal(
+                "multiplies places of the image with weights, one for each place: over channels it is known"
+            )
         return self.formula((*maps, weight, bias), {})
 
     def tensordot(self: Reader, a, b, dims=2, out=None):
@@ -136,7 +177,11 @@ class Statistics:
         x = self.value(a if first else b)
         if isinstance(a, Value) and isinstance(b, Value):
             raise self.refusal("multiplies two tensors of the image: write it as torch.einsum")
-        along = dims[0 if first else 1] if isinstance(dims, tuple) else tuple(range(-dims, 0) if first else range(dims))
+        along = (
+            dims[0 if first else 1]
+            if isinstance(dims, tuple)
+            else tuple(range(-dims, 0) if first else range(dims))
+        )
         return over_channels(self, x, (a, b, dims), along)
 
     def matmul(self: Reader, input, other):
@@ -174,7 +219,12 @@ class Statistics:
         k = self.fixed(k, "number of places")
         found, at = largest_of(self, x, k, dim, True), dim % x.rank
         axes = *found.axes[:at], Axis(), *found.axes[at + 1 :]
-        return formed(self, self.applied(partial(torch.narrow, dim=at, start=k - 1, length=1), [found], "last", axes)), None
+        return formed(
+            self,
+            self.applied(
+                partial(torch.narrow, dim=at, start=k - 1, length=1), [found], "last", axes
+            ),
+        ), None
 
     def median(self: Reader, input, dim=-1, keepdim=False):
         return _ranked(self, input, (input, dim, keepdim), dim)
@@ -227,7 +277,11 @@ def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> V
     if reader.of_channels(dim, x):
         return reader.formula((x, dim, keepdim), {})
     truth = reader.applied(_truth, [x], "truth")
-    return _least(reader, truth, dim, Max(first=False)) if every else reduced(reader, truth, dim, (), partial(Max, first=False), torch.amax, "a maximum")
+    return (
+        _least(reader, truth, dim, Max(first=False))
+        if every
+        else reduced(reader, truth, dim, (), partial(Max, first=False), torch.amax, "a maximum")
+    )
 
 
 def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
@@ -236,7 +290,15 @@ def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
     over_both = _first if largest.first else None
-    made = reduced(reader, reader.applied(torch.neg, [x], "turned"), dim, (), partial(Max, first=largest.first), over_both, "a minimum")
+    made = reduced(
+        reader,
+        reader.applied(torch.neg, [x], "turned"),
+        dim,
+        (),
+        partial(Max, first=largest.first),
+        over_both,
+        "a minimum",
+    )
     return reader.applied(torch.neg, [made], "back")
 
 
@@ -245,13 +307,28 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
     x, dim, unbiased, keepdim = given
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    return reader.value(x), dim, (1 if unbiased in (None, True) else 0) if correction is None else correction, keepdim
+    return (
+        reader.value(x),
+        dim,
+        (1 if unbiased in (None, True) else 0) if correction is None else correction,
+        keepdim,
+    )
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
     x, dim, correction, keepdim = _correction(reader, given, correction)
     if reader.of_channels(dim, x):
-        return reader.applied(partial(torch.std if rooted else torch.var, dim=reader.dims_of(dim, x), correction=correction, keepdim=keepdim), [x], "channels", reader.made(x, part))
+        return reader.applied(
+            partial(
+                torch.std if rooted else torch.var,
+                dim=reader.dims_of(dim, x),
+                correction=correction,
+                keepdim=keepdim,
+            ),
+            [x],
+            "channels",
+            reader.made(x, part),
+        )
     made = variance(reader, x, dim, correction, "a deviation" if rooted else "a variance")
     return formed(reader, reader.applied(root, [made], "root") if rooted else made, part)
 
@@ -260,7 +337,12 @@ def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> t
     x, dim, _, keepdim = _correction(reader, given, correction)
     deviation = _deviation(reader, given, correction, rooted)
     if reader.of_channels(dim, x):
-        return deviation, reader.applied(partial(torch.mean, dim=reader.dims_of(dim, x), keepdim=keepdim), [x], "mean", reader.made(x, 1))
+        return deviation, reader.applied(
+            partial(torch.mean, dim=reader.dims_of(dim, x), keepdim=keepdim),
+            [x],
+            "mean",
+            reader.made(x, 1),
+        )
     return deviation, reduced(reader, x, dim, (), Mean, torch.mean, "a mean")
 
 
@@ -268,7 +350,11 @@ def _softmax(reader: Reader, x: Any, dim: Any, log: bool) -> Value:
     x = reader.value(x)
     if dim is None:
         raise reader.refusal("is not told its dim")
-    return reader.formula((x,), dict(dim=dim)) if reader.of_channels(dim, x) else softmax(reader, x, dim, log)
+    return (
+        reader.formula((x,), dict(dim=dim))
+        if reader.of_channels(dim, x)
+        else softmax(reader, x, dim, log)
+    )
 
 
 def _ranked(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, Value]:

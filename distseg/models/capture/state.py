@@ -30,15 +30,68 @@ _MANY = 200_000  # values that are looked at in one slot
 _SMALL = 10_000  # numbers of a tensor up to which its print is a digest of all
 _PLAIN = {type(None), bool, int, str}
 _EMPTY = {dict, list, tuple, set, collections.OrderedDict}
-_ATOMS = (type(None), bool, int, str, bytes, range, slice, type, types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.layout, np.dtype, enum.Enum)
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    types.ModuleType,
+    types.CodeType,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    np.dtype,
+    enum.Enum,
+)
 _FUNCTIONS = (types.FunctionType, types.LambdaType)
-_SUBCLASSED = (int, str, bytes, float, complex, enum.Enum)  # atoms whose subclasses can have attributes
-_BARE = (*_PLAIN, *_EMPTY, float, complex, bytes, np.ndarray, types.FunctionType, types.MethodType, types.BuiltinFunctionType)  # they have none that are not looked at
+_SUBCLASSED = (
+    int,
+    str,
+    bytes,
+    float,
+    complex,
+    enum.Enum,
+)  # atoms whose subclasses can have attributes
+_BARE = (
+    *_PLAIN,
+    *_EMPTY,
+    float,
+    complex,
+    bytes,
+    np.ndarray,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+)  # they have none that are not looked at
 _FOREIGN = {"torch", "threading", "_thread", "logging", "weakref", "multiprocessing"}
-_OPEN = (nn.Module, threading.local, torch.quasirandom.SobolEngine)  # of these modules, but looked into
+_OPEN = (
+    nn.Module,
+    threading.local,
+    torch.quasirandom.SobolEngine,
+)  # of these modules, but looked into
 _LARGE = 10_000_000  # bytes of a file in memory or the like, which are not looked at
-_VALUES = (*_SUBCLASSED, Mapping, list, tuple, set, frozenset, collections.deque, np.ndarray, Tensor)  # which subclasses give attributes
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+_VALUES = (
+    *_SUBCLASSED,
+    Mapping,
+    list,
+    tuple,
+    set,
+    frozenset,
+    collections.deque,
+    np.ndarray,
+    Tensor,
+)  # which subclasses give attributes
+GENERATORS = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    torch.Generator,
+)
 
 
 class TensorPrint(NamedTuple):
@@ -81,13 +134,22 @@ class Slot:
         if self.field is None:
             return self
         module = copied.get_submodule("" if self.owner == WHOLE else self.owner)
-        return Slot(self.owner, _Children(module) if self.field == "_modules" else getattr(module, self.field), self.name, self.field)
+        return Slot(
+            self.owner,
+            _Children(module) if self.field == "_modules" else getattr(module, self.field),
+            self.name,
+            self.field,
+        )
 
     def value(self) -> Any:
         return self.holder.get(self.name, _ABSENT)
 
     def __str__(self) -> str:
-        return f"a variable around {self.owner}" if self.name == ITSELF else f"{self.name} of {self.owner}"
+        return (
+            f"a variable around {self.owner}"
+            if self.name == ITSELF
+            else f"{self.name} of {self.owner}"
+        )
 
 
 _ABSENT = type("absent", (), {})
@@ -109,9 +171,10 @@ class Picture:
     def changed(self, later: "Picture") -> list[Slot]:
         """Return the slots in which a later picture of the same module differs."""
         keys = dict.fromkeys([*self.prints, *later.prints])
-        differ = [key for key in keys if self.prints.get(key, _ABSENT) != later.prints.get(key, _ABSENT)]
+        differ = [
+            key for key in keys if self.prints.get(key, _ABSENT) != later.prints.get(key, _ABSENT)
+        ]
         return [later.slots.get(key) or self.slots[key] for key in differ]
-
 
     def without(self, keys: Collection[Hashable]) -> "Picture":
         """Return the picture without these slots."""
@@ -143,7 +206,11 @@ def slots_of(model: nn.Module) -> list[Slot]:
                 found += [Slot(owner, value, own, attribute) for own in value]
             else:
                 found.append(Slot(owner, vars(module), attribute, "__dict__"))
-    return found + [Slot(home.owner, home.holder, name, None, 0 if name == ITSELF else home.which) for home in homes_of(model) for name in home.names]
+    return found + [
+        Slot(home.owner, home.holder, name, None, 0 if name == ITSELF else home.which)
+        for home in homes_of(model)
+        for name in home.names
+    ]
 
 
 class _Children(Mapping):
@@ -196,7 +263,13 @@ class _Printer:
         again = lambda part: self(part, depth - 1)  # noqa: E731
         try:
             inside = self._tensor(x) if isinstance(x, Tensor) else self._inside(x, again)
-            return kind.__name__, inside, again(fields) if kind not in _BARE and isinstance(x, _VALUES) and (fields := fields_of(x)) else None
+            return (
+                kind.__name__,
+                inside,
+                again(fields)
+                if kind not in _BARE and isinstance(x, _VALUES) and (fields := fields_of(x))
+                else None,
+            )
         finally:
             self.seen.discard(id(x))
 
@@ -204,7 +277,11 @@ class _Printer:
         if isinstance(x, _SUBCLASSED):
             return x.name if isinstance(x, enum.Enum) else x.real if isinstance(x, int) else repr(x)
         if isinstance(x, (np.ndarray, np.generic)):
-            return x.shape, str(x.dtype), again(x.tolist()) if x.dtype.hasobject else _digest(x.tobytes())
+            return (
+                x.shape,
+                str(x.dtype),
+                again(x.tolist()) if x.dtype.hasobject else _digest(x.tobytes()),
+            )
         if isinstance(x, GENERATORS):
             return _state_of(x, again)
         if isinstance(x, _Itself):
@@ -216,7 +293,13 @@ class _Printer:
         if isinstance(x, (set, frozenset)):
             return frozenset(map(again, x))
         if isinstance(x, _FUNCTIONS):
-            return x.__code__, again(_cells(x)), again(x.__defaults__), again(x.__kwdefaults__), again(vars(x))
+            return (
+                x.__code__,
+                again(_cells(x)),
+                again(x.__defaults__),
+                again(x.__kwdefaults__),
+                again(vars(x)),
+            )
         if isinstance(x, types.MethodType):
             return again(x.__func__), again(x.__self__)
         if isinstance(x, types.BuiltinFunctionType):
@@ -224,7 +307,10 @@ class _Printer:
         if isinstance(x, functools.partial):
             return again(x.func), again(x.args), again(x.keywords)
         if isinstance(x, types.GeneratorType):
-            return self._which(x), x.gi_frame and (x.gi_frame.f_lasti, again(dict(x.gi_frame.f_locals)))
+            return self._which(x), x.gi_frame and (
+                x.gi_frame.f_lasti,
+                again(dict(x.gi_frame.f_locals)),
+            )
         return self._object(x, again)
 
     def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:

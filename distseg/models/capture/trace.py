@@ -24,7 +24,15 @@ from distseg.models.capture.state import print_of
 from distseg.models.capture.wide import unnarrowed, widened
 from distseg.models.layers import skip_store
 from distseg.models.meta import all_on_meta, as_computed, found_in, of_sequence
-from distseg.models.passes import checkpoints_ignored, eager, is_users, last_line_of, replaced, run, user_line
+from distseg.models.passes import (
+    checkpoints_ignored,
+    eager,
+    is_users,
+    last_line_of,
+    replaced,
+    run,
+    user_line,
+)
 from distseg.models.user_errors import user_error
 
 
@@ -120,7 +128,13 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
         CanNotCapture: the model fails at this size, or does what can't be followed.
     """
     model.train()
-    image = torch.empty(batch, channels, *size, device="meta", dtype=next((p.dtype for p in model.parameters()), torch.float32))
+    image = torch.empty(
+        batch,
+        channels,
+        *size,
+        device="meta",
+        dtype=next((p.dtype for p in model.parameters()), torch.float32),
+    )
     recorder = _Recorder(model, image)
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
@@ -129,7 +143,9 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     except CanNotCapture:
         raise
     except Exception as e:
-        raise CanNotCapture(f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(e)}") from e
+        raise CanNotCapture(
+            f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(e)}"
+        ) from e
     check_statistics(recorder.calls)
     if not isinstance(result, Tensor):
         raise CanNotCapture(returned(result, last_line_of(lambda: run(model, image))))
@@ -142,15 +158,29 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
 
 def alike(a: Trace, b: Trace) -> bool:
     """Return True if two passes made the same calls with the same settings."""
-    of = lambda t: [(c.name, c.shapes, c.dtypes, c.graded, print_of((c.function, c.args, c.kwargs), loose=True)) for c in t.calls]  # noqa: E731
+    of = lambda t: [
+        (c.name, c.shapes, c.dtypes, c.graded, print_of((c.function, c.args, c.kwargs), loose=True))
+        for c in t.calls
+    ]  # noqa: E731
     return a.result == b.result and of(a) == of(b)
 
 
 def returned(result: Any, line: str | None = None) -> str:
     """Return the message about a result that is not one tensor; ``line``: where the code returns it."""
-    names = list(result) if isinstance(result, dict) else list(getattr(result, "_fields", range(len(result)))) if isinstance(result, (tuple, list)) else []
+    names = (
+        list(result)
+        if isinstance(result, dict)
+        else list(getattr(result, "_fields", range(len(result))))
+        if isinstance(result, (tuple, list))
+        else []
+    )
     kind = f"a {type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
-    where, such = f" ({line})" if line else "", f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}" if names else ""
+    where, such = (
+        f" ({line})" if line else "",
+        f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}"
+        if names
+        else "",
+    )
     return f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights{such}, or write a module around it whose forward returns one"
 
 
@@ -166,19 +196,38 @@ def check_statistics(calls: Sequence[Called]) -> None:
     for call in calls:
         given = dict(zip(_OF_BATCH_NORM, call.args)) | call.kwargs
         if call.name == "batch_norm":
-            running = {x.name for x in (given.get("running_mean"), given.get("running_var")) if isinstance(x, Kept)}
+            running = {
+                x.name
+                for x in (given.get("running_mean"), given.get("running_var"))
+                if isinstance(x, Kept)
+            }
             if not given.get("training") and running & moved:
                 raise Hidden(f"{call} {EVALUATED_BEHIND}")
             moved |= running if given.get("training") else set()
     moved |= {f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".") for name in moved}
     for call in calls:
-        read = [kept.name for kept in found_in((call.args, call.kwargs), Kept) if kept.name in moved]
-        counts = getattr(call.function, "__name__", "") in ("add_", "__iadd__") and all(name.endswith("num_batches_tracked") for name in read)
+        read = [
+            kept.name for kept in found_in((call.args, call.kwargs), Kept) if kept.name in moved
+        ]
+        counts = getattr(call.function, "__name__", "") in ("add_", "__iadd__") and all(
+            name.endswith("num_batches_tracked") for name in read
+        )
         if read and call.name != "batch_norm" and not counts:
-            raise Hidden(f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: compute that in the training loop")
+            raise Hidden(
+                f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: compute that in the training loop"
+            )
 
 
-_OF_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_OF_BATCH_NORM = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)
 
 
 @contextmanager
@@ -197,9 +246,19 @@ def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _watched(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
     """Let a recorder see all that a pass inside does."""
     with ExitStack() as stack:
-        for context in (skip_store({}), checkpoints_ignored(), eager(), saved_tensors_told(recorder.refuse_saved)):
+        for context in (
+            skip_store({}),
+            checkpoints_ignored(),
+            eager(),
+            saved_tensors_told(recorder.refuse_saved),
+        ):
             stack.enter_context(context)
-        for context in (calling(model, recorder.inside), system_draws(recorder.note_system), recorder, Draws(recorder.note_draw)):
+        for context in (
+            calling(model, recorder.inside),
+            system_draws(recorder.note_system),
+            recorder,
+            Draws(recorder.note_draw),
+        ):
             stack.enter_context(context)
         yield
 
@@ -222,13 +281,18 @@ def saved_tensors_told(note: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
     """Inside, ``inside`` has the names of the modules that are being called, the innermost last."""
-    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}  # the first of several
+    names = {
+        id(module): name
+        for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
+    }  # the first of several
 
     def left(*_) -> None:  # what a hook returns would be the result
         inside.pop()
 
     hooks = [
-        register_module_forward_pre_hook(lambda module, _: inside.append(names.get(id(module), type(module).__name__))),
+        register_module_forward_pre_hook(
+            lambda module, _: inside.append(names.get(id(module), type(module).__name__))
+        ),
         register_module_forward_hook(left, always_call=True),
     ]
     try:
@@ -243,7 +307,9 @@ class _Known:
     """A tensor that the forward pass has had; it is kept, so that no other takes its identity."""
 
     tensor: Tensor
-    value: Made | Kept | None  # None: it was changed through another name, and what is there now is not known
+    value: (
+        Made | Kept | None
+    )  # None: it was changed through another name, and what is there now is not known
     version: int = field(init=False)
 
     def __post_init__(self):
@@ -257,14 +323,28 @@ class _Recorder(TorchFunctionMode):
         self._model = model
         self._wide = image.dtype == torch.float64
         self._known: dict[int, _Known] = {}
-        self._views: dict[int, tuple[Tensor, Any]] = {}  # of tensors that are parts of others by an index: the other, and the index
+        self._views: dict[
+            int, tuple[Tensor, Any]
+        ] = {}  # of tensors that are parts of others by an index: the other, and the index
         self._sharing: dict[int, dict[int, _Known]] = {}  # those of one memory together
-        self._apart: dict[int, dict[int, str]] = {}  # by memory, tensors that don't tell others of their changes (x.data), and where they were taken
+        self._apart: dict[
+            int, dict[int, str]
+        ] = {}  # by memory, tensors that don't tell others of their changes (x.data), and where they were taken
         self.inside: list[str] = []
-        norms = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training and m.track_running_stats}
-        self._counted = {f"{name}.{own}".lstrip(".") for name, m in norms.items() for own in m._buffers}
+        norms = {
+            name: m
+            for name, m in model.named_modules()
+            if isinstance(m, nn.modules.batchnorm._NormBase)
+            and m.training
+            and m.track_running_stats
+        }
+        self._counted = {
+            f"{name}.{own}".lstrip(".") for name, m in norms.items() for own in m._buffers
+        }
         self._autocast = torch.is_autocast_enabled("cpu")
-        self._drawn: list[bool] | None = None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
+        self._drawn: list[bool] | None = (
+            None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
+        )
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._know(tensor, Kept(name))
@@ -283,16 +363,26 @@ class _Recorder(TorchFunctionMode):
 
     def note_system(self, line: str) -> None:
         module = self.inside and self.inside[-1] or "the model"
-        raise Hidden(f"{module} ({line}) takes random numbers from the system, as a generator without a seed does: {INSTEAD}")
+        raise Hidden(
+            f"{module} ({line}) takes random numbers from the system, as a generator without a seed does: {INSTEAD}"
+        )
 
     def refuse_saved(self) -> None:
-        raise CanNotCapture(f"saved_tensors_hooks in {self._where} may change what the backward pass computes with: leave it out")
+        raise CanNotCapture(
+            f"saved_tensors_hooks in {self._where} may change what the backward pass computes with: leave it out"
+        )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        function, args, kwargs = unnarrowed(function, args, kwargs or {}) if self._wide else (function, args, kwargs or {})
+        function, args, kwargs = (
+            unnarrowed(function, args, kwargs or {})
+            if self._wide
+            else (function, args, kwargs or {})
+        )
         name = _name_of(function)
         if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
-            raise CanNotCapture(f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch")
+            raise CanNotCapture(
+                f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch"
+            )
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
         self._drawn = []
@@ -300,7 +390,9 @@ class _Recorder(TorchFunctionMode):
             result = self._result(function, name, args, kwargs)
         except (RuntimeError, TypeError) as e:  # NotImplementedError is one of these
             if "meta" in str(e).lower() and any(x.is_meta for x in given.values()):
-                raise CanNotCapture(f"{_plain(name).strip('_')} in {self._where} {self._looked_at(list(given.values()))}") from e
+                raise CanNotCapture(
+                    f"{_plain(name).strip('_')} in {self._where} {self._looked_at(list(given.values()))}"
+                ) from e
             raise
         finally:
             drawn, self._drawn = self._drawn, None
@@ -309,7 +401,9 @@ class _Recorder(TorchFunctionMode):
         self._check_types(name)
         self._check_graded(name, [given[key] for key in changed])
         self._check(name, args, drawn)
-        if _plain(name) == "__setitem__" and isinstance(self._value_or_none(args[0]), (Made, type(None))):
+        if _plain(name) == "__setitem__" and isinstance(
+            self._value_or_none(args[0]), (Made, type(None))
+        ):
             self._assign(args[0], args[1], args[2])
             return result
         if not made and not changed:
@@ -320,57 +414,117 @@ class _Recorder(TorchFunctionMode):
         if name.endswith("__get__") or not given and not made:
             name = getattr(getattr(function, "__self__", None), "__name__", name)
         called = Called(
-            _plain(name), function, self._written(args, name), self._written(kwargs, name), tuple(tuple(x.shape) for x in made), self.inside[-1] if self.inside else "", user_line(),
-            torch.is_grad_enabled(), tuple(x.dtype for x in made), bool(drawn),
+            _plain(name),
+            function,
+            self._written(args, name),
+            self._written(kwargs, name),
+            tuple(tuple(x.shape) for x in made),
+            self.inside[-1] if self.inside else "",
+            user_line(),
+            torch.is_grad_enabled(),
+            tuple(x.dtype for x in made),
+            bool(drawn),
         )
-        if name.endswith(("fill_", "zero_")) and not any(isinstance(x, Tensor) for x in args[1:]) and isinstance(self._value_or_none(args[0]), Made):
+        if (
+            name.endswith(("fill_", "zero_"))
+            and not any(isinstance(x, Tensor) for x in args[1:])
+            and isinstance(self._value_or_none(args[0]), Made)
+        ):
             called = self._filled(args[0], args[1] if len(args) > 1 else kwargs.get("value", 0.0))
         number = len(self.calls)
         self.calls.append(called)
-        in_place = is_in_place(name) or _plain(name) in _DROPOUTS and bool(kwargs.get("inplace") or args[3:4] == (True,))
+        in_place = (
+            is_in_place(name)
+            or _plain(name) in _DROPOUTS
+            and bool(kwargs.get("inplace") or args[3:4] == (True,))
+        )
         for part, x in enumerate(made):
             self._note(x, Made(number, part), changed | (set(given) if in_place else set()))
-        if in_place and made and args and isinstance(args[0], Tensor) and id(args[0]) in self._known and not isinstance(self._known[id(args[0])].value, Kept):
+        if (
+            in_place
+            and made
+            and args
+            and isinstance(args[0], Tensor)
+            and id(args[0]) in self._known
+            and not isinstance(self._known[id(args[0])].value, Kept)
+        ):
             self._know(args[0], Made(number))
         if index := _index_of(_plain(name), args, kwargs):
             self._views[id(result)] = args[0], index[0]
         if changed:
-            sources = self._change_sources(args[0], Made(number)) if in_place and isinstance(args[0], Tensor) else set()
+            sources = (
+                self._change_sources(args[0], Made(number))
+                if in_place and isinstance(args[0], Tensor)
+                else set()
+            )
             self._look_for_changes(called, changed, {id(x) for x in made} | sources)
         return result
 
     def _looked_at(self, given: Sequence[Tensor]) -> str:
         """Return the message about a function that wants to know the numbers of tensors."""
-        kept = next((known.value.name for x in given if (known := self._known.get(id(x))) and isinstance(known.value, Kept)), None)
+        kept = next(
+            (
+                known.value.name
+                for x in given
+                if (known := self._known.get(id(x))) and isinstance(known.value, Kept)
+            ),
+            None,
+        )
         if kept in self._counted:
-            raise Hidden(f"{self._where} reads {kept}, which a norm moves once a step, not with each pass: compute that in the training loop")
+            raise Hidden(
+                f"{self._where} reads {kept}, which a norm moves once a step, not with each pass: compute that in the training loop"
+            )
         return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
         """Refuse calls that do something besides what they return, or that are not as they look."""
-        if any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args):
-            raise CanNotCapture(f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, grad, jvp), which gives it tensors of another kind: write it for whole batches")
+        if any(
+            isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+            for x in args
+        ):
+            raise CanNotCapture(
+                f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, grad, jvp), which gives it tensors of another kind: write it for whole batches"
+            )
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
-        if name.endswith("data.__set__") or _plain(name) == "set" and args and isinstance(args[0], Tensor):
+        if (
+            name.endswith("data.__set__")
+            or _plain(name) == "set"
+            and args
+            and isinstance(args[0], Tensor)
+        ):
             known = self._known.get(id(args[0]))
             kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
-            raise (Hidden if known and isinstance(known.value, Kept) else CanNotCapture)(f"{self._where} gives {kept} other data in the forward pass: {KEEP_NOTHING}")
-        if _plain(name) in _HOOKS or name.endswith("grad_fn.__get__") and is_users(sys._getframe(2).f_code):
+            raise (Hidden if known and isinstance(known.value, Kept) else CanNotCapture)(
+                f"{self._where} gives {kept} other data in the forward pass: {KEEP_NOTHING}"
+            )
+        if (
+            _plain(name) in _HOOKS
+            or name.endswith("grad_fn.__get__")
+            and is_users(sys._getframe(2).f_code)
+        ):
             what = "grad_fn" if name.endswith("__get__") else _plain(name)
-            raise CanNotCapture(f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out")
+            raise CanNotCapture(
+                f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out"
+            )
 
     def _check_types(self, name: str) -> None:
         """Refuse what depends on the type that a run computes in, or on how far the step is."""
         if torch.is_autocast_enabled("cpu") != self._autocast:
-            raise CanNotCapture(f"{_plain(name)} in {self._where} runs under an autocast of its own: leave types to train.precision")
+            raise CanNotCapture(
+                f"{_plain(name)} in {self._where} runs under an autocast of its own: leave types to train.precision"
+            )
         if name.endswith(".grad.__get__") and is_users(sys._getframe(2).f_code):
-            raise Hidden(f"{self._where} reads the gradient of a tensor, which depends on what was computed before: compute it in the training loop")
+            raise Hidden(
+                f"{self._where} reads the gradient of a tensor, which depends on what was computed before: compute it in the training loop"
+            )
 
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
         """Refuse a change, without gradients, of what a gradient goes through: it would go through what was there before."""
         if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
-            raise CanNotCapture(f"{_plain(name)} in {self._where} changes a tensor in place without gradients (torch.no_grad), past its gradient: use detach() or clone()")
+            raise CanNotCapture(
+                f"{_plain(name)} in {self._where} changes a tensor in place without gradients (torch.no_grad), past its gradient: use detach() or clone()"
+            )
 
     def _value_or_none(self, x: Tensor) -> Made | Kept | None:
         known = self._known.get(id(x))
@@ -379,17 +533,39 @@ class _Recorder(TorchFunctionMode):
     def _assign(self, x: Tensor, index: Any, value: Any) -> None:
         """Record ``x[index] = value`` as a call that makes a tensor of its own, which ``x`` is from here on; what has no value yet is zeros."""
         known = self._known.get(id(x))
-        if known is not None and isinstance(known.value, Made) and known.value != IMAGE and self.calls[known.value.call].name in EMPTY:
+        if (
+            known is not None
+            and isinstance(known.value, Made)
+            and known.value != IMAGE
+            and self.calls[known.value.call].name in EMPTY
+        ):
             self.calls.append(self._filled(x, 0.0))
             self._know(x, Made(len(self.calls) - 1))
-        called = self._record_change(self._written(x, "__setitem__"), self._written(index, "__setitem__"), self._written(value, "__setitem__"), x)
+        called = self._record_change(
+            self._written(x, "__setitem__"),
+            self._written(index, "__setitem__"),
+            self._written(value, "__setitem__"),
+            x,
+        )
         self._know(x, Made(len(self.calls) - 1))
-        self._look_for_changes(called, {id(x)}, {id(x)} | self._change_sources(x, Made(len(self.calls) - 1)))
+        self._look_for_changes(
+            called, {id(x)}, {id(x)} | self._change_sources(x, Made(len(self.calls) - 1))
+        )
 
     def _filled(self, x: Tensor, value: float) -> Called:
         """Return a call that makes a tensor of one number in the form of another."""
         where = self.inside[-1] if self.inside else ""
-        return Called("full", torch.full, (tuple(x.shape), value), {"dtype": x.dtype}, (tuple(x.shape),), where, user_line(), torch.is_grad_enabled(), (x.dtype,))
+        return Called(
+            "full",
+            torch.full,
+            (tuple(x.shape), value),
+            {"dtype": x.dtype},
+            (tuple(x.shape),),
+            where,
+            user_line(),
+            torch.is_grad_enabled(),
+            (x.dtype,),
+        )
 
     def _change_sources(self, x: Tensor, value: Made) -> set[int]:
         """Record that what ``x`` is a part of has changed with it; returns the identities of such tensors."""
@@ -406,7 +582,17 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _record_change(self, before: Made, index: Any, value: Any, x: Tensor) -> Called:
-        called = Called("changed", changed, (before, index, value), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), torch.is_grad_enabled(), (x.dtype,))
+        called = Called(
+            "changed",
+            changed,
+            (before, index, value),
+            {},
+            (tuple(x.shape),),
+            self.inside[-1] if self.inside else "",
+            user_line(),
+            torch.is_grad_enabled(),
+            (x.dtype,),
+        )
         self.calls.append(called)
         return called
 
@@ -418,7 +604,23 @@ class _Recorder(TorchFunctionMode):
             return made
         args, kwargs = all_on_meta(args, kwargs)
         if _plain(name) == "interpolate":
-            given = dict(zip(("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias"), args)) | kwargs
+            given = (
+                dict(
+                    zip(
+                        (
+                            "input",
+                            "size",
+                            "scale_factor",
+                            "mode",
+                            "align_corners",
+                            "recompute_scale_factor",
+                            "antialias",
+                        ),
+                        args,
+                    )
+                )
+                | kwargs
+            )
             if given.get("mode") in _SMOOTH:
                 return function(**given | dict(mode="nearest", align_corners=None, antialias=False))
         result = function(*args, **kwargs)
@@ -433,9 +635,16 @@ class _Recorder(TorchFunctionMode):
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Tensors that share memory with one that was overwritten hold something else now."""
-        for memory in {_memory(self._known[key].tensor) for key in changed if key in self._known}.intersection(self._apart):
+        for memory in {
+            _memory(self._known[key].tensor) for key in changed if key in self._known
+        }.intersection(self._apart):
             self._check_apart(called, changed, memory)
-        for key, known in [pair for key in changed if key in self._known for pair in self._sharing[_memory(self._known[key].tensor)].items()]:
+        for key, known in [
+            pair
+            for key in changed
+            if key in self._known
+            for pair in self._sharing[_memory(self._known[key].tensor)].items()
+        ]:
             if known.tensor._version == known.version:
                 if _memory(known.tensor) in self._apart:
                     known.value = None if isinstance(known.value, Made) else known.value
@@ -452,10 +661,22 @@ class _Recorder(TorchFunctionMode):
     def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
         """Refuse a change of what was taken of a tensor by ``x.data``."""
         there = self._sharing[memory]
-        line = next((line for key, line in self._apart[memory].items() if key in changed or there[key].tensor._version != there[key].version), None)
+        line = next(
+            (
+                line
+                for key, line in self._apart[memory].items()
+                if key in changed or there[key].tensor._version != there[key].version
+            ),
+            None,
+        )
         if line is not None:
-            kept = next((known.value.name for known in there.values() if isinstance(known.value, Kept)), None)
-            raise (Hidden if kept else CanNotCapture)(f"{called} changes the data of {kept or 'a tensor'} ({line}), past its gradient: {KEEP_NOTHING if kept else 'use clone()'}")
+            kept = next(
+                (known.value.name for known in there.values() if isinstance(known.value, Kept)),
+                None,
+            )
+            raise (Hidden if kept else CanNotCapture)(
+                f"{called} changes the data of {kept or 'a tensor'} ({line}), past its gradient: {KEEP_NOTHING if kept else 'use clone()'}"
+            )
 
     def _know(self, x: Tensor, value: Made | Kept) -> None:
         self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
@@ -474,19 +695,38 @@ class _Recorder(TorchFunctionMode):
             raise CanNotCapture(
                 f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept in a list?)"
             )
-        if isinstance(known.value, Made) and known.value != IMAGE and x.grad_fn is not None and not self.calls[known.value.call].graded:
+        if (
+            isinstance(known.value, Made)
+            and known.value != IMAGE
+            and x.grad_fn is not None
+            and not self.calls[known.value.call].graded
+        ):
             raise CanNotCapture(
                 f"{what} takes what {type(x.grad_fn).__name__.removesuffix('Backward')} makes, an autograd.Function of your own, whose gradient is not known: write it with PyTorch's functions, "
                 "as y + (z - y).detach() for a result z with the gradient of y"
             )
         if known.value is None:
-            raise CanNotCapture(f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation")
+            raise CanNotCapture(
+                f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation"
+            )
         return known.value
 
     def _constant(self, x: Tensor) -> Made:
         """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
         found = widened(x.detach().clone()) if self._wide else x.detach().clone()
-        self.calls.append(Called("tensor", partial(_itself, found), (), {}, (tuple(x.shape),), self.inside[-1] if self.inside else "", user_line(), True, (found.dtype,)))
+        self.calls.append(
+            Called(
+                "tensor",
+                partial(_itself, found),
+                (),
+                {},
+                (tuple(x.shape),),
+                self.inside[-1] if self.inside else "",
+                user_line(),
+                True,
+                (found.dtype,),
+            )
+        )
         self._know(x, Made(len(self.calls) - 1))
         return Made(len(self.calls) - 1)
 
@@ -503,7 +743,12 @@ class _Recorder(TorchFunctionMode):
 
 def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
     """Return the module that keeps a tensor as a plain attribute, and the attribute's name."""
-    places = ((place or "the model", name) for place, module in model.named_modules() for name, value in vars(module).items() if value is x)
+    places = (
+        (place or "the model", name)
+        for place, module in model.named_modules()
+        for name, value in vars(module).items()
+        if value is x
+    )
     return next(places, None)
 
 
@@ -519,13 +764,20 @@ def _name_of(function: Callable) -> str:
     """Return the name of a function, as nn.functional.conv2d."""
     if isinstance(function, torch._ops.OpOverload):  # as TorchScript calls it
         return function.overloadpacket.__name__
-    return (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition("torch.")[2]
+    return (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition(
+        "torch."
+    )[2]
 
 
 def is_in_place(name: str) -> bool:
     """By its name; what a version does not tell, as of detach_."""
     name = name.rpartition(".")[2]
-    return name.endswith("_") and not name.startswith("__") or name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return (
+        name.endswith("_")
+        and not name.startswith("__")
+        or name.startswith("__i")
+        and name not in ("__invert__", "__index__", "__int__")
+    )
 
 
 def _plain(name: str) -> str:

@@ -73,7 +73,12 @@ class Value:
     @property
     def grid(self) -> tuple[int, ...] | None:
         """The cells of a grid of the image, (N, C, *grid); None of what is none."""
-        there = self.vector and not self.line and self.rank == 2 + self.dims and self.axes[0] == Axis(True)
+        there = (
+            self.vector
+            and not self.line
+            and self.rank == 2 + self.dims
+            and self.axes[0] == Axis(True)
+        )
         return tuple(axis.cell for axis in self.axes[2:]) if there else None
 
     @property

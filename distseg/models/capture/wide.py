@@ -38,7 +38,10 @@ def widened(result: Any, *given: Any) -> Any:
 
 def call_wide(function: Callable, args: tuple, kwargs: dict) -> Any:
     """Return what a call makes; tensors of float32 among those of float64, as constants of NumPy, become float64 first."""
-    if len({x.dtype for x in found_in((args, kwargs), Tensor)} & {torch.float32, torch.float64}) > 1:
+    if (
+        len({x.dtype for x in found_in((args, kwargs), Tensor)} & {torch.float32, torch.float64})
+        > 1
+    ):
         args, kwargs = _all_wide(args), _all_wide(kwargs)
     return widened(function(*args, **kwargs), args, kwargs)
 

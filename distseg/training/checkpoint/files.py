@@ -50,14 +50,19 @@ def find(path: str | Path, which: str = "best") -> Path:
         return path
     there = names_of(path)
     if not there:
-        raise FileNotFoundError(f"no checkpoint in {path}: train first, or name the folder of a run or of one of its checkpoints")
+        raise FileNotFoundError(
+            f"no checkpoint in {path}: train first, or name the folder of a run or of one of its checkpoints"
+        )
     if which not in ("best", "last"):
         if which not in there:
             raise FileNotFoundError(f"{path} has no checkpoint {which}: it has {', '.join(there)}")
         return path / FOLDER / which
     name = (read_index(path / FOLDER) or {}).get(which) or there[-1]
     if name not in there:
-        print(f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: {there[-1]} is taken instead", file=sys.stderr)
+        print(
+            f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: {there[-1]} is taken instead",
+            file=sys.stderr,
+        )
         name = there[-1]
     return path / FOLDER / name
 
@@ -74,13 +79,20 @@ def read_index(folder: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
-        print(f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the last and the best", file=sys.stderr)
+        print(
+            f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the last and the best",
+            file=sys.stderr,
+        )
         return None
 
 
 def _index_in(folder: Path) -> dict:
     index = json.loads((folder / INDEX).read_text())
-    if not (isinstance(index, dict) and isinstance(index.get("last"), str) and isinstance(index.get("best_score"), (float, int, type(None)))):
+    if not (
+        isinstance(index, dict)
+        and isinstance(index.get("last"), str)
+        and isinstance(index.get("best_score"), (float, int, type(None)))
+    ):
         raise ValueError("it does not tell the last checkpoint and the best one's score")
     if index.pop("digest", None) not in (None, digest_of(index)):
         raise ValueError("its checksum is not that of its content")
@@ -97,16 +109,22 @@ def read_manifest(checkpoint: Path) -> dict:
     try:
         manifest = json.loads(file.read_text())
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {file}: the checkpoint is not whole{_other(checkpoint)}") from None
+        raise FileNotFoundError(
+            f"there is no {file}: the checkpoint is not whole{_other(checkpoint)}"
+        ) from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is damaged ({e}){_other(checkpoint)}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{file} is not the manifest of a distseg checkpoint")
     _check_keys(file, manifest, _KEYS)
     if manifest["version"] > VERSION:
-        raise ValueError(f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: update distseg")
+        raise ValueError(
+            f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: update distseg"
+        )
     if manifest["version"] > 1 and manifest.get("digest") != digest_of(manifest):
-        raise ValueError(f"{file} is damaged (its checksum is not that of its content){_other(checkpoint)}")
+        raise ValueError(
+            f"{file} is damaged (its checksum is not that of its content){_other(checkpoint)}"
+        )
     return manifest
 
 
@@ -114,19 +132,25 @@ def read_run_manifest(checkpoint: Path) -> dict:
     """The manifest of a checkpoint that training wrote, with all that evaluation, prediction and resuming need."""
     manifest = read_manifest(checkpoint)
     _check_keys(checkpoint / MANIFEST, manifest, _RUN_KEYS)
-    _check_keys(checkpoint / MANIFEST, manifest["data"], {"classes": list, "mean": list, "std": list})
+    _check_keys(
+        checkpoint / MANIFEST, manifest["data"], {"classes": list, "mean": list, "std": list}
+    )
     return manifest
 
 
 def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
     for key, kind in wanted.items():
         if type(found.get(key)) is not kind:
-            raise ValueError(f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is damaged or was changed by hand; use another checkpoint")
+            raise ValueError(
+                f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is damaged or was changed by hand; use another checkpoint"
+            )
 
 
 def digest_of(manifest: dict) -> str:
     """Of all that a manifest says, and through its checksums of the whole checkpoint."""
-    return hashlib.sha256(json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()
+    ).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -178,7 +202,11 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     names = {p: name for name, p in model.named_parameters()}
     own = set(names.values())
     saved, every = _load_tensors(checkpoint, "optimizer", lambda key: key.rpartition("/")[0] in own)
-    known = {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else {"step", "exp_avg", "exp_avg_sq"}
+    known = (
+        {"momentum_buffer"}
+        if isinstance(optimizer, torch.optim.SGD)
+        else {"step", "exp_avg", "exp_avg_sq"}
+    )
     others = {key.rpartition("/")[2] for key in every} - known
     if others:
         raise ValueError(
@@ -186,14 +214,22 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
             "resume with the optim section of its manifest.json"
         )
     for p in parameters_of(optimizer):
-        state = {key.rpartition("/")[2]: value for key, value in saved.items() if key.rpartition("/")[0] == names.get(p)}
+        state = {
+            key.rpartition("/")[2]: value
+            for key, value in saved.items()
+            if key.rpartition("/")[0] == names.get(p)
+        }
         for key, value in state.items():
             optimizer.state[p][key] = _state_like(p, value.shape, value.dtype).copy_(value)
 
 
 def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
     """Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA."""
-    return torch.empty_like(p, dtype=dtype) if tuple(shape) == tuple(p.shape) else torch.empty(shape, dtype=dtype, device=p.device)
+    return (
+        torch.empty_like(p, dtype=dtype)
+        if tuple(shape) == tuple(p.shape)
+        else torch.empty(shape, dtype=dtype, device=p.device)
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -203,7 +239,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors keyed as ``parameter/field``."""
     names = {p: name for name, p in model.named_parameters()}
-    return {f"{names[p]}/{key}": value for p, state in optimizer.state.items() for key, value in state.items() if isinstance(value, Tensor)}
+    return {
+        f"{names[p]}/{key}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 @torch.no_grad()
@@ -213,7 +254,12 @@ def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
         return
     broadcast(model, comm)
     parameters = parameters_of(optimizer)
-    forms = [(i, key, tuple(v.shape), v.dtype) for i, p in enumerate(parameters) for key, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)]
+    forms = [
+        (i, key, tuple(v.shape), v.dtype)
+        for i, p in enumerate(parameters)
+        for key, v in optimizer.state.get(p, {}).items()
+        if isinstance(v, Tensor)
+    ]
     for i, key, shape, dtype in comm.bcast(forms, root=0):
         state = optimizer.state[parameters[i]]
         if comm.rank != 0:
@@ -225,7 +271,9 @@ def _shape(tensors: dict[str, Tensor], name: str) -> str:
     return "x".join(map(str, tensors[name].shape)) or "a number" if name in tensors else "missing"
 
 
-def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
+def _load_tensors(
+    checkpoint: Path, kind: str, wanted: Callable[[str], bool]
+) -> tuple[dict[str, Tensor], list[str]]:
     """The wanted tensors of all parts, and the names of all."""
     tensors, names = {}, []
     manifest = read_manifest(checkpoint)
@@ -234,18 +282,24 @@ def _load_tensors(checkpoint: Path, kind: str, wanted: Callable[[str], bool]) ->
             names += sorted(sums) if sums is not None else names_in(path)
             for name, tensor, found in read_tensors(path, wanted):
                 if sums is not None and found != sums.get(name):
-                    raise ValueError(f"{path} is damaged: {name} has the checksum {found}, not {sums.get(name)}")
+                    raise ValueError(
+                        f"{path} is damaged: {name} has the checksum {found}, not {sums.get(name)}"
+                    )
                 tensors[name] = tensor
             if lost := [name for name in sums or () if wanted(name) and name not in tensors]:
                 raise ValueError(f"{path} is damaged: {lost[0]} is not in it")
         except FileNotFoundError as e:
-            raise FileNotFoundError(f"{e}: the checkpoint is not whole{_other(checkpoint)}") from None
+            raise FileNotFoundError(
+                f"{e}: the checkpoint is not whole{_other(checkpoint)}"
+            ) from None
         except ValueError as e:
             raise ValueError(f"{e}{_other(checkpoint)}") from None
     return tensors, names
 
 
-def _files(checkpoint: Path, manifest: dict, kind: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
+def _files(
+    checkpoint: Path, manifest: dict, kind: str
+) -> Iterator[tuple[Path, dict[str, str] | None]]:
     """A kind's files with the checksums of their tensors; None for a version that had none."""
     for part in range(1, manifest["parts"] + 1):
         name = file_of(kind, part, manifest["parts"])
@@ -268,7 +322,9 @@ def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) 
     run = Path(run)
     checkpoints = [run] if (run / MANIFEST).exists() else sorted((run / FOLDER).glob("step-*"))
     if not checkpoints:
-        raise FileNotFoundError(f"no checkpoint in {run}: name the folder of a run or of one of its checkpoints")
+        raise FileNotFoundError(
+            f"no checkpoint in {run}: name the folder of a run or of one of its checkpoints"
+        )
     findings = [] if run in checkpoints else _check_index(run)
     for checkpoint in checkpoints:
         note(str(checkpoint))
@@ -283,7 +339,10 @@ def _check_index(run: Path) -> list[str]:
         return [f"{run / FOLDER / INDEX} is damaged ({e})"]
     there = names_of(run)
     lost = [which for which in ("best", "last") if index.get(which) not in (None, *there)]
-    return [f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}" for which in lost]
+    return [
+        f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}"
+        for which in lost
+    ]
 
 
 def _check_checkpoint(checkpoint: Path) -> list[str]:
@@ -291,7 +350,9 @@ def _check_checkpoint(checkpoint: Path) -> list[str]:
     for kind in KINDS:
         try:
             if kind == KINDS[0] and read_manifest(checkpoint)["version"] == 1:
-                findings.append(f"{checkpoint} is of version 1, which has no checksums: only whole files can be told from cut ones")
+                findings.append(
+                    f"{checkpoint} is of version 1, which has no checksums: only whole files can be told from cut ones"
+                )
             _load_tensors(checkpoint, kind, lambda name: True)
         except (ValueError, OSError) as e:
             findings.append(str(e))

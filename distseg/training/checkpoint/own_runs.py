@@ -25,7 +25,12 @@ def remember_run(run: str | Path, network: str, part: str = "network") -> None:
     path = _record_of(run, part)
     if code is None:
         return
-    content = {"run": os.path.realpath(run), "network": network, "code": str(code), "digest": _digest(code)}
+    content = {
+        "run": os.path.realpath(run),
+        "network": network,
+        "code": str(code),
+        "digest": _digest(code),
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with atomic_write(path) as growing:
@@ -61,14 +66,19 @@ def distrusted(run: str | Path, network: str, part: str = "network") -> str | No
 def _record_of(run: str | Path, part: str) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     name = hashlib.sha256(os.path.realpath(run).encode()).hexdigest()[:32]
-    return Path(state) / "distseg" / "runs" / f"{name}{'' if part == 'network' else f'-{part}'}.json"
+    return (
+        Path(state) / "distseg" / "runs" / f"{name}{'' if part == 'network' else f'-{part}'}.json"
+    )
 
 
 def _code_of(network: str) -> Path | None:
     """Return the file of a network's module, found without importing anything."""
     parts = network.partition(":")[0].split(".")
     for folder in [os.getcwd(), *sys.path]:
-        for path in (Path(folder or ".", *parts).with_suffix(".py"), Path(folder or ".", *parts, "__init__.py")):
+        for path in (
+            Path(folder or ".", *parts).with_suffix(".py"),
+            Path(folder or ".", *parts, "__init__.py"),
+        ):
             if path.is_file():
                 return path.resolve()
     return None

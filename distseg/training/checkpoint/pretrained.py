@@ -42,12 +42,20 @@ class Pretrained:
         Raises:
             ValueError: a file is damaged, or a weight is no number.
         """
-        own = {self.sources[name]: tensor for name, tensor in model.state_dict().items() if name in self.sources}
+        own = {
+            self.sources[name]: tensor
+            for name, tensor in model.state_dict().items()
+            if name in self.sources
+        }
         for file in self.files:
             for name, found, _ in read_tensors(file, own.__contains__):
                 if found.is_floating_point() and not found.isfinite().all():
-                    raise ValueError(f"train.init {file} has values in {name} that are no numbers: choose another file")
-                own[name].copy_(found if found.shape == own[name].shape else of_bands(found, own[name].shape[1]))
+                    raise ValueError(
+                        f"train.init {file} has values in {name} that are no numbers: choose another file"
+                    )
+                own[name].copy_(
+                    found if found.shape == own[name].shape else of_bands(found, own[name].shape[1])
+                )
 
 
 def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = None) -> Pretrained:
@@ -64,9 +72,16 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     """
     folder = Path(path).is_dir()
     files = _of_run(path) if folder else [_checked(path)]
-    shapes = {_renamed(name, renamed or {}): (name, shape) for file in files for name, shape in shapes_in(file).items()}
+    shapes = {
+        _renamed(name, renamed or {}): (name, shape)
+        for file in files
+        for name, shape in shapes_in(file).items()
+    }
     own = model.state_dict()
-    names = {name: name if folder and name in shapes else user for user, name in user_names(((name, name) for name in own), model).items()}
+    names = {
+        name: name if folder and name in shapes else user
+        for user, name in user_names(((name, name) for name in own), model).items()
+    }
     classes, readers = channels_of(model)[1], _readers(model)
     sources, anew, adapted = {}, [], []
     for name, tensor in own.items():
@@ -74,9 +89,15 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
         if there is None or shape == tuple(tensor.shape):
             sources |= {name: there} if there is not None else {}
             anew += [names[name]] if there is None and tensor.is_floating_point() else []
-        elif name in readers and len(shape) > 2 and (shape[0], *shape[2:]) == (tensor.shape[0], *tensor.shape[2:]):
+        elif (
+            name in readers
+            and len(shape) > 2
+            and (shape[0], *shape[2:]) == (tensor.shape[0], *tensor.shape[2:])
+        ):
             sources[name] = there
-            adapted.append(f"{names[name]} from {shape[1]} bands to {tensor.shape[1]}{readers[name]}")
+            adapted.append(
+                f"{names[name]} from {shape[1]} bands to {tensor.shape[1]}{readers[name]}"
+            )
         elif shape[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] == classes:
             anew.append(names[name])
         else:
@@ -103,7 +124,11 @@ def _readers(model: nn.Module) -> dict[str, str]:
     try:
         calls, channels = calls_of(model), channels_of_maps(model)
     except ValueError:  # not followed: by the number of bands
-        return {name: "" for name, p in model.state_dict().items() if p.dim() > 2 and p.shape[1] == bands}
+        return {
+            name: ""
+            for name, p in model.state_dict().items()
+            if p.dim() > 2 and p.shape[1] == bands
+        }
     of_image, found = {0}, {}
     for made, (call, count) in enumerate(zip(calls, channels[1:]), 1):
         if len(call.inputs) > 1 or call.inputs[0] not in of_image:
@@ -111,7 +136,11 @@ def _readers(model: nn.Module) -> dict[str, str]:
         weights = {name: p for name, p in call.layer.state_dict().items() if p.dim() > 1}
         conv = call.layer.inner if isinstance(call.layer, Derived) else call.layer
         if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.groups == 1:
-            said = " (its weight is computed, so alike bands may give something else than before)" if conv is not call.layer else ""
+            said = (
+                " (its weight is computed, so alike bands may give something else than before)"
+                if conv is not call.layer
+                else ""
+            )
             found |= {f"{call.name}.{name}": said for name, p in weights.items() if p.dim() > 2}
         elif not weights and count <= bands:
             of_image.add(made)
@@ -126,13 +155,17 @@ def of_bands(weight: Tensor, bands: int) -> Tensor:
     if bands == 1:
         return weight.sum(1, keepdim=True)
     times = -(-bands // weight.shape[1])
-    return weight.repeat(1, times, *(1 for _ in weight.shape[2:]))[:, :bands] * (weight.shape[1] / bands)
+    return weight.repeat(1, times, *(1 for _ in weight.shape[2:]))[:, :bands] * (
+        weight.shape[1] / bands
+    )
 
 
 def _checked(path: str) -> Path:
     file = Path(path)
     if not file.exists():
-        raise FileNotFoundError(f"train.init is {path}, which is not there: name a file NAME.safetensors, or the folder of a run")
+        raise FileNotFoundError(
+            f"train.init is {path}, which is not there: name a file NAME.safetensors, or the folder of a run"
+        )
     if file.suffix != ".safetensors":
         raise ValueError(
             f"train.init is {path}, but weights are read from NAME.safetensors or the folder of a run: pickles (.pt, .pth) may run code of whoever wrote them where they "
@@ -158,4 +191,6 @@ def _size(shape) -> str:
 
 def _some(names) -> str:
     names = list(names)
-    return ", ".join(names[:_TOLD]) + (f" and {len(names) - _TOLD} more" if len(names) > _TOLD else "")
+    return ", ".join(names[:_TOLD]) + (
+        f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    )

@@ -16,7 +16,9 @@ def runs_in(folder: str | Path) -> list[Path]:
         FileNotFoundError: there is none.
     """
     folder = Path(folder)
-    found = sorted({path.parent for path in folder.rglob(FOLDER) if path.is_dir() and names_of(path.parent)})
+    found = sorted(
+        {path.parent for path in folder.rglob(FOLDER) if path.is_dir() and names_of(path.parent)}
+    )
     if not found:
         raise FileNotFoundError(f"no run in {folder}: name a folder with runs (train.output) in it")
     return found
@@ -33,7 +35,11 @@ def describe(run: Path) -> dict:
     done, wanted = last["epoch"], last["config"].get("train", {}).get("epochs")
     return {
         "run": str(run),
-        "state": "trains" if _trains(run) else "whole" if wanted and done >= wanted else "to be continued",
+        "state": "trains"
+        if _trains(run)
+        else "whole"
+        if wanted and done >= wanted
+        else "to be continued",
         "epochs": f"{done}/{wanted}",
         "steps": last["step"],
         "best": best.name,
@@ -43,7 +49,9 @@ def describe(run: Path) -> dict:
         "distseg": versions.get("distseg", "before 0.2"),
         "torch": versions.get("torch", "-"),
         "host": last.get("host", "-"),
-        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(last["time"])) if "time" in last else "-",
+        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(last["time"]))
+        if "time" in last
+        else "-",
     }
 
 

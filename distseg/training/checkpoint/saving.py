@@ -79,7 +79,13 @@ class Checkpoints(SilentCheckpoints):
         self._written, self.seconds = 0, 0.0
         self._last: Path | None = None
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, manifest: dict, score: float | None = None) -> Path:
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        manifest: dict,
+        score: float | None = None,
+    ) -> Path:
         """Begin to write the state after ``manifest['step']`` steps. Collective over the stages.
 
         Raises:
@@ -92,10 +98,22 @@ class Checkpoints(SilentCheckpoints):
             shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
             partial.mkdir(parents=True)
         self.stages.Barrier()
-        state = {"weights": dict(model.state_dict()), "optimizer": optimizer_state(model, optimizer)}
+        state = {
+            "weights": dict(model.state_dict()),
+            "optimizer": optimizer_state(model, optimizer),
+        }
         if self.aside:
-            state = {kind: {name: _copy(t) for name, t in tensors.items()} for kind, tensors in state.items()}
-        what = {"format": FORMAT, "version": VERSION, "score": score, "parts": self.stages.size, **manifest}
+            state = {
+                kind: {name: _copy(t) for name, t in tensors.items()}
+                for kind, tensors in state.items()
+            }
+        what = {
+            "format": FORMAT,
+            "version": VERSION,
+            "score": score,
+            "parts": self.stages.size,
+            **manifest,
+        }
         self._begin(lambda: self._write(partial, self._last, state, what))
         if not self.aside:
             self.flush()
@@ -144,9 +162,16 @@ class Checkpoints(SilentCheckpoints):
         self._thread = threading.Thread(target=run, name="distseg-checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, partial: Path, final: Path, state: dict[str, dict[str, Tensor]], manifest: dict) -> None:
+    def _write(
+        self, partial: Path, final: Path, state: dict[str, dict[str, Tensor]], manifest: dict
+    ) -> None:
         part, parts = self.stages.rank + 1, self.stages.size
-        sums = {file_of(kind, part, parts): write_tensors(partial / file_of(kind, part, parts), state[kind], note=self._count) for kind in KINDS}
+        sums = {
+            file_of(kind, part, parts): write_tensors(
+                partial / file_of(kind, part, parts), state[kind], note=self._count
+            )
+            for kind in KINDS
+        }
         write_json(partial / _part(part, parts), sums)
         if part > 1:
             return
@@ -195,7 +220,14 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
     index, there = read_index(folder) or {}, names_of(run)
     if there:
         best = index.get("best") if index.get("best") in there else None
-        write_index(folder, {"last": there[-1], "best": best or there[-1], "best_score": index.get("best_score") if best else None})
+        write_index(
+            folder,
+            {
+                "last": there[-1],
+                "best": best or there[-1],
+                "best_score": index.get("best_score") if best else None,
+            },
+        )
     return aside
 
 

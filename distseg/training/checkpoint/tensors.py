@@ -26,7 +26,12 @@ _KINDS = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = {}, note: Callable[[int], None] = lambda count: None) -> dict[str, str]:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] = {},
+    note: Callable[[int], None] = lambda count: None,
+) -> dict[str, str]:
     """Write tensors in their order, larger numbers first, and bring them to the disk; returns the checksum of each.
 
     Args:
@@ -35,10 +40,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         OSError: naming the file, what it takes and what is free.
     """
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each lies where its numbers may
+    ordered = dict(
+        sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    )  # so that each lies where its numbers may
     header, offset = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, tensor in ordered.items():
-        header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, offset + tensor.nbytes]}
+        header[name] = {
+            "dtype": _KINDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
         offset += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -55,7 +66,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return sums
 
 
-def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Tensor, str]]:
+def read_tensors(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor, str]]:
     """The wanted tensors of a file, one by one, with their names and checksums.
 
     Raises:

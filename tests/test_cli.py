@@ -220,6 +220,7 @@ def test_a_full_disk_for_the_output(tmp_path):
     assert process.returncode == 2 and err.startswith("distseg: error: ") and "No space left on device" in err and err.count("\n") == 1
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("arguments", [["models", "nets:slow"], ["plan", "--model", "nets:slow"]])
 def test_interrupted(tmp_path, arguments):
     process = program(tmp_path, *arguments)

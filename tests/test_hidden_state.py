@@ -475,6 +475,7 @@ UNUSED = {"draw: unused": (lambda m, x: (torch.rand(3), x)[1], "rand in the mode
 EACH = [(name, attends) for name in (*CASES, *UNUSED) for attends in (False, True)[: 1 if name in FEW else 2]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name, attends", EACH, ids=[f"{name}-{'whole' if attends else 'captured'}" for name, attends in EACH])
 def test_what_a_pass_does_besides_is_refused(name, attends):
     function, words = (CASES | UNUSED)[name]

@@ -40,6 +40,7 @@ def shaped(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return v.view(1, -1, *(1 for _ in x.shape[2:]))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("dims, last, cropped", [(1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 1), (3, 1, 1)])
 @pytest.mark.parametrize("channels", [1, 2, 5, 24, 32, 100])
@@ -71,6 +72,7 @@ def test_formulas(dtype, dims, last, cropped, channels):
     close(plain.gradient(*arguments, torch.empty_like(x)), dx)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("dims, last, cropped", [(1, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 1, 1)])
 @pytest.mark.parametrize("groups, joint", [(0, False), (3, False), (0, True)])

@@ -113,6 +113,7 @@ def kernels(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["instance", "instance affine", "group", "batch"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-13)])

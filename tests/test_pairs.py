@@ -55,7 +55,7 @@ NAMED = [rf"{rule.setting} is .*, but {re.sub(r'{[^}]*}', '.*', rule.why)}".repl
 NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
 
 
-def raise_jointly(*chosen: dict) -> dict | None:
+def combined(*chosen: dict) -> dict | None:
     """All settings of several choices; None where two want another value of one."""
     found: dict = {}
     for settings in chosen:
@@ -65,17 +65,18 @@ def raise_jointly(*chosen: dict) -> dict | None:
     return found
 
 
-def ranks_of(settings: dict) -> int:
-    return settings.get("mesh.samples", 1) * settings.get("mesh.tiles", Size("1x1")).volume * settings.get("mesh.stages", 1)
-
-
 def cases(ranks: int, triples: int) -> dict[str, dict]:
     """Return cases of so many ranks by name: all pairs of settings, beside the axes of the mesh that make the ranks, and some triples."""
-    axes = [raise_jointly(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
-    pairs = [raise_jointly(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
-    more = [raise_jointly(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
+    axes = [combined(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
+    pairs = [combined(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
+    more = [combined(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
     more = [settings for settings in more if settings is not None]
     found = [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(more, triples)
+    return named(found)
+
+
+def named(found: list[dict]) -> dict[str, dict]:
+    """Return settings by their names and values."""
     return {", ".join(f"{name.partition('.')[2]} {value}" for name, value in settings.items()): settings for settings in found}
 
 
@@ -89,7 +90,21 @@ def outcome(comm, settings: dict) -> str:
     return "exact" if error <= TOLERANCE else "told" if told else f"wrong: {error:.1e}"
 
 
+STAGES = named([settings for settings in OTHERS if {"pipeline.placement", "pipeline.schedule", "pipeline.recompute"} & {*settings} and "pipeline.devices" not in settings])
+ALONE = named([settings for settings in OTHERS if settings not in STAGES.values()])
 ONE, TWO, FOUR = cases(1, 60), cases(2, 60), cases(4, 30)
+
+
+@pytest.mark.parallel(1)
+@pytest.mark.parametrize("case", ALONE)
+def test_one_setting_alone_is_not_refused(comm, case):
+    assert outcome(comm, ALONE[case]) in ("exact", "told")
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("case", STAGES)
+def test_one_setting_of_pipelines_alone_is_not_refused(comm, case):
+    assert outcome(comm, {"mesh.stages": 2, **STAGES[case]}) in ("exact", "told")
 
 
 @pytest.mark.parallel(1)

@@ -60,6 +60,7 @@ def streamed(model: nn.Module, tile, x: torch.Tensor, **settings) -> torch.Tenso
     return out
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm", ["batch", "instance", "group", "none"])
 @pytest.mark.parametrize("tile", ["64x64", "21x23", "4x4"])
 @pytest.mark.parametrize("scratch", ["memory", "folder"])
@@ -98,6 +99,7 @@ def test_nested_blocks_are_streamed_as_flat_ones():
     torch.testing.assert_close(streamed(model, "21x23", x), model(x), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["residuals", "pyramid", "dense", "squeezed", "excited", "split", "pooling", "convnext", "merged"])
 @pytest.mark.parametrize("settings", [dict(scratch="memory"), dict(room=400e3)])
 def test_networks_whose_layers_read_any_maps(name, settings):

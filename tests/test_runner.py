@@ -292,6 +292,7 @@ def test_a_quiet_or_a_sleeping_process_has_the_walls_clock():
     assert clock.look() == pytest.approx(time.monotonic() - began, rel=0.2)
 
 
+@pytest.mark.slow
 def test_limits_stretch_for_who_is_starved_but_not_for_who_hangs(tmp_path):
     """All on one core, beside three others: a quarter of it is left, so that honest work takes longer than its limit."""
     (tmp_path / "test_starved.py").write_text(STARVED.replace("LIMIT", "1.5").replace("WORK", "0.9"))

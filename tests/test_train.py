@@ -284,6 +284,7 @@ def net(in_channels, out_channels):
 """
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "how,message",
     [("os.kill(os.getpid(), 9)", ""), ("raise RuntimeError('the disk is on fire')", "rank 1: Traceback"), ("raise ValueError('band 3 is empty')", "rank 1: band 3 is empty")],
@@ -299,6 +300,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
     assert done.stderr.count("distseg: error") <= 1
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "how,message",
     [
@@ -343,6 +345,7 @@ def net(in_channels, out_channels):
 STAGES = ("--mesh.stages", "2", "--pipeline.balance", "[2,2]", "--train.accumulate", "4")
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "source,message",
     [

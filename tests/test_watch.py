@@ -92,6 +92,7 @@ def program(path, limit, body="pass", before="pass", folder=None):
     return path
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("how, said", [("sleeps", "nothing has moved for 2 s"), ("spins", "nothing has moved for 2 s"), ("stopped", "nothing has moved for 2 s")])
 def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
     script = program(tmp_path / "program.py", 2, f"watch.beat('the last operation'); stop(0, {how!r})", folder=str(tmp_path / "run"))
@@ -113,6 +114,7 @@ def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
     ],
 )
 @pytest.mark.timeout(60)
+@pytest.mark.covering(cases=2)
 def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, said):
     script = program(tmp_path / "program.py", 2, **{where: f"stop(1, {how!r})"}, folder=str(tmp_path / "run"))
     done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})

@@ -12,6 +12,7 @@
 Why not a job a test: importing torch costs a second of processor time a rank, so a suite of short tests would spend its
 time on imports. A job a module: what its tests leave behind (messages, Horovod's state) can't reach another module's.
 With `parallel_batch = session` in pytest.ini all modules share a job: faster by an import of torch a module and rank.
+On two cores or more, jobs run ahead of their turn while the ordinary tests take one core (see `parent`).
 
     @pytest.mark.parallel([2, 4])            # bare: 1, 2, 4 and 6 ranks; the test's id says ranks=4
     @pytest.mark.timeout(20)                 # seconds, of which a busy machine makes more; 60 unless said

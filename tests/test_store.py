@@ -166,6 +166,7 @@ def test_values_without_data_are_left_out_and_read_as_the_mean(tmp_path):
     assert (normalised[~there] == 0).all() and abs(normalised[there]).max() < 6
     assert (store.labels("a", whole)[:10] == 255).all() and not store.labels("a", whole)[10:].any()
     assert store.class_counts("a") == [900, 0, 0] and store.block_counts("a").sum() == 900
+    assert np.array_equal(store.without_data("a", whole), ~there.any(0))  # no data in any band
 
 
 @pytest.mark.parametrize("dtype, value", [("f4", np.nan), ("f4", -3.4028234663852886e38), ("f8", -1.797e308), ("f4", np.inf), ("u1", 0), (">i2", -32768), ("i8", 2**62)])

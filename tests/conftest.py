@@ -19,7 +19,7 @@ def refused(capsys):
     """``refused(*words)``: what is said of a command that is refused."""
 
     def said(*words: str) -> str:
-        from distseg.cli import main
+        from distseg.cli.main import main
 
         with pytest.raises(SystemExit) as end:
             main([*words])

@@ -10,7 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from distseg.comm.launch import JointFailure
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    PredictConfig,
+    RunConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.store.writer import StoreWriter
 from distseg.runtime import transfer

@@ -24,7 +24,17 @@ from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.examples.gigapixel import CLASSES, Earth, prepare_gigapixel
 from distseg.data.loader import StepLoader

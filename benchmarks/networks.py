@@ -23,7 +23,16 @@ from benchmarks.harness import RESULTS, parent, report, run_ranks
 from benchmarks.machine import git_commit
 from benchmarks.rows import Rows
 from distseg.comm.launch import world
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PatchgdConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.models.network import user_names

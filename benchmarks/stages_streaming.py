@@ -14,7 +14,15 @@ from typing import Sequence
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 
 QUESTION = "How much faster do two stages compute an image tile after tile than one rank?"

@@ -24,7 +24,16 @@ from benchmarks.rows import Rows
 from benchmarks.steps import peak
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SpatialConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter

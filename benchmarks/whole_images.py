@@ -34,7 +34,17 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, DataConfig, ModelConfig, OptimConfig, PatchgdConfig, PredictConfig, RunConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PatchgdConfig,
+    PredictConfig,
+    RunConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.examples.ultramnist import mnist, prepare_ultramnist
 from distseg.data.store.store import Store, normalised

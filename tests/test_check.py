@@ -10,7 +10,15 @@ from distseg.cli.main import _config, _parse, _parser
 from distseg.config.settings import Config, DataConfig, MeshConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
-from distseg.training.conflicts import RULES, check_norms, check_settings, notes, of, smallest, with_store
+from distseg.training.conflicts import (
+    RULES,
+    check_norms,
+    check_settings,
+    notes,
+    of,
+    smallest,
+    with_store,
+)
 
 MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.streaming": "offload", "spatial.tiles_per_rank": Size("2x2")}
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}

@@ -8,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PipelineConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.layers.kernels import norm as compiled
 from distseg.training.verify import verify

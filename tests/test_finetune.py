@@ -13,7 +13,14 @@ from test_exact import TOLERANCE, config
 from torch import nn
 
 import distseg
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import build_model, plain_model

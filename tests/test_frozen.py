@@ -10,7 +10,14 @@ from test_train import folder, weights  # noqa: F401  folder is a fixture
 from torch import nn
 
 from distseg.comm.launch import JointFailure
-from distseg.config.settings import Config, MeshConfig, ModelConfig, OptimConfig, RunConfig, SpatialConfig
+from distseg.config.settings import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SpatialConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
 from distseg.training.checkpoint.files import find

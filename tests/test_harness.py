@@ -12,7 +12,17 @@ NEVER = 3600.0  # seconds of the wall; the test's own limit comes first, and mak
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import harness  # noqa: E402
-from benchmarks.harness import Reading, Results, Spread, last_json, measure, parent, repeats_of, report, run_ranks  # noqa: E402
+from benchmarks.harness import (  # noqa: E402
+    Reading,
+    Results,
+    Spread,
+    last_json,
+    measure,
+    parent,
+    repeats_of,
+    report,
+    run_ranks,
+)
 from benchmarks.machine import command_line, environment, portable, summary  # noqa: E402
 
 

@@ -16,7 +16,16 @@ import distseg
 from distseg.cli.export import export
 from distseg.cli.main import main
 from distseg.cli.predict import load_predictor
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, PredictConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    PredictConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_scene

@@ -13,7 +13,14 @@ from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.cli.predict import load_predictor
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, PredictConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PredictConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_scene

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from test_images import done
 
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PatchgdConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter
 from distseg.inference.image_source import store_scene

@@ -14,7 +14,17 @@ from test_images import done, write_store
 
 from distseg.cli.main import main
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, PatchgdConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PatchgdConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.loader import read_pixels
 from distseg.data.store.store import Store, StoreWriter

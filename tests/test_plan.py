@@ -15,7 +15,15 @@ from distseg.models.zoo import ZOO
 from distseg.planning import report
 from distseg.planning.balance import even_split, starts_of
 from distseg.planning.cost import measured, modelled
-from distseg.planning.memory import Held, Policy, holdings, peaks, ranges_of, stage_memory, stage_seconds
+from distseg.planning.memory import (
+    Held,
+    Policy,
+    holdings,
+    peaks,
+    ranges_of,
+    stage_memory,
+    stage_seconds,
+)
 from distseg.planning.report import costs_of, plan, window_of
 from distseg.planning.roofline import Device, Work
 from distseg.tiling.graph import skips_of

@@ -11,7 +11,14 @@ from torch import nn
 
 from distseg.cli.profile import KINDS, own_seconds, profile, row_names
 from distseg.comm.mesh import Mesh, MeshShape
-from distseg.config.settings import Config, MeshConfig, ModelConfig, PipelineConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.network import calls_of
 from distseg.models.zoo import outline_model, plain_model

@@ -16,7 +16,18 @@ from distseg.models.zoo import outline_model
 from distseg.runtime.actions import Backward, Forward, Weight
 from distseg.runtime.interleaved import can_interleave, interleaved
 from distseg.runtime.kept_graphs import Weighed, keeping
-from distseg.runtime.operations import BackwardTile, Drop, DropGradient, ForwardTile, KeptTile, Measure, OfTile, OutputTile, Send, text
+from distseg.runtime.operations import (
+    BackwardTile,
+    Drop,
+    DropGradient,
+    ForwardTile,
+    KeptTile,
+    Measure,
+    OfTile,
+    OutputTile,
+    Send,
+    text,
+)
 from distseg.runtime.partition import Edge
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage_program import operations, recomputed

@@ -9,7 +9,14 @@ from torch import nn
 
 from distseg.comm import reducer
 from distseg.comm.mesh import Mesh
-from distseg.comm.reducer import Gradients, HorovodReducer, LoneReducer, MpiReducer, horovod_works, make_reducer
+from distseg.comm.reducer import (
+    Gradients,
+    HorovodReducer,
+    LoneReducer,
+    MpiReducer,
+    horovod_works,
+    make_reducer,
+)
 
 
 def parameters(dtypes=(torch.float32,)) -> list[nn.Parameter]:

@@ -13,7 +13,14 @@ from distseg.config.sizes import Size
 from distseg.config.units import duration, si
 from distseg.report.log import RunLog, SilentLog, open_log, read_log
 from distseg.report.overlay import iou_per_class, plot_overlay
-from distseg.report.plots import _draw_loss, _draw_validation, plot_curves, plot_scaling, series, smooth
+from distseg.report.plots import (
+    _draw_loss,
+    _draw_validation,
+    plot_curves,
+    plot_scaling,
+    series,
+    smooth,
+)
 from distseg.report.progress import BarProgress, LineProgress, SilentProgress, progress
 from distseg.report.shrink import shrink_image, shrink_labels
 from distseg.report.style import NATURAL, class_colors

@@ -15,7 +15,15 @@ from made_store import random_store
 from distseg.comm.collective import Alone
 from distseg.comm.launch import ToBeContinued
 from distseg.comm.signals import Signals, listening
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, SpatialConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.training import loop
 from distseg.training.checkpoint.files import find, read_manifest
 from distseg.training.control import Decision, RunControl

@@ -10,7 +10,15 @@ from distseg.planning.timeline import short_form
 from distseg.runtime import listing, schedule
 from distseg.runtime.actions import Backward, Forward, Weight
 from distseg.runtime.partition import OUTPUT, Edge, edges_between, stage_ranges
-from distseg.runtime.schedule import SCHEDULES, gpipe, one_f_one_b, orders, splits, v_placement, zb_h1
+from distseg.runtime.schedule import (
+    SCHEDULES,
+    gpipe,
+    one_f_one_b,
+    orders,
+    splits,
+    v_placement,
+    zb_h1,
+)
 from distseg.runtime.simulator import check, peak_live, peak_memory, simulate
 from distseg.tiling.graph import Skip
 

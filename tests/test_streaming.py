@@ -14,7 +14,13 @@ from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
-from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, short_of_decoding, short_of_room
+from distseg.planning.streaming import (
+    Activations,
+    BudgetTiling,
+    GridTiling,
+    short_of_decoding,
+    short_of_room,
+)
 from distseg.runtime import streaming as streaming
 from distseg.runtime import transfer
 from distseg.runtime.exchange import Exchange

@@ -4,7 +4,17 @@ import random
 
 import pytest
 
-from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, boxes_of, check_grid, owned_tiles, split, tiles, window
+from distseg.tiling.tile import (
+    Box,
+    ReceptiveField,
+    TilePlacement,
+    boxes_of,
+    check_grid,
+    owned_tiles,
+    split,
+    tiles,
+    window,
+)
 
 
 def picture(image, boxes) -> str:

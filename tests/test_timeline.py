@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from distseg.planning.timeline import clock_table, plot_timeline, short_form, trace_events, write_trace
+from distseg.planning.timeline import (
+    clock_table,
+    plot_timeline,
+    short_form,
+    trace_events,
+    write_trace,
+)
 from distseg.runtime.partition import OUTPUT, Edge
 from distseg.runtime.schedule import orders, v_placement
 from distseg.runtime.simulator import simulate

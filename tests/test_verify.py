@@ -9,7 +9,15 @@ from made_store import random_store
 from test_exact import config
 
 from distseg.cli.main import main
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.training import verify as module
 from distseg.training.engine import Engine

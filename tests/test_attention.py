@@ -23,6 +23,7 @@ NETWORKS = ["latents", "memory", "pixels"]
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_exact(comm, name):
     for way in WAYS[comm.size]:

@@ -118,7 +118,7 @@ def test_class_weights_and_label_smoothing(comm):
 
 
 @pytest.mark.parallel([4, 6, 8])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("scope", ["group", "step"])
 def test_samples_times_tiles(comm, norm, scope):
@@ -174,7 +174,7 @@ def test_statistics_per_window_are_found_and_named(comm):
 
 
 @pytest.mark.parallel([1, 2, 4, 6])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("every", ["1", "2", "level"])
 def test_tiles_that_exchange_borders(comm, norm, every):

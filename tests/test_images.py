@@ -62,6 +62,7 @@ def test_the_gradient_is_the_eager_modules(comm, name):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_numbers_and_other_losses(comm):
     tiled = dict(tiles_per_rank=(2, 2), streaming="offload") if comm.size == 1 else dict(tiles="1x2", stages=1)
     for outputs, loss in ((1, "mse"), (1, "mse + 0.5*l1"), (1, "binary_cross_entropy"), (3, "cross_entropy + 0.5*dice"), (4, "focal")):
@@ -78,6 +79,7 @@ def test_whole_images_refuse_nothing(comm):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("name", ["flat", "residual"])
 def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, name, shared_path):
     plan = replace(config(tiles=f"1x{comm.size}", images=2), model=ModelConfig(f"{made_classifiers.__name__}:{name}"))
@@ -90,6 +92,7 @@ def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, nam
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_networks_for_one_size_are_trained_on_whole_images(comm, shared_path):
     settings = dict(samples=comm.size, images=2)
     assert error_of("fixed", comm, settings, size="24x32") <= TOLERANCE
@@ -149,6 +152,7 @@ def test_labels_that_can_not_be(tmp_path):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monkeypatch, capsys):
     """Streamed tiles on one rank, tiles in space on two; the answers are the plain module's."""
     place = Path(shared_path)

@@ -84,6 +84,7 @@ def exact_or_refused(comm, name: str, way: str) -> None:
 
 
 @pytest.mark.parallel([1, 2, 4])
+@pytest.mark.covering(cases=1)
 def test_batch_norm_of_vectors(comm):
     """Of two images at least."""
     for way in ways(comm.size):

@@ -148,6 +148,7 @@ def pixels(store, names):
 
 
 @pytest.mark.parallel([1, 2, 4])
+@pytest.mark.covering(cases=1)
 def test_the_published_training_is_a_plain_programs(comm, place):
     """The paper's head, 256 features, an eighth of the patches in each of 8 inner iterations, statistics with each pass, Adam, warm-up and decay.
 

@@ -166,6 +166,7 @@ def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
 
 
 @pytest.mark.parallel([1, 3])
+@pytest.mark.covering(cases=1)
 def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     """One inner iteration that draws all of them has the exact gradient of the network of patches; sizes of whole patches, so that each pixel is in one."""
     plan = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, patch=Size("37x53") if comm.size == 1 else Size("16x16"))
@@ -190,6 +191,7 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
 
 
 @pytest.mark.parallel([1, 3])
+@pytest.mark.covering(cases=1)
 def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
     plan, store = config(place, tiles=f"1x{comm.size}", dropout=0.4, loss="dice"), Store(place / "s.h5")
 
@@ -208,6 +210,7 @@ def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
 
 
 @pytest.mark.parallel([2, 4])
+@pytest.mark.covering(cases=1)
 def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
     """Images of several sizes have Z filled in several numbers of rounds; its masks are those of the image's own rounds."""
     from mpi4py import MPI
@@ -251,6 +254,7 @@ def test_an_image_is_predicted_patch_by_patch(tmp_path):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
     common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "unet", "--model.norm", "instance",
               "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]  # fmt: skip

@@ -141,6 +141,7 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backbone", ["made_classifiers:patched", "made_classifiers:fixed", "made_classifiers:attending", "made_weights:Described"])
 def test_backbones_of_other_kinds(comm, place, backbone):
     """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's; weights that are computed or buffers."""
@@ -150,6 +151,7 @@ def test_backbones_of_other_kinds(comm, place, backbone):
 
 
 @pytest.mark.parallel([2, 4])
+@pytest.mark.covering(cases=1)
 def test_sample_groups_and_patches_together(comm, place):
     plan, store = config(place, samples=2, tiles=f"{comm.size // 2}x1", norm="group"), Store(place / "s.h5")
     compare(ours(plan, comm, store), papers(plan, store))
@@ -158,6 +160,7 @@ def test_sample_groups_and_patches_together(comm, place):
 
 
 @pytest.mark.parallel([1, 3])
+@pytest.mark.covering(cases=1)
 def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     """One inner iteration that draws all of them has the exact gradient of the network of patches."""
     plan, store = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, norm="group"), Store(place / "s.h5")
@@ -186,6 +189,7 @@ def test_more_iterations_to_an_update_than_there_are():
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, capsys):
     common = ["--train.precision", "fp32", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "distseg.models.classifier:residual",
               "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--patchgd.features", "8", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]
@@ -209,6 +213,7 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
 
 
 @pytest.mark.parallel([2, 4])
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("more", [{}, dict(sampled=5, inner=None)])
 def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
     """Statistics of all groups, which fill Z in as many rounds, and by default iterate as often; the weights are those of one rank with all images."""

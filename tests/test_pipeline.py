@@ -52,7 +52,7 @@ UNION = {  # ranks: (samples, tiles, stages)
 
 
 @pytest.mark.parallel([4, 6, 8])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_union_of_samples_tiles_and_stages(comm, number, norm):

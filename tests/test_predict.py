@@ -32,6 +32,7 @@ def folder(comm, shared_path):
 
 
 @pytest.mark.parallel([1, 3])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["batch", "instance", "group"])
 def test_prediction_has_no_seams(comm, folder, norm):
     check_prediction(config(folder, tiles=f"{comm.size}x1", norm=norm, epochs=1), comm, folder)
@@ -55,6 +56,7 @@ def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch, norm):
     """Until all tiles are there no result has its name; tiles that are there are not computed again; the result is the whole image's."""
@@ -129,6 +131,7 @@ def check_prediction(plan, comm, folder):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_image_files_by_the_command_line(comm, folder, capsys):
     """Named on the command line, normalised as the training images were; the second time they are there already."""
     train(config(folder, norm="batch", epochs=1, samples=comm.size), comm)

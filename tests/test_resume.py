@@ -135,6 +135,7 @@ def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(comm, tmp_path, monkeyp
 
 @pytest.mark.parallel([2, 4])
 @pytest.mark.timeout(120)
+@pytest.mark.covering(cases=1)
 def test_one_ranks_signal_ends_all_and_another_mesh_goes_on(comm, shared_path, monkeypatch):
     if comm.rank == 0:
         store(shared_path)

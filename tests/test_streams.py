@@ -32,6 +32,7 @@ def error_of(name: str, comm, settings: dict, size: str = "26x33", bands: int = 
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["Siamese", "Recurrent", "Gated", "flat"])
 def test_norms_at_several_places(comm, name):
     for way in WAYS[comm.size]:
@@ -45,6 +46,7 @@ def test_iterations_without_gradients(comm):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name, size", [("Frames", "25x34"), ("Batches", "24x34"), ("Spectral", "19x26")])
 def test_frames_and_dates_in_the_batch(comm, name, size):
     for way in WAYS[comm.size]:

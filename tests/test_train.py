@@ -75,6 +75,7 @@ def weights(run) -> dict:
 
 
 @pytest.mark.parallel(4)
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize("norm", ["instance", "group", "none"])
 def test_layouts_train_alike(comm, folder, norm):
     train(config(folder, 2, "1x2", norm=norm, output=str(folder / "four")), comm)
@@ -118,6 +119,7 @@ def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, 
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm, crop", [("instance", "32x32"), ("none", "32x32"), ("batch", None)])
 def test_tiles_streaming_train_as_tiles_in_memory(comm, folder, norm, crop):
     """With augmentation, crops and validation; read part by part. Whole images of 53 and 37 columns have no halves on the stride of 4."""
@@ -186,6 +188,7 @@ def test_stages_train_alike_and_write_their_own_layers(comm, folder, norm, mesh)
 
 
 @pytest.mark.parallel(4)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("before, after", [(dict(stages=4), dict(tiles="2x2")), (dict(samples=2, tiles="1x2"), dict(tiles="1x2", stages=2))])
 def test_a_run_is_resumed_on_another_mesh(comm, folder, before, after):
     """Steps of two images: as micro-batches, or of two groups."""
@@ -198,6 +201,7 @@ def test_a_run_is_resumed_on_another_mesh(comm, folder, before, after):
 
 
 @pytest.mark.parallel([1, 4])
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize("norm,precision", [("batch", "bf16"), ("instance", "fp32")])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(comm, folder, norm, precision):
     mesh = {1: {}, 4: dict(samples=2, tiles="2x1")}[comm.size]

@@ -77,6 +77,7 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_exact(comm, name):
     for way in NETWORKS[name]:

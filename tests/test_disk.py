@@ -172,7 +172,7 @@ def test_other_errors_stay_what_they_are(tmp_path):
 
 def test_the_limit_of_a_file(tmp_path):
     """In a process of its own, which ends with the words, not by the signal."""
-    code = "import sys; from distseg.report.disk import whole\nwith whole(sys.argv[1]) as growing: growing.write_bytes(bytes(100_000))"
+    code = "import sys; from distseg.report.disk import atomic_write\nwith atomic_write(sys.argv[1]) as growing: growing.write_bytes(bytes(100_000))"
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     found = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "a"], preexec_fn=limit, capture_output=True, text=True

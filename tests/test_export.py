@@ -26,7 +26,7 @@ NETWORKS = {
 }
 
 
-@pytest.fixture(scope="module", params=["own", "batch", pytest.param("instance", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("batch", "instance"))])
 def exported(request, tmp_path_factory):
     """The folder of a run, what is exported of it, and the trained module."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -69,7 +69,7 @@ def test_exact_or_refused_by_name_on_two_ranks(comm, name, way):
 
 
 @pytest.mark.parallel(4)
-@pytest.mark.covering(cases=12)
+@pytest.mark.covering(cases=8)
 @pytest.mark.parametrize("way", ways(4))
 @pytest.mark.parametrize("name", [*EXACT, *NAMED])
 def test_exact_or_refused_by_name_on_four_ranks(comm, name, way):

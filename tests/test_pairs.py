@@ -115,14 +115,14 @@ def test_one_rank_is_exact_or_refused(comm, case):
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.covering(cases=24)
+@pytest.mark.covering(cases=20)
 @pytest.mark.parametrize("case", TWO)
 def test_two_ranks_are_exact_or_refuse(comm, case):
     assert not outcome(comm, TWO[case]).startswith("wrong")
 
 
 @pytest.mark.parallel(4)
-@pytest.mark.covering(cases=12)
+@pytest.mark.covering(cases=8)
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks_are_exact_or_refuse(comm, case):
     assert not outcome(comm, FOUR[case]).startswith("wrong")

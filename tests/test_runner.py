@@ -167,6 +167,7 @@ def odd(tmp_path_factory) -> str:
     return pytest_on(folder)
 
 
+@pytest.mark.slow
 def test_every_test_has_its_own_verdict(odd):
     assert verdicts(odd) == [
         ("test_folders[ranks=1]", "PASSED"),
@@ -182,6 +183,7 @@ def test_every_test_has_its_own_verdict(odd):
     ], odd
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "test, told",
     [
@@ -199,6 +201,7 @@ def test_a_failure_says_which_ranks_and_where(odd, test, told):
     assert [part for part in told if part not in text] == [], text
 
 
+@pytest.mark.slow
 def test_a_message_is_shown_once_not_once_a_rank(odd):
     assert about(odd, "test_all_ranks_fail[ranks=3]").count("E       assert 3 == 4") == 1
 

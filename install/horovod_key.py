@@ -10,8 +10,8 @@ import sysconfig
 import mpi4py
 
 mpi4py.rc.initialize = False  # a cluster's login node may not allow MPI_Init
-import torch
-from mpi4py import MPI
+import torch  # noqa: E402
+from mpi4py import MPI  # noqa: E402
 
 mpi = re.match(r"[^,\n]*", MPI.Get_library_version())[0]  # "Open MPI v5.0.11, package: ..."
 parts = [f"py{sys.version_info.major}.{sys.version_info.minor}", f"torch{torch.__version__}", mpi, f"horovod{sys.argv[1]}",

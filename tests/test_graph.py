@@ -54,7 +54,7 @@ def test_networks_that_can_not_be(layers, reads, message):
 
 
 def test_graphs_that_can_not_be():
-    with pytest.raises(ValueError, match="layer a reads what is made behind it"):
+    with pytest.raises(ValueError, match="layer a reads a map that a later layer makes"):
         Graph([Node("a", (1,))])
     with pytest.raises(ValueError, match="nothing reads what layer b makes: remove it from the model"):
         Graph([Node("a", (0,)), Node("b", (1,)), Node("c", (1,))])

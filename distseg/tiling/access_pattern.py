@@ -1,13 +1,19 @@
-"""Which cells of its input a layer looks at, along one dim: the arithmetic of convolutions, poolings and up-samplings.
+"""Access patterns: the input cells that each output cell of a layer reads, along one dim.
 
-Four kinds cover what a U-Net uses. ``a, b`` stand for the cells a <= c < b of a feature map; what is looked at may lie
-beyond the map, in the padding. These four look alike in maps of any size; those whose cells hang on the sizes of both
-maps, such as resizing to the size of a skip, are in :mod:`distseg.tiling.resize`.
+A span ``a, b`` stands for the cells a <= c < b of a feature map. An input span may extend beyond
+the map, into the padding. Four kinds of access pattern cover the layers of a U-Net:
 
-* gather: output j looks at inputs j s - p, j s - p + d, ..., as convolutions, poolings and padding do;
-* scatter: input i spreads to outputs i s - p, i s - p + d, ..., as transposed convolutions and nearest up-sampling do;
-* interpolate: output j looks at the inputs around (j + 1/2) / f - 1/2, as linear and cubic up-sampling do;
-* align: output j of m looks at the inputs around j (n - 1) / (m - 1), as linear up-sampling with aligned corners does.
+* gather: output j reads inputs j s - p, j s - p + d, ... (convolutions, poolings, padding);
+* scatter: input i contributes to outputs i s - p, i s - p + d, ... (transposed convolutions,
+  nearest up-sampling);
+* interpolate: output j reads the inputs around (j + 1/2) / f - 1/2 (linear, cubic up-sampling);
+* align: output j of m reads the inputs around j (n - 1) / (m - 1) (linear up-sampling with
+  aligned corners).
+
+Here s is the stride, p the padding, d the dilation, f the up-sampling factor, and n and m are the
+sizes of input and output. These patterns are the same in maps of any size. Patterns that depend
+on the sizes of both maps, such as a resize to the size of a skip, are in
+:mod:`distseg.tiling.resize`.
 """
 
 from __future__ import annotations
@@ -19,12 +25,13 @@ Span = tuple[int, int]
 
 
 class AccessPattern:
-    """Interface of all footprints.
+    """Interface of all access patterns.
 
     Attributes:
-        sized: the cells hang on the sizes of both maps.
-        beyond: they may lie in the padding.
-        alike: all cells are one and the same, so that a tile has what it needs.
+        sized: the cells that are read depend on the sizes of both maps.
+        alike: all input cells have the same value, so a tile never needs cells of other tiles.
+        beyond: the cells that are read may lie in the padding.
+        mirrored: the padding repeats cells of the map (reflection), so reading it needs them.
     """
 
     sized = False
@@ -33,29 +40,41 @@ class AccessPattern:
     mirrored = False
 
     def at(self, n: int, m: int) -> "AccessPattern":
-        """Return the footprint between an input of n cells and a result of m."""
+        """Return the access pattern between an input of ``n`` cells and an output of ``m``."""
         return self
 
     def size(self, n: int) -> int:
-        """Return the cells of the result for ``n`` of the input, or of the map whose size the result follows."""
+        """Return the number of output cells for ``n`` input cells.
+
+        If the output follows the size of another map, ``n`` is the size of that map.
+        """
         raise NotImplementedError
 
     def cut(self, c: int) -> int:
-        """Return where the owner of outputs changes if that of inputs changes at ``c``."""
+        """Return the border between two tiles in the output, if it is ``c`` in the input."""
         raise NotImplementedError
 
     def needs(self, a: int, b: int) -> Span:
-        """Return the inputs that outputs a..b-1 look at."""
+        """Return the span of inputs that outputs a..b-1 read."""
         raise NotImplementedError
 
     def pixels(self, before: Fraction) -> Fraction:
-        """Return the pixels that an output stands for where an input, or a cell of the map that is followed, stands for ``before``."""
+        """Return the number of image pixels per output cell.
+
+        ``before`` is the number of image pixels per input cell. If the output follows the size of
+        another map, it is the number per cell of that map.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Gather(AccessPattern):
-    """kernel k, stride s, dilation d, ``before`` and ``after`` cells of padding; ``ceil``: an overhanging last window counts."""
+    """The access pattern of a convolution, pooling or padding.
+
+    Attributes:
+        before, after: cells of padding in front of the map and behind it.
+        ceil: a last kernel window that overhangs the map makes an output too (``ceil_mode``).
+    """
 
     kernel: int = 1
     stride: int = 1
@@ -64,29 +83,31 @@ class Gather(AccessPattern):
     after: int = 0
     ceil: bool = False
     mirrored: bool = False
-    """Padding is made of cells of the map (reflection): what lies beyond its border needs those inside."""
     beyond = True
 
     @property
     def span(self) -> int:
+        """The number of input cells from the first to the last tap of the kernel."""
         return self.dilation * (self.kernel - 1) + 1
 
     def size(self, n: int) -> int:
-        """Cells of the output for ``n`` of the input."""
-        room = n + self.before + self.after - self.span
+        """Return the number of output cells for ``n`` input cells."""
+        steps = n + self.before + self.after - self.span
         if not self.ceil:
-            return room // self.stride + 1
-        m = -(-room // self.stride) + 1
-        return (
-            m - 1 if (m - 1) * self.stride >= n + self.before else m
-        )  # a window wholly in the padding behind
+            return steps // self.stride + 1
+        m = -(-steps // self.stride) + 1
+        # PyTorch drops a last window that lies wholly in the padding behind the map.
+        return m - 1 if (m - 1) * self.stride >= n + self.before else m
 
     def cut(self, c: int) -> int:
-        """Where the owner of outputs changes if that of inputs changes at ``c``: who owns the middle of what an output looks at."""
+        """Return the border between two tiles in the output, if it is ``c`` in the input.
+
+        An output belongs to the tile that owns the middle of the inputs it reads.
+        """
         return -(-(c + self.before - (self.span - 1) // 2) // self.stride)
 
     def needs(self, a: int, b: int) -> Span:
-        """The inputs that outputs a..b-1 look at."""
+        """Return the span of inputs that outputs a..b-1 read."""
         return a * self.stride - self.before, (b - 1) * self.stride - self.before + self.span
 
     def pixels(self, before: Fraction) -> Fraction:
@@ -95,16 +116,20 @@ class Gather(AccessPattern):
 
 @dataclass(frozen=True)
 class Shift(Gather):
-    """Padding, and where ``before`` or ``after`` is below zero a crop: in a window that goes through a network alone a crop would take other cells."""
+    """The access pattern of padding, or of a crop where ``before`` or ``after`` is negative."""
 
     @property
     def sized(self) -> bool:
+        """True for a crop.
+
+        A crop of a window would cut other cells than a crop of the image.
+        """
         return min(self.before, self.after) < 0
 
 
 @dataclass(frozen=True)
 class Fill(Gather):
-    """As many cells behind as make a ``multiple``."""
+    """The access pattern of padding behind the map, up to a size that is a ``multiple``."""
 
     multiple: int = 1
 
@@ -114,7 +139,12 @@ class Fill(Gather):
 
 @dataclass(frozen=True)
 class Scatter(AccessPattern):
-    """kernel k, stride s, dilation d; ``before`` cells are cut off the result's beginning, the rest off its end, but for ``extra``."""
+    """The access pattern of a transposed convolution or of nearest up-sampling.
+
+    Attributes:
+        before: cells that are cut off at either end of the output (``padding``).
+        extra: cells that are kept at the end nevertheless (``output_padding``).
+    """
 
     kernel: int
     stride: int
@@ -133,11 +163,14 @@ class Scatter(AccessPattern):
         return c * self.stride - self.before + (self.span - self.stride + 1) // 2
 
     def needs(self, a: int, b: int) -> Span:
-        """Also the input at whose place the first output lies: it may touch none of them, where k < s, but says where they are."""
+        """Return the span of inputs that outputs a..b-1 read.
+
+        If the kernel is smaller than the stride, some outputs read no input at all. The span then
+        still contains the input at the position of the first output, which places the result.
+        """
         reach = max(self.span, self.stride)
-        return -((reach - 1 - a - self.before) // self.stride), (
-            b - 1 + self.before
-        ) // self.stride + 1
+        first = -((reach - 1 - a - self.before) // self.stride)
+        return first, (b - 1 + self.before) // self.stride + 1
 
     def pixels(self, before: Fraction) -> Fraction:
         return before / self.stride
@@ -145,7 +178,12 @@ class Scatter(AccessPattern):
 
 @dataclass(frozen=True)
 class Interpolate(AccessPattern):
-    """``factor`` outputs an input; ``further`` cells on either side beyond the two that linear interpolation takes."""
+    """The access pattern of linear or cubic up-sampling by a whole number.
+
+    Attributes:
+        factor: outputs per input.
+        further: inputs on either side, beyond the two that linear interpolation reads.
+    """
 
     factor: int
     further: int = 0
@@ -162,9 +200,8 @@ class Interpolate(AccessPattern):
 
     def needs(self, a: int, b: int) -> Span:
         first = (2 * a + 1 - self.factor) // (2 * self.factor)
-        last = -(
-            (self.factor - 1 - 2 * (b - 1)) // (2 * self.factor)
-        )  # rounded up: a result right on a cell looks at no other
+        # Rounded up, since an output exactly on an input reads no other input.
+        last = -((self.factor - 1 - 2 * (b - 1)) // (2 * self.factor))
         return first - self.further, last + 1 + self.further
 
     def pixels(self, before: Fraction) -> Fraction:
@@ -173,9 +210,10 @@ class Interpolate(AccessPattern):
 
 @dataclass(frozen=True)
 class Align(Interpolate):
-    """Linear, ``factor`` outputs an input, the outermost cells of both on each other: output j of m looks at the inputs around j (n - 1) / (m - 1).
+    """The access pattern of linear up-sampling by a whole number with ``align_corners``.
 
-    That is at most (f - 1) / f of a cell before j / f, whatever n is; both neighbours of any such place are taken.
+    Output j of m reads the inputs around j (n - 1) / (m - 1). For every n that position is at most
+    (f - 1) / f of a cell before j / f, so the span covers both neighbours of every possible one.
     """
 
     def needs(self, a: int, b: int) -> Span:
@@ -183,7 +221,11 @@ class Align(Interpolate):
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:
-    """The cells of a map of ``n`` that a span beyond its borders is made from: those inside, and the mirror images if ``mirrored``."""
+    """Return the cells of a map of ``n`` cells from which a span that may lie beyond it is made.
+
+    These are the cells of the span inside the map. If the padding is ``mirrored``, they include
+    the cells that the padding repeats.
+    """
     a, b = span
     first, last = max(0, min(a, n)), max(0, min(b, n))
     if mirrored:

@@ -1,6 +1,6 @@
-"""A network as geometry sees it: layer calls in an order in which they can run, and the maps between them.
+"""A network as a graph: layer calls in an order in which they can run, and the maps between them.
 
-Map 0 is the image, and node n makes map n + 1; a node may read any maps before its own::
+Map 0 is the image, and node n computes map n + 1. A node may read any earlier maps::
 
     node     0 conv   1 relu   2 conv   3 add
     reads    0        1        2        3, 1          a skip is an edge like any other
@@ -21,10 +21,13 @@ class Node:
     """A layer call.
 
     Attributes:
-        inputs: the maps that it reads.
-        footprints: along each dim, which cells of the first of them it looks at; none: it looks at single cells, as it does of all others.
-        like: the map whose size the result's follows, by the footprints' rule, where that is not the first of those it reads. No cell of it is read.
-        placed: a cell hangs on its place in the image, and on the image's size.
+        name: the name of the layer.
+        inputs: numbers of the maps that it reads.
+        footprints: the access pattern of the first input along each dim. Without footprints an
+            output cell reads one cell of the first input. It always reads one cell of the others.
+        like: number of the map whose size the result follows by the footprints' rule, if that is
+            not the first input. The layer reads the size of that map only, and none of its cells.
+        placed: a cell of the result depends on its position in the image and on the image's size.
     """
 
     name: str
@@ -39,54 +42,58 @@ class Node:
 
     @property
     def joins(self) -> bool:
-        """Whether several maps meet here. The result has the size of the last; what others have beyond that is cut off."""
+        """True if the node joins several maps.
+
+        The result has the size of the last one. Larger inputs are cut to that size.
+        """
         return len(self.inputs) > 1
 
     @property
     def simple(self) -> bool:
-        """Whether a cell is made from one cell."""
+        """True if every output cell depends on one input cell (a pointwise layer)."""
         return not (self.footprints or self.joins)
 
     def along(self, dim: int) -> AccessPattern | None:
+        """Return the access pattern of the first input along a dim, or None if it is pointwise."""
         return self.footprints[dim] if self.footprints else None
 
     @property
     def follows(self) -> int:
-        """The map whose size the result's follows."""
-        return (
-            self.like
-            if self.like is not None
-            else self.first
-            if self.footprints
-            else self.inputs[-1]
-        )
+        """The number of the map whose size the size of the result follows."""
+        if self.like is not None:
+            return self.like
+        return self.first if self.footprints else self.inputs[-1]
 
     def size(self, dim: int, sizes: Sequence[int]) -> int:
-        """Return the cells of the result along a dim, given those of all maps before it."""
+        """Return the size of the result along a dim, given the sizes of all earlier maps."""
         footprint, n = self.along(dim), sizes[self.follows]
         return n if footprint is None else footprint.size(n)
 
     @property
     def sized(self) -> bool:
-        """True if its cells hang on the sizes of maps, so that they are alike in no two images."""
+        """True if the cells that the node reads depend on the sizes of maps.
+
+        The access pattern then differs between images of different sizes.
+        """
         return self.placed or any(footprint.sized for footprint in self.footprints)
 
 
 class Graph(Sequence[Node]):
-    """All nodes of a network, in order.
+    """All nodes of a network, in an order in which they can run.
 
     Args:
+        nodes: the layer calls.
         of_image: the result is a vector of the image, and not a map of its size.
 
     Raises:
-        ValueError: a node that reads what is made behind it, or whose result nobody reads.
+        ValueError: a node reads a map that a later node computes, or no node reads its result.
     """
 
     def __init__(self, nodes: Iterable[Node], of_image: bool = False):
         self.nodes, self.of_image = tuple(nodes), of_image
         for number, node in enumerate(self.nodes):
             if not all(0 <= source <= number for source in (*node.inputs, node.follows)):
-                raise ValueError(f"layer {node.name} reads what is made behind it")
+                raise ValueError(f"layer {node.name} reads a map that a later layer makes")
         followed = {node.like for node in self.nodes}
         unread = [
             node.name
@@ -106,20 +113,20 @@ class Graph(Sequence[Node]):
 
     @property
     def result(self) -> int:
-        """The last map."""
+        """The number of the last map, the output of the network."""
         return len(self.nodes)
 
     @property
     def sized(self) -> bool:
-        """True if the cells that some layer looks at hang on the sizes of maps."""
+        """True if the cells that some layer reads depend on the sizes of maps."""
         return any(node.sized for node in self.nodes)
 
     def sizes(self, image: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the size of each map of an image."""
+        """Return the size of each map for an image of this size."""
         return list(zip(*(self.sizes_along(dim, n) for dim, n in enumerate(image))))
 
     def sizes_along(self, dim: int, n: int) -> list[int]:
-        """Return the cells of each map along a dim of an image of ``n`` pixels."""
+        """Return the size of each map along a dim for an image of ``n`` pixels."""
         found = [n]
         for node in self.nodes:
             found.append(node.size(dim, found))
@@ -127,7 +134,7 @@ class Graph(Sequence[Node]):
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """The nodes that read each map."""
+        """The numbers of the nodes that read each map, in order."""
         found: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for source in dict.fromkeys(node.inputs):
@@ -135,7 +142,10 @@ class Graph(Sequence[Node]):
         return found
 
     def needed_for(self, result: int, there: Container[int]) -> list[int]:
-        """The nodes that make map ``result`` from the maps that are ``there``, and from the image, in order."""
+        """Return the nodes that compute map ``result``, in order.
+
+        They start from the image and from the maps in ``there``, which are already stored.
+        """
         wanted, found = {result}, []
         for number in reversed(range(result)):
             if number + 1 in wanted and (number + 1 == result or number + 1 not in there):
@@ -147,7 +157,10 @@ class Graph(Sequence[Node]):
 def last_readings(
     inputs: Sequence[Sequence[int]], numbers: Iterable[int], kept: Container[int] = ()
 ) -> dict[int, list[int]]:
-    """By node: the maps that none of ``numbers`` behind it reads, so that they can be let go of, but for those that are ``kept``."""
+    """Return for each node the maps that can be released after it.
+
+    No later node of ``numbers`` reads these maps. Maps in ``kept`` are never released.
+    """
     found: dict[int, list[int]] = {number: [] for number in numbers}
     last = {source: number for number in found for source in inputs[number] if source not in kept}
     for source, number in last.items():
@@ -156,14 +169,21 @@ def last_readings(
 
 
 class Skip(NamedTuple):
-    """A map that is read further on than right behind where it is made: the one before node ``stash``, by node ``pop``."""
+    """A skip connection: a map that is read by a node other than the next one.
+
+    The map enters node ``stash`` and is read again by node ``pop``.
+    """
 
     stash: int
     pop: int
 
 
 def skips_of(inputs: Sequence[Sequence[int]]) -> list[Skip]:
-    """In order of their maps."""
+    """Return all skip connections, sorted by the map that they carry.
+
+    Args:
+        inputs: for each node the numbers of the maps that it reads.
+    """
     return sorted(
         {
             Skip(source, number)
@@ -177,15 +197,21 @@ def skips_of(inputs: Sequence[Sequence[int]]) -> list[Skip]:
 def crossing(
     inputs: Sequence[Sequence[int]], ranges: Sequence[range]
 ) -> list[tuple[int, int, int]]:
-    """What crosses from one run of nodes to another: (map, the run that makes it, a run that reads it), in order; the image is the first run's."""
-    run_of = {number: run for run, numbers in enumerate(ranges) for number in numbers}
-    ways = (
-        {
-            (source, run_of.get(source - 1, 0), run_of[number])
-            for number, sources in enumerate(inputs)
-            for source in sources
-        }
-        if ranges
-        else set()
-    )
-    return sorted(way for way in ways if way[1] != way[2])
+    """Return the maps that one range of nodes computes and another range reads.
+
+    Args:
+        inputs: for each node the numbers of the maps that it reads.
+        ranges: consecutive ranges of nodes, such as the stages of a pipeline.
+
+    Returns:
+        Sorted triples (map, range that computes it, range that reads it). The image belongs to
+        range 0.
+    """
+    if not ranges:
+        return []
+    range_of = {number: index for index, numbers in enumerate(ranges) for number in numbers}
+    found = set()
+    for number, sources in enumerate(inputs):
+        for source in sources:
+            found.add((source, range_of.get(source - 1, 0), range_of[number]))
+    return sorted(way for way in found if way[1] != way[2])

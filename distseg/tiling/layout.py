@@ -1,8 +1,10 @@
-"""Who owns and who holds which cells of each feature map, where tiles exchange borders instead of reading halos.
+"""Layouts: the cells of each feature map that each tile owns, and the cells that it exchanges.
 
-Along each dim the graph's nodes turn cuts between tiles into cuts of every feature map. From the last layer backwards
-each tile then needs what its result looks at, until an exchange: before it a tile has its own cells only, behind it
-those with a margin that the layers up to the next exchange eat. Two 3-wide convolutions, exchanged before the first::
+A layout is needed where tiles exchange halos between layers instead of reading them from the image.
+The borders between tiles are carried through the graph to every feature map. Then, from the last
+layer backwards, each tile needs the cells that its result reads. An exchange ends this: before it
+a tile has its own cells only. After it, the tile also has a margin, which the layers up to the
+next exchange use up. Two 3-wide convolutions with one exchange before the first::
 
     owned            |. . . .|. . . .|
     held             |. . . .|                left tile, before the exchange
@@ -10,7 +12,7 @@ those with a margin that the layers up to the next exchange eat. Two 3-wide conv
     after one conv   |. . . .|.|
     after two        |. . . .|
 
-All is done per dim: a tile's boxes are products of spans.
+Every dim is handled by itself: the boxes of a tile are products of spans.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from distseg.tiling.tile import Box, ReceptiveField
 
 @dataclass(frozen=True)
 class Region:
-    """The part of a feature map of ``size`` that a tile holds, and the part of it that it owns."""
+    """The boxes of a feature map that a tile owns and that it holds.
+
+    Attributes:
+        size: size of the whole feature map.
+        owned: the cells that the tile owns.
+        held: the cells that are available on the tile, which include the owned ones.
+    """
 
     size: tuple[int, ...]
     owned: Box
@@ -39,19 +47,20 @@ class Region:
 
     @property
     def own(self) -> Box:
-        """What is owned inside what is held."""
+        """The owned box in coordinates of the held box."""
         return self.owned.relative_to(self.held)
 
 
 @dataclass(frozen=True)
 class Part(Region):
-    """What one tile does at one node, in cells: a region of the feature map that the node reads, the first of several, and what comes of it.
+    """The boxes of one tile at one node, in cells of the node's first input and of its result.
 
     Attributes:
-        taken: what the result is computed from, inside the map; of further maps that are ``made``'s cells.
-        raw: the same with what lies beyond the map, in the padding.
-        made: the result, in cells of its feature map.
-        result: the size of that.
+        taken: the input box inside the map, from which the result is computed. Of further inputs
+            the node reads the cells of ``made``.
+        raw: the input box including cells beyond the map, in the padding.
+        made: the output box, in cells of the result's feature map.
+        result: size of the result's whole feature map.
     """
 
     taken: Box
@@ -61,36 +70,46 @@ class Part(Region):
 
 
 class Layout:
-    """All tiles of one image at all nodes of a graph.
+    """The boxes of all tiles of one image at all nodes of a graph.
 
     Args:
-        image: size in pixels.
-        borders: the positions 0 .. n between tiles along each dim.
-        exchange_every: a number of layers that look beyond a tile, ``level`` or ``all``.
+        graph: the network.
+        image: size of the image in pixels.
+        borders: along each dim, the positions of tile borders from 0 to the size of the image.
+        exchange_every: how often tiles exchange: before every k-th layer that reads beyond its
+            tile (a number as text), before the first one at each resolution (``level``), or not
+            at all except where an exchange cannot be avoided (``all``).
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
-        stored: the nodes whose first input is stored in any case: there tiles exchange, rather than behind layers that look at single cells.
+        stored: the nodes whose first input is stored in any case. Tiles exchange there, instead
+            of after the pointwise layers that follow.
 
     Attributes:
-        sizes: of the maps.
-        points: the nodes before which tiles exchange; ``exchanged``: the maps that these read.
+        sizes: size of each map.
+        points: the nodes before which tiles exchange.
+        exchanged: the maps that these nodes read.
 
     Raises:
-        ValueError: a feature map with fewer cells than tiles, or a result that is not of the image's size.
+        ValueError: a feature map has fewer cells than there are tiles along a dim, or a layer
+            joins maps of sizes that do not fit.
     """
 
     def __init__(
-        self, graph: Graph, image: Sequence[int], borders: Sequence[Sequence[int]], exchange_every: str = "1", fuse_below: int = 0, stored: Container[int] = (),
-    ):  # fmt: skip
+        self,
+        graph: Graph,
+        image: Sequence[int],
+        borders: Sequence[Sequence[int]],
+        exchange_every: str = "1",
+        fuse_below: int = 0,
+        stored: Container[int] = (),
+    ):
         self.graph, self.image = graph, tuple(image)
         self.grid = tuple(len(b) - 1 for b in borders)
         maps = [_maps(graph, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
         points = _exchange_points(graph, maps, exchange_every, fuse_below)
         self.points = frozenset(_earlier(graph, point, stored) for point in points)
         self.exchanged = frozenset(graph[point].first for point in self.points)
-        self._maps, self._needs = (
-            maps,
-            [_needs(graph, dim, m, self.points) for dim, m in enumerate(maps)],
-        )
+        self._maps = maps
+        self._needs = [_needs(graph, dim, m, self.points) for dim, m in enumerate(maps)]
         self.sizes = [tuple(m[source][0] for m in maps) for source in range(graph.result + 1)]
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
@@ -99,23 +118,29 @@ class Layout:
         self.along = lru_cache(_SPANS)(self._along)
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> "Layout":
-        """Refuse a model whose result is not of the image's size.
+        """Refuse a model whose result does not have the image's size; return the layout.
 
         Raises:
-            ValueError: naming both sizes.
+            ValueError: the sizes differ; the message names both.
         """
         if not self.graph.of_image and self.result_cuts != tuple(map(tuple, borders)):
             raise ValueError(
-                f"the model makes {Size(self.result)} pixels of an image of {Size(self.image)}, but a segmentation network keeps the size"
+                f"the model makes {Size(self.result)} pixels of an image of {Size(self.image)}, "
+                "but a segmentation network keeps the size"
             )
         return self
 
     def cell_of(self, tile: Box) -> tuple[int, ...]:
-        """Where a tile stands in the grid."""
+        """Return the position of a tile in the grid."""
         return tuple(starts[a] for starts, a in zip(self._starts, tile.start))
 
     def part(self, number: int, cell: tuple[int, ...]) -> Part:
-        """At a node, of the tile at ``cell`` of the grid."""
+        """Return the boxes of one tile at one node.
+
+        Args:
+            number: the node.
+            cell: the position of the tile in the grid.
+        """
         if (number, cell) not in self._parts:
             self._parts[number, cell] = self._part(number, cell)
         return self._parts[number, cell]
@@ -137,23 +162,24 @@ class Layout:
         )
 
     def owned(self, source: int, cell: Sequence[int]) -> Box:
-        """What a tile owns of a map."""
+        """Return the box of a map that a tile owns."""
         return box_of([m[source][1][c : c + 2] for m, c in zip(self._maps, cell)])
 
     def made(self, source: int, cell: tuple[int, ...]) -> Box:
-        """What a tile has of a map, before its margin is fetched."""
-        return (
-            self.part(self.graph.readers[source][0], cell).held
-            if source == 0
-            else self.part(source - 1, cell).made
-        )
+        """Return the box of a map that a tile has computed, before it receives its margin."""
+        if source == 0:
+            return self.part(self.graph.readers[source][0], cell).held
+        return self.part(source - 1, cell).made
 
     def result_of(self, cell: Sequence[int]) -> Box:
-        """What the tile owns of the result."""
+        """Return the box of the network's output that a tile owns."""
         return self.owned(self.graph.result, cell)
 
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> Along:
-        """What nodes need along a dim for a span of the last one's result. The tiles of a grid have few spans, which are found once."""
+        """Return what some nodes need along a dim for a span of the last node's result.
+
+        The results are cached, since the many tiles of a grid have few different spans.
+        """
         needs, held = needs_along(
             self.graph, numbers, dim, [size[dim] for size in self.sizes], [span]
         )
@@ -163,12 +189,23 @@ class Layout:
         )
 
     def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Of the first map that a node reads, along each dim: the cuts between owners, and what each tile takes."""
+        """Return borders and input spans of the first map that a node reads.
+
+        Returns:
+            Along each dim the borders between the tiles' owned cells, and for each tile the span
+            of cells that its result reads.
+        """
         source = self.graph[number].first
         return [m[source][1] for m in self._maps], [need[number].taken for need in self._needs]
 
     def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """The same of a map, of all nodes before which it is exchanged."""
+        """Return borders and input spans of a map that is exchanged.
+
+        The span of a tile covers the input spans of all nodes before which the map is exchanged.
+
+        Returns:
+            Along each dim the borders between the tiles' owned cells, and the span of each tile.
+        """
         spans = [
             self.spans(number)[1]
             for number in self.graph.readers[source]
@@ -179,16 +216,17 @@ class Layout:
         ]
 
 
-_SPANS = 512  # whose needs a layout keeps
+_SPANS = 512  # results that the cache of Layout.along keeps
 
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 
 
 def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
-    """All feature maps, the image first.
+    """Return size and borders of all feature maps along a dim, the image first.
 
-    Who owns the middle of what a cell looks at owns the cell. Where that ends beside the borders, as behind a padding on one side only, who
-    owns the cell's pixels does.
+    The tile that owns the middle of the inputs that a cell reads owns the cell. With one-sided
+    padding this rule may not lead back to the borders of the image in the last map. Then the tile
+    that owns the pixels of a cell owns the cell.
     """
     sizes = graph.sizes_along(dim, n)
     at = lambda number: graph[number].along(dim).at(sizes[graph[number].first], sizes[number + 1])
@@ -221,22 +259,24 @@ def _cut(
     borders: tuple[int, ...],
     inner: Callable[[int, tuple[int, ...]], Iterable[int]],
 ) -> list[_Map]:
-    """Return maps cut where ``inner`` says, from the number of a node that has a footprint and the cuts of its first input."""
+    """Return size and borders of all feature maps, with inner borders by a rule.
+
+    ``inner(number, cuts)`` returns the borders inside the result of a node with footprints, given
+    the borders of its first input. A pointwise node keeps the borders of its input.
+    """
     maps = [(sizes[0], borders)]
     for number, node in enumerate(graph):
-        n = sizes[node.inputs[-1]]  # to whose size others are cut
+        n = sizes[node.inputs[-1]]  # longer inputs are cut to the size of the last one
         short = min(sizes[source] for source in node.inputs)
         if short < n:
             raise ValueError(
-                f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, but only what comes from further down may be the longer one, and is cut"
+                f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, "
+                "but only the map from further down the network may be longer, and is cut"
             )
-        footprint, (_, cuts), (followed, like) = (
-            node.along(dim),
-            maps[node.first],
-            maps[node.follows],
-        )
+        footprint, cuts = node.along(dim), maps[node.first][1]
+        followed, like = maps[node.follows]
         if footprint is None or node.like is not None and sizes[number + 1] == followed:
-            maps.append((followed, like))  # who owns a cell of one owns that of the other
+            maps.append((followed, like))
         else:
             maps.append(
                 _mapped(
@@ -249,13 +289,14 @@ def _cut(
 def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Map:
     if m < tiles:
         raise ValueError(
-            f"layer {node.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, and each tile needs one: take larger images or fewer tiles"
+            f"layer {node.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, "
+            "and each tile needs one: take larger images or fewer tiles"
         )
     return m, (0, *(min(max(c, k), m - tiles + k) for k, c in enumerate(inner, 1)), m)
 
 
 def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
-    """Whether some tile's result looks at cells that the tile does not own."""
+    """Return True if the result of some tile reads cells that the tile does not own."""
     if node.footprints and node.along(dim).alike:
         return False
     spans = [taken_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
@@ -263,7 +304,10 @@ def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
 
 
 def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
-    """Of all tiles of the dim; each has its own cells at least."""
+    """Return the spans of all tiles along a dim at each node.
+
+    Each tile holds at least the cells that it owns.
+    """
     owned = [list(pairwise(cuts)) for _, cuts in maps]
     return needs_along(
         graph, range(len(graph)), dim, [n for n, _ in maps], owned[-1], owned, points
@@ -272,13 +316,16 @@ def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> 
 
 @dataclass(frozen=True)
 class _Since:
-    """What lies on the way to a map since tiles last exchanged.
+    """The layers between the last exchange and a map.
 
     Attributes:
-        eaten: layers that looked beyond their tile since the last exchange or, by ``level``, since the last change of size.
-        fused: the last of them looked at a small map.
-        behind: there has been an exchange at all.
-        bare: it is made from a map that had no margin, and must be exchanged before it is looked at.
+        eaten: number of layers that read beyond their tile. They are counted since the last
+            exchange that could not be avoided or, with ``level``, since the last change of
+            resolution.
+        fused: the last of these layers read a small map.
+        behind: the map comes after an exchange.
+        bare: the map is computed from a map without a margin, and must be exchanged before a layer
+            reads beyond its tile.
     """
 
     eaten: int = 0
@@ -290,36 +337,42 @@ class _Since:
 def _exchange_points(
     graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_below: int
 ) -> list[int]:
-    """The nodes before which tiles exchange: of those that look beyond their tile every k-th, or the first of each level."""
+    """Return the nodes before which tiles exchange.
+
+    Among the nodes that read beyond their tile these are every k-th one, or the first one at each
+    resolution; see ``exchange_every`` of :class:`Layout`.
+    """
     points: list[int] = []
-    ways = [_Since()]
+    since = [_Since()]
     for number, node in enumerate(graph):
-        met = [ways[source] for source in node.inputs]
-        behind = any(way.behind for way in met)
-        bare = any(way.bare for way in met) or behind and not all(way.behind for way in met)
-        eaten, fused = met[0].eaten, met[0].fused
+        sources = [since[source] for source in node.inputs]
+        behind = any(source.behind for source in sources)
+        bare = any(source.bare for source in sources)
+        bare = bare or behind and not all(source.behind for source in sources)
+        eaten, fused = sources[0].eaten, sources[0].fused
         if any(_eats(node, dim, m[node.first], m[number + 1]) for dim, m in enumerate(maps)):
             small = min(b - a for m in maps for a, b in pairwise(m[node.first][1])) < fuse_below
-            due = (
-                eaten == 0
-                if every == "level"
-                else eaten % int(every) == 0
-                if every != "all"
-                else False
-            )
+            if every == "level":
+                due = eaten == 0
+            else:
+                due = every != "all" and eaten % int(every) == 0
             if due and not (small and fused) or bare:
                 points.append(number)
-                eaten = 0 if bare else eaten  # counted anew
+                eaten = 0 if bare else eaten  # an unavoidable exchange restarts the count
                 behind, bare = True, False
             eaten, fused = eaten + 1, small
         if every == "level" and any(f.pixels(Fraction(1)) != 1 for f in node.footprints):
             eaten = 0
-        ways.append(_Since(eaten, fused, behind, bare))
+        since.append(_Since(eaten, fused, behind, bare))
     return points
 
 
 def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
-    """Where a map is stored before layers that look at single cells and lead to ``point``; else that."""
+    """Return an earlier node at which tiles can exchange instead of before node ``point``.
+
+    That is a node with a stored input from which only pointwise layers lead to ``point``. Without
+    one, ``point`` itself is returned.
+    """
     number = point
     while number not in stored:
         number = graph[number].first - 1
@@ -329,13 +382,14 @@ def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
 
 
 def reach_of(graph: Graph, dims: int) -> ReceptiveField:
-    """Halo and stride of a network, by arithmetic.
+    """Return halo and stride of a network, computed from its access patterns.
 
     Args:
+        graph: the network.
         dims: number of spatial dims.
 
     Raises:
-        ValueError: a result that is not of the image's size.
+        ValueError: the result does not have the image's size.
     """
     pairs = [_reach_along(graph, dim) for dim in range(dims)]
     return ReceptiveField(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
@@ -343,52 +397,40 @@ def reach_of(graph: Graph, dims: int) -> ReceptiveField:
 
 def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
     scales = scales_of(graph, dim)
-    aligned = [
-        scale for scale in scales if scale.denominator == 1 or not graph.sized
-    ]  # no border of 10/7 pixels lies between cells
+    # A cell of 10/7 pixels, as a resize may make, cannot end on a tile border.
+    aligned = [scale for scale in scales if scale.denominator == 1 or not graph.sized]
     stride = math.lcm(
         *(scale.numerator for scale in aligned),
         *(getattr(node.along(dim), "multiple", 1) for node in graph),
     )
     if graph.sized:
         return _sized_reach(graph, dim, stride), stride
-    sizes = lambda n: graph.sizes_along(dim, n)
-    a = (
-        _FAR * stride
-    )  # a tile in the midst of an image none of whose ends it sees; all else moves with it
-    _, held = needs_along(
-        graph,
-        range(len(graph)),
-        dim,
-        sizes(2 * a),
-        [(int(a / scales[-1]), int((a + stride) / scales[-1]))],
-    )
+    # The tile is so far inside the image that it sees neither end. Any other tile there needs the
+    # same halo, as every access pattern moves with the tile.
+    a = _FAR * stride
+    tile = int(a / scales[-1]), int((a + stride) / scales[-1])
+    _, held = needs_along(graph, range(len(graph)), dim, graph.sizes_along(dim, 2 * a), [tile])
     first, last = held[0][0]
     halo = max(a - first, last - a - stride)
-    n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both of its ends
-    if (made := sizes(n)[-1]) != n and not graph.of_image:
-        raise ValueError(
-            f"an image of {n} pixels along dim {dim} comes out as {made}, but a segmentation network keeps the size"
-        )
+    n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both ends
+    if (made := graph.sizes_along(dim, n)[-1]) != n and not graph.of_image:
+        raise _not_kept(dim, n, made)
     return halo, stride
 
 
 def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
-    """Return the largest halo of some tiles of some images. Where cells hang on the sizes of maps no two images have the same."""
+    """Return the largest halo that is found in a sample of tiles and image sizes.
+
+    The halo depends on the size of the image if some access pattern depends on the sizes of maps.
+    """
     found = 0
-    for n in (
-        _LONG * stride,
-        _LONG * stride + 1,
-        _LONG * stride + stride // 2 + 1,
-        2 * _LONG * stride - 1,
-    ):
+    long = _LONG * stride
+    for n in (long, long + 1, long + stride // 2 + 1, 2 * long - 1):
         sizes = graph.sizes_along(dim, n)
-        if sizes[-1] != n and not graph.of_image and n % stride:
-            continue  # it takes images of some sizes only
         if sizes[-1] != n and not graph.of_image:
-            raise ValueError(
-                f"an image of {n} pixels along dim {dim} comes out as {sizes[-1]}, but a segmentation network keeps the size"
-            )
+            if n % stride:
+                continue  # the network keeps the size of images of some sizes only
+            raise _not_kept(dim, n, sizes[-1])
         tiles = [
             (a, a + stride)
             for a in (0, n // (2 * stride) * stride, (n - 1) // stride * stride - stride)
@@ -401,12 +443,19 @@ def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
     return found
 
 
-_FAR = 1 << 20  # cells of the stride
-_LONG = 64  # the same, of the images that halos are looked at in where they hang on the size
+def _not_kept(dim: int, n: int, made: int) -> ValueError:
+    return ValueError(
+        f"an image of {n} pixels along dim {dim} comes out as {made}, "
+        "but a segmentation network keeps the size"
+    )
+
+
+_FAR = 1 << 20  # distance of the sample tile from either end of its image, in strides
+_LONG = 64  # length of sample images if the halo depends on the image's size, in strides
 
 
 def scales_of(graph: Graph, dim: int) -> list[Fraction]:
-    """The pixels that a cell stands for, of each map."""
+    """Return for each map the number of image pixels per cell along a dim."""
     found = [Fraction(1)]
     for node in graph:
         footprint, before = node.along(dim), found[node.follows]

@@ -1,11 +1,14 @@
-"""Footprints whose cells hang on the sizes of both maps, along one dim: resizing by any ratio, padding and cropping to the size of another map.
+"""Access patterns that depend on the sizes of input and output, along one dim.
 
-A result cell of a resize lies at a true place of the input, which is no whole number of cells there::
+These are resizing by any ratio, and padding or cropping to the size of another map. An output
+cell of a resize lies at a position of the input that need not be a whole number of cells::
 
-    inputs    |   0   |   1   |   2   |        n = 3
-    outputs   | 0  | 1  | 2  | 3  | 4  |       m = 5; linear output 1 lies between inputs 0 and 1, nearest output 1 is input 0
+    inputs    |   0   |   1   |   2   |      n = 3
+    outputs   | 0  | 1  | 2  | 3  | 4  |     m = 5
+                     linear output 1 lies between inputs 0 and 1; nearest output 1 is input 0
 
-So how far an output looks is no constant, and is worked out for each pair of sizes.
+So the inputs that an output reads are not at a constant offset. They are computed for each pair of
+sizes.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ import numpy as np
 
 from distseg.tiling.access_pattern import AccessPattern, Span
 
-_SIZES = 64  # pairs of sizes whose places are kept
-_NEAR = 2.0**-20  # by which a nearest place may be off, times itself: PyTorch rounds it to float32
+_SIZES = 64  # pairs of sizes whose positions the cache of taps() keeps
+_NEAR = 2.0**-20  # relative error of a nearest position, which PyTorch may round to float32
 
 
 @dataclass(frozen=True)
 class Follow:
-    """Rule by which a size follows another, n: (``times`` n + ``plus``) // ``over`` times ``unit``, or n times a ``factor``, rounded down."""
+    """A rule by which one size follows another size n.
+
+    The size is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
+    """
 
     times: int = 1
     plus: int = 0
@@ -34,31 +40,37 @@ class Follow:
     unit: int = 1
 
     def size(self, n: int) -> int:
-        return (
-            int(n * self.factor)
-            if self.factor is not None
-            else (self.times * n + self.plus) // self.over * self.unit
-        )
+        """Return the size that follows size ``n``."""
+        if self.factor is not None:
+            return int(n * self.factor)
+        return (self.times * n + self.plus) // self.over * self.unit
 
     def pixels(self, before: Fraction) -> Fraction:
-        """Return the pixels of a cell where one of the other map has ``before``; 1 where the size is fixed."""
+        """Return the number of image pixels per cell of the map that follows.
+
+        ``before`` is the number per cell of the map that is followed. If the size is fixed, the
+        result is 1.
+        """
         if self.factor is not None:
             return before / Fraction(self.factor).limit_denominator(_FINEST)
         return before * self.over / (self.times * self.unit) if self.times else Fraction(1)
 
 
-_FINEST = 64  # denominator of a factor that the stride of a network takes notice of
+_FINEST = 64  # largest denominator to which a user's factor is rounded for the network's stride
 
 
 @dataclass(frozen=True)
 class Resize(AccessPattern):
-    """Output j of m looks at the inputs around its true place among n, as ``F.interpolate`` does.
+    """The access pattern of ``F.interpolate`` and adaptive average pooling.
+
+    Output j of m reads the inputs around its position among the n inputs.
 
     Attributes:
-        kernel: nearest, nearest-exact, linear, cubic, linear-aa and cubic-aa (``antialias``), or area, as adaptive pooling.
-        corners: the outermost cells of both lie on each other (``align_corners``).
-        follow: how the result's size follows that of the input, or of another map.
-        factor: outputs an input where places follow a factor of the user's; None: m / n.
+        kernel: nearest, nearest-exact, linear, cubic, linear-aa or cubic-aa (``antialias``), or
+            area (adaptive average pooling).
+        corners: the outermost cells of input and output coincide (``align_corners``).
+        follow: the rule by which the output's size follows that of the input or of another map.
+        factor: outputs per input, if the user's call gives a factor; None for m / n.
     """
 
     kernel: str
@@ -79,12 +91,15 @@ class Resize(AccessPattern):
 
 @dataclass(frozen=True)
 class Fit(AccessPattern):
-    """Output j of m is input j - before, in a frame of padding or less its borders: before is a part of m - n.
+    """The access pattern of padding or cropping a map to the size of another map.
+
+    Output j of m is input ``j - before``, where ``before`` is a part of the difference m - n.
 
     Attributes:
-        side: of what is added, or cut off, the part in front: ``half`` rounded down, ``larger half`` rounded up, ``all`` or ``none`` of it; or so many cells.
-        mirrored: padding is made of cells of the map.
-        follow: how the result's size follows that of another map.
+        side: the part of the difference in front of the map: ``half`` (rounded down), ``larger
+            half`` (rounded up), ``all``, ``none``, or a number of cells.
+        mirrored: the padding repeats cells of the map.
+        follow: the rule by which the output's size follows that of the other map.
     """
 
     side: str | int = "half"
@@ -100,7 +115,7 @@ class Fit(AccessPattern):
         return self.follow.pixels(before)
 
     def before(self, n: int, m: int) -> int:
-        """Return the cells in front, below zero where they are cut off."""
+        """Return the cells of padding in front of the map; a negative number is a crop."""
         return in_front(self.side, m - n)
 
     def at(self, n: int, m: int) -> "Shifted":
@@ -111,17 +126,18 @@ SIDES = ("half", "larger half", "all", "none")
 
 
 def in_front(side: str | int, more: int) -> int:
-    """Return how many of ``more`` cells lie in front."""
-    return (
-        side
-        if isinstance(side, int)
-        else {"half": more // 2, "larger half": -(-more // 2), "all": more, "none": 0}[side]
-    )
+    """Return how many of ``more`` added cells lie in front of the map.
+
+    ``side`` is one of ``SIDES`` or a number of cells.
+    """
+    if isinstance(side, int):
+        return side
+    return {"half": more // 2, "larger half": -(-more // 2), "all": more, "none": 0}[side]
 
 
 @dataclass(frozen=True)
 class Shifted(AccessPattern):
-    """Output j is input j - ``before``."""
+    """The access pattern in which output j is input j - ``before``."""
 
     before: int
     mirrored: bool = False
@@ -136,9 +152,10 @@ class Shifted(AccessPattern):
 
 @dataclass(frozen=True)
 class Share(AccessPattern):
-    """Outputs a..b-1 stand for the same share of the image as the inputs that they look at, as of a vector that is alike at all places.
+    """The access pattern of a map that has the same value in every cell, such as a vector.
 
-    It matters to nobody which cells these are, so it is not ``sized``.
+    Outputs a..b-1 and the inputs that they read cover the same part of the image. All cells are
+    equal, so the pattern does not count as ``sized``.
     """
 
     follow: Follow = Follow()
@@ -156,7 +173,7 @@ class Share(AccessPattern):
 
 @dataclass(frozen=True)
 class Proportional(AccessPattern):
-    """A :class:`Share` between n and m cells."""
+    """The access pattern of :class:`Share` between n input and m output cells."""
 
     n: int
     m: int
@@ -169,14 +186,16 @@ class Proportional(AccessPattern):
 
 
 def _rounded(x: int, y: int) -> int:
+    """Return x / y, rounded to the nearest whole number."""
     return (2 * x + y) // (2 * y)
 
 
 class Taps(AccessPattern):
-    """The places of a :class:`Resize` between n and m cells.
+    """The inputs that each output of a :class:`Resize` reads, between n input and m output cells.
 
     Attributes:
-        first, last: of each output the outermost inputs that it looks at; beyond the map lie copies of its outermost cells.
+        first, last: for each output the first and the last input that it reads. Positions beyond
+            the map stand for its outermost cells.
     """
 
     def __init__(
@@ -193,32 +212,41 @@ class Taps(AccessPattern):
         return _rounded(c * self.m, self.n)
 
     def needs(self, a: int, b: int) -> Span:
-        inside = lambda place: min(max(int(place), 0), self.n - 1)
         if a >= b:
-            return (inside(self.first[min(a, self.m - 1)]),) * 2
-        return inside(self.first[a]), inside(self.last[b - 1]) + 1
+            return (self._inside(self.first[min(a, self.m - 1)]),) * 2
+        return self._inside(self.first[a]), self._inside(self.last[b - 1]) + 1
+
+    def _inside(self, place: np.integer) -> int:
+        """Return the input cell at a position, or the outermost cell if it lies beyond the map."""
+        return min(max(int(place), 0), self.n - 1)
 
     def shares(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the inputs of outputs a..b-1 and what each has in them, both (inputs of an output, b - a). None of nearest places."""
+        """Return (inputs, weights) of outputs a..b-1, each of shape (taps per output, b - a).
+
+        Only kernels other than ``nearest`` and ``nearest-exact`` have weights.
+        """
         wanted = slice(a, b)
         if a >= b:
             return np.zeros((1, 0), np.int64), np.zeros((1, 0))
         width = int((self.last[wanted] - self.first[wanted]).max()) + 1
-        places = np.minimum(
-            np.arange(width)[:, None] + self.first[wanted], self.last[wanted]
-        )  # those beyond have no share
+        # Taps behind an output's last input repeat that input and have weight 0.
+        places = np.minimum(np.arange(width)[:, None] + self.first[wanted], self.last[wanted])
         return np.clip(places, 0, self.n - 1), self._weigh(wanted, width)
 
 
 @lru_cache(_SIZES)
 def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Taps:
-    """Return the places of a resize from n to m cells, as PyTorch's kernels compute them."""
+    """Return the inputs that each output of a resize from n to m cells reads.
+
+    Positions are computed as in PyTorch's kernels. The arguments are those of :class:`Resize`.
+    """
     outputs = np.arange(m)
     if kernel == "area":
         return _averages(n, m, outputs)
-    step = (
-        (n - 1) / max(1, m - 1) if corners else 1 / factor if factor else n / m
-    )  # inputs an output
+    if corners:
+        step = (n - 1) / max(1, m - 1)  # inputs per output
+    else:
+        step = 1 / factor if factor else n / m
     if kernel.startswith("nearest"):
         return _nearest(n, m, (outputs + 0.5 * (kernel == "nearest-exact")) * step)
     if kernel.endswith("-aa"):
@@ -226,13 +254,16 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
     places = outputs * step if corners else (outputs + 0.5) * step - 0.5
     if kernel == "cubic":
         return _cubic(n, m, places)
-    return _linear(
-        n, m, outputs if n == m else np.maximum(places, 0.0)
-    )  # of as many cells PyTorch makes a copy, whatever the factor
+    # Between equal sizes PyTorch copies the map, whatever the factor.
+    return _linear(n, m, outputs if n == m else np.maximum(places, 0.0))
 
 
 def _nearest(n: int, m: int, places: np.ndarray) -> Taps:
-    """Return bounds of the nearest inputs, which PyTorch finds in float32 or float64 by kernel; of as many cells some make a copy."""
+    """Return the possible inputs of nearest resizing.
+
+    PyTorch's kernels compute the position in float32 or float64, so both results are covered.
+    Between equal sizes some kernels copy the map instead.
+    """
     first, last = (np.floor(places * (1 + by)).astype(np.int64) for by in (-_NEAR, _NEAR))
     if n == m:
         first, last = np.minimum(first, np.arange(m)), np.maximum(last, np.arange(m))
@@ -250,7 +281,7 @@ def _linear(n: int, m: int, places: np.ndarray) -> Taps:
 
 
 def _cubic(n: int, m: int, places: np.ndarray) -> Taps:
-    """Return the places of cubic convolution (Keys, 1981) with a = -0.75."""
+    """Return the taps of cubic convolution (Keys, 1981) with a = -0.75."""
     first = np.floor(places).astype(np.int64)
 
     def weigh(wanted: slice, width: int) -> np.ndarray:
@@ -261,11 +292,13 @@ def _cubic(n: int, m: int, places: np.ndarray) -> Taps:
 
 
 def _cubic_at(x: np.ndarray, a: float) -> np.ndarray:
+    """Return the kernel of cubic convolution (Keys, 1981) with parameter a at distances x >= 0."""
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return np.where(x <= 1, near, np.where(x < 2, far, 0.0))
 
 
 def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
+    """Return the taps of adaptive average pooling."""
     first, last = outputs * n // m, -(-(outputs + 1) * n // m) - 1
 
     def weigh(wanted: slice, width: int) -> np.ndarray:
@@ -276,7 +309,10 @@ def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
 
 
 def _smooth(n: int, m: int, centres: np.ndarray, step: float, cubic: bool) -> Taps:
-    """Return the places of ``antialias=True``: where an output stands for several inputs its kernel is as wide."""
+    """Return the taps of ``antialias=True``.
+
+    Where an output covers several inputs, its kernel is widened by that number.
+    """
     scale = max(step, 1.0)
     reach = (2.0 if cubic else 1.0) * scale
     first = np.maximum((centres - reach + 0.5).astype(np.int64), 0)

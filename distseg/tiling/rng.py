@@ -1,9 +1,10 @@
-"""A counter-based generator: the same numbers wherever and in whatever order they are asked for.
+"""A counter-based random number generator, whose numbers do not depend on the layout.
 
-A layout must not change dropout masks, augmentation or the order of samples, so no number may depend on how many
-were drawn before. Each is a hash of what it is for: (seed, epoch, sample, layer, position). The hash is SplitMix64
-(Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), whose output is a bijective mix
-of a counter that advances by the golden ratio.
+A layout must not change dropout masks, augmentation or the order of samples. So no number may
+depend on how many numbers were drawn before it. Each number is a hash of its purpose: (seed,
+epoch, sample, layer, position). The hash is SplitMix64 (Steele, Lea, Flood: Fast Splittable
+Pseudorandom Number Generators, OOPSLA 2014). Its output is a bijective mix of a counter that
+advances by the golden ratio.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def _mix(z: int) -> int:
 
 
 def key(*parts: int | str) -> int:
-    """The 64-bit key of a path such as ``(seed, epoch, sample, 'enc0.dropout')``; strings count by their CRC."""
+    """Return the 64-bit key of a path such as ``(seed, epoch, sample, 'enc0.dropout')``.
+
+    A string enters the key as its CRC-32.
+    """
     k = 0
     for part in parts:
         number = zlib.crc32(part.encode()) if isinstance(part, str) else int(part)
@@ -35,7 +39,7 @@ def key(*parts: int | str) -> int:
 
 
 def uniform(k: int, count: int) -> np.ndarray:
-    """``count`` float64 numbers in [0, 1): positions 0 .. count-1 of the key's stream."""
+    """Return ``count`` float64 numbers in [0, 1): positions 0 .. count-1 of the key's stream."""
     with np.errstate(over="ignore"):
         z = np.uint64(k) + np.uint64(_GOLDEN) * np.arange(1, count + 1, dtype=np.uint64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
@@ -45,7 +49,7 @@ def uniform(k: int, count: int) -> np.ndarray:
 
 
 def permutation(k: int, count: int) -> np.ndarray:
-    """A random order of 0 .. count-1."""
+    """Return the numbers 0 .. count-1 in a random order that depends only on the key."""
     return np.argsort(uniform(k, count), kind="stable")
 
 
@@ -54,12 +58,13 @@ def _signed(value: int) -> int:
 
 
 def uniform_at(k: int, positions: torch.Tensor) -> torch.Tensor:
-    """The same numbers as :func:`uniform`, at any int64 positions, computed on the positions' device (float64).
+    """Return float64 numbers in [0, 1) at int64 ``positions`` of the key's stream.
 
-    torch has no unsigned 64-bit arithmetic: products wrap as wanted, and a right shift is masked to be a logical one.
+    The numbers equal those of :func:`uniform` and are computed on the device of ``positions``.
     """
 
     def shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+        # torch has no unsigned 64-bit arithmetic: a mask makes the right shift a logical one.
         return (z >> bits) & ((1 << (64 - bits)) - 1)
 
     z = (positions + 1) * _signed(_GOLDEN) + _signed(k)

@@ -1,8 +1,9 @@
-"""Who owns which pixels: images split into tiles on the stride grid, and the windows that tiles are computed from.
+"""Tiles and windows: how an image is split, and which pixels each tile is computed from.
 
-A *tile* is what a rank owns, a *window* is a tile with its halo. Tile borders lie on multiples of the network's total
-stride, so that a tile's part of every feature map is a whole number of cells; windows start on such multiples too,
-so that pooling cells of a window are those of the image. Both are clipped at the border of the image::
+A *tile* is the part of an image that one rank owns. A *window* is a tile with its halo. Tile
+borders lie on multiples of the network's total stride, so a tile owns a whole number of cells of
+every feature map. Windows start on multiples of the stride too, so a pooling layer groups the
+same pixels in a window as in the image. Both are clipped at the border of the image::
 
     0        64       128  131          stride 32, width 131, two tiles, halo 20
     |--tile--|---tile-----|             tiles    [0, 64)   [64, 131)
@@ -22,13 +23,14 @@ from distseg.config.sizes import Size
 
 @dataclass(frozen=True)
 class Box:
-    """The pixels ``start <= p < stop``, one int per dim."""
+    """A half-open box of pixels or cells: ``start <= p < stop``, with one int per dim."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @classmethod
     def whole(cls, size) -> "Box":
+        """Return the box that covers an image or feature map of this size."""
         return cls((0,) * len(size), tuple(size))
 
     @property
@@ -41,10 +43,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The index of the box in the spatial dims of a tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop))
 
     def relative_to(self, origin: "Box") -> "Box":
-        """This box in the coordinates of ``origin``'s first pixel."""
+        """Return this box in coordinates that begin at the first pixel of ``origin``."""
         return self.shifted(tuple(-o for o in origin.start))
 
     def shifted(self, offset) -> "Box":
@@ -54,12 +57,15 @@ class Box:
         )
 
     def intersection(self, other: "Box") -> "Box":
-        """What both have, a box in this one; of no pixels where they do not touch."""
+        """Return the box that both boxes share.
+
+        If they do not overlap, the result is an empty box that still lies inside this one.
+        """
         start = tuple(min(max(a, c), b) for a, b, c in zip(self.start, self.stop, other.start))
         return Box(start, tuple(max(a, min(b, d)) for a, b, d in zip(start, self.stop, other.stop)))
 
     def hull(self, other: "Box") -> "Box":
-        """The smallest box with both in it."""
+        """Return the smallest box that contains both boxes."""
         return Box(tuple(map(min, self.start, other.start)), tuple(map(max, self.stop, other.stop)))
 
     def contains(self, other: "Box") -> bool:
@@ -68,7 +74,10 @@ class Box:
         )
 
     def coarsened(self, stride) -> "Box":
-        """The cells of a feature map with this cumulative stride: the last one may stand for fewer pixels."""
+        """Return the cells of a feature map with this cumulative stride that cover the box.
+
+        The last cell along a dim may stand for fewer pixels than the stride.
+        """
         return Box(
             tuple(a // s for a, s in zip(self.start, stride)),
             tuple(-(-b // s) for b, s in zip(self.stop, stride)),
@@ -80,13 +89,16 @@ class Box:
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """What a network needs around a tile: its halo and its total stride, in pixels per dim."""
+    """The halo that a network needs around a tile, and its total stride, in pixels per dim."""
 
     halo: tuple[int, ...]
     stride: tuple[int, ...]
 
     def window(self, tile: Box, image) -> Box:
-        """Return the pixels to compute so that the tile comes out exact: the halo around it, on the stride grid, inside the image."""
+        """Return the window from which the network computes the tile exactly.
+
+        The window is the tile with its halo, extended to the stride grid and clipped to the image.
+        """
         start = tuple(
             max(0, (a - h) // s * s) for a, h, s in zip(tile.start, self.halo, self.stride)
         )
@@ -98,7 +110,10 @@ class ReceptiveField:
 
 
 def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
-    """``length`` pixels as ``parts`` consecutive ranges, as even as borders on multiples of ``stride`` allow."""
+    """Split ``length`` pixels into ``parts`` consecutive ranges ``(start, stop)``.
+
+    Borders lie on multiples of ``stride``; within that limit the ranges are as even as possible.
+    """
     cells = -(-length // stride)
     assert 1 <= parts <= cells, (length, parts, stride)
     inner = [
@@ -110,14 +125,21 @@ def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
 
 
 def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
-    """The box from top to bottom, as many times ``rows`` rows at once as have no more than ``cells`` cells, but at least once."""
+    """Yield the box as strips from top to bottom.
+
+    The height of a strip is a multiple of ``rows``: the largest one with at most ``cells`` cells
+    in a strip, and at least ``rows`` itself. The last strip may be lower.
+    """
     rows *= max(1, int(cells * box.size[0] / (max(1, box.pixels) * rows)))
     for a in range(box.start[0], box.stop[0], rows):
         yield Box((a, *box.start[1:]), (min(a + rows, box.stop[0]), *box.stop[1:]))
 
 
 def boxes_of(box: Box, size) -> list[Box]:
-    """The box row by row in boxes of one size; the last along a dim may be smaller."""
+    """Return boxes of one size that cover the box, in row-major order.
+
+    The last box along a dim may be smaller.
+    """
     spans = [
         [(a, min(a + n, stop)) for a in range(start, stop, n)]
         for start, stop, n in zip(box.start, box.stop, size)
@@ -126,38 +148,50 @@ def boxes_of(box: Box, size) -> list[Box]:
 
 
 def check_grid(image, grid, stride) -> None:
-    """Refuse a grid that would leave a tile without a cell of its own.
+    """Refuse a grid in which some tile would own no cell of the coarsest feature map.
 
     Raises:
-        ValueError: naming the grid, the image, the stride and the largest grid that fits.
+        ValueError: the grid is too fine, or image, grid and network differ in their number of
+            dims. The message names the grid, the image, the stride and the largest grid that fits.
     """
     if len(image) != len(stride):
         raise ValueError(
-            f"images have {len(image)} dims ({Size(image)}), but the network takes images of {len(stride)}: "
-            "give images of as many dims, or take another network (model.name)"
+            f"images have {len(image)} dims ({Size(image)}), but the network takes images of "
+            f"{len(stride)}: give images of as many dims, or take another network (model.name)"
         )
     if len(grid) != len(image):
         raise ValueError(
-            f"an image of {len(image)} spatial dims ({Size(image)}) does not fit a grid of {len(grid)} ({Size(grid)}) "
-            f"and a network of {len(stride)}: give mesh.tiles and sizes {len(stride)} numbers each"
+            f"an image of {len(image)} spatial dims ({Size(image)}) does not fit a grid of "
+            f"{len(grid)} ({Size(grid)}) and a network of {len(stride)}: "
+            f"give mesh.tiles and sizes {len(stride)} numbers each"
         )
     largest = Size(-(-n // s) for n, s in zip(image, stride))
     if any(g > most for g, most in zip(grid, largest)):
         raise ValueError(
-            f"a grid of {Size(grid)} tiles is too fine for an image of {Size(image)} pixels: tile borders lie on multiples "
-            f"of the network's stride {Size(stride)}, so the largest grid that fits is {largest}"
+            f"a grid of {Size(grid)} tiles is too fine for an image of {Size(image)} pixels: "
+            "tile borders lie on multiples of the network's stride "
+            f"{Size(stride)}, so the largest grid that fits is {largest}"
         )
 
 
 def tiles(image, grid, stride) -> list[Box]:
-    """The tiles of an image in row-major order of the grid. They cover it, and no two overlap."""
+    """Return the tiles of an image in row-major order of the grid.
+
+    The tiles cover the image, and no two of them overlap.
+
+    Raises:
+        ValueError: the grid does not fit the image (:func:`check_grid`).
+    """
     check_grid(image, grid, stride)
     ranges = [split(n, g, s) for n, g, s in zip(image, grid, stride)]
     return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in product(*ranges)]
 
 
 def most_even_grid(image, stride, parts: int) -> Size:
-    """The grid of at most ``parts`` tiles, and as many of them as fit, whose tiles are nearest to squares."""
+    """Return the grid with the most tiles that fit, at most ``parts``.
+
+    Among grids of equally many tiles, the one whose tiles are closest to squares is chosen.
+    """
     cells = [-(-n // s) for n, s in zip(image, stride)]
     for count in range(parts, 0, -1):
         fitting = [
@@ -171,7 +205,7 @@ def most_even_grid(image, stride, parts: int) -> Size:
 
 
 def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
-    """All grids of ``count`` tiles."""
+    """Return all grids of ``count`` tiles in this number of dims."""
     if dims == 1:
         return [(count,)]
     return [
@@ -189,10 +223,16 @@ def window(tile: Box, image, reach: ReceptiveField) -> Box:
 
 @dataclass(frozen=True)
 class TilePlacement:
-    """Where the tensor of a window lies: all that a distributed layer has to know of geometry.
+    """The position of a window in its image: all the geometry that a distributed layer needs.
 
-    A tensor of shape (B, C, *window.size) holds the same window of B images of one size. ``images`` are their positions
-    in the micro-batch, ``samples`` the keys of their dropout masks (the sample's number in the epoch).
+    A tensor of shape (B, C, *window.size) holds the same window of B images of one size.
+
+    Attributes:
+        image: size of the images, in pixels per dim.
+        tile: the pixels that the rank owns.
+        window: the pixels that the tensor holds, the tile with its halo.
+        images: positions of the B images in the micro-batch.
+        samples: keys of their dropout masks (the number of each sample in the epoch).
     """
 
     image: tuple[int, ...]
@@ -203,12 +243,20 @@ class TilePlacement:
 
     @property
     def owned(self) -> Box:
-        """The tile inside the window."""
+        """The tile in coordinates of the window."""
         return self.tile.relative_to(self.window)
 
 
 def owned_tiles(image, grid, per_rank, coordinates, reach: ReceptiveField) -> list[tuple[Box, Box]]:
-    """The (tile, window) pairs of the rank at ``coordinates`` of a ``grid`` of ranks, each owning a block of ``per_rank`` tiles."""
+    """Return the (tile, window) pairs that one rank owns.
+
+    Args:
+        image: size of the image in pixels.
+        grid: the number of ranks along each dim.
+        per_rank: the number of tiles along each dim that each rank owns, as one block.
+        coordinates: the position of the rank in the grid.
+        reach: halo and stride of the network.
+    """
     fine = Size(g * p for g, p in zip(grid, per_rank))
     every = tiles(image, fine, reach.stride)
     cells = product(*(range(c * p, (c + 1) * p) for c, p in zip(coordinates, per_rank)))

@@ -1,4 +1,8 @@
-"""What runs through a network: pieces of images, and those that run together."""
+"""Tile batches and micro-batches: the pixels and labels that run through a network.
+
+A tile batch holds one window of several images, in memory (:class:`TileBatch`) or read when it is
+needed (:class:`LazyTileBatch`). A :class:`MicroBatch` is a list of tile batches that run together.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +17,39 @@ from distseg.tiling.tile import Box, TilePlacement
 
 
 def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
-    """The part that the tile owns of an output on its window, or on the tile already."""
+    """Return the part of a network's output that the tile owns.
+
+    The output (B, C, ...) covers either the window or the tile; an output on the tile is returned
+    as it is.
+    """
     if tuple(output.shape[2:]) == place.tile.size:
         return output
     return output[(..., *place.owned.slices)]
 
 
 def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
-    """(B,) -> (B, 1, ...): the labels of whole images, for the part of each that begins at the origin; for all others what is ignored, of numbers NaN.
+    """Return the labels of whole images for one part of them, shape (B,) -> (B, 1, ...).
 
-    What a network makes of whole images every part of them has, and one is to count.
+    Every tile carries the same image-level output, so only the tile at the origin keeps its label.
+    All other tiles get ``ignore``, or NaN if the labels are floating-point numbers.
     """
-    found = (
-        values
-        if not any(box.start)
-        else torch.full_like(values, math.nan if values.is_floating_point() else ignore)
-    )
-    return found.view(-1, *(1 for _ in box.start))
+    if any(box.start):
+        ignored = math.nan if values.is_floating_point() else ignore
+        values = torch.full_like(values, ignored)
+    return values.view(-1, *(1 for _ in box.start))
 
 
 @dataclass
 class TileBatch:
-    """The same window of B images of one size.
+    """One window of B images of one size, held in memory.
 
-    pixels (B, C, *window) float32, normalised; labels (B, *tile) uint8 or int64, of the owned tile only, or (B, 1, ...) those of whole images
-    (:func:`labels_of_images`). In a pipeline the first stage has the pixels, the last one the labels, and the others None.
+    In a pipeline only the first stage has pixels and only the last stage has labels.
+
+    Attributes:
+        pixels: normalised pixels (B, C, *window) float32, or None.
+        labels: labels (B, *tile) uint8 or int64 of the owned tile; for labels of whole images
+            (B, 1, ...), see :func:`labels_of_images`; or None.
+        place: the position of the window in the images.
     """
 
     pixels: Tensor | None
@@ -47,14 +59,22 @@ class TileBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pieces of a micro-batch of the step that run through the network together: a micro-batch of the pipeline."""
+    """Tile batches that run through the network together, as one micro-batch of the pipeline.
+
+    Attributes:
+        micro_batch: the number of the micro-batch in the step.
+        pieces: its tile batches.
+    """
 
     micro_batch: int
     pieces: list[TileBatch]
 
     @property
     def signature(self) -> tuple:
-        """Units that agree in it have tensors of the same shapes in every layer."""
+        """A key of all tensor shapes.
+
+        Micro-batches with equal signatures have tensors of equal shapes in every layer.
+        """
         return tuple(
             (len(p.place.images), p.place.image, p.place.tile, p.place.window) for p in self.pieces
         )
@@ -62,9 +82,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LazyTileBatch:
-    """What a rank owns of B images of one size, read part by part.
+    """The tile that a rank owns of B images of one size, read box by box.
 
-    ``pixels(box)`` (B, C, *box.size) as the network takes them, ``labels(box)`` (B, *box.size).
+    Attributes:
+        place: the position of the window in the images.
+        pixels: a function that returns the normalised pixels (B, C, *box.size) of a box.
+        labels: a function that returns the labels (B, *box.size) of a box, or None.
     """
 
     place: TilePlacement
@@ -73,11 +96,19 @@ class LazyTileBatch:
 
 
 def block_of(piece: TileBatch, ignore: int) -> LazyTileBatch:
-    """A piece that is in memory, read part by part; ``ignore``: the label of what counts nowhere."""
+    """Return a lazy tile batch that reads boxes of a tile batch in memory.
+
+    ``ignore`` is the label of pixels that count neither in the loss nor in metrics.
+    """
     place = piece.place
-    within = lambda x, box, have: x[(..., *box.relative_to(have).slices)]
-    if piece.labels is not None and piece.labels.shape[1:].numel() < place.tile.pixels:
-        labels = lambda box: labels_of_images(piece.labels.flatten(), box, ignore)
-    else:
-        labels = lambda box: within(piece.labels, box, place.tile)
-    return LazyTileBatch(place, lambda box: within(piece.pixels, box, place.window), labels)
+    of_images = piece.labels is not None and piece.labels.shape[1:].numel() < place.tile.pixels
+
+    def crop(x: Tensor, box: Box, origin: Box) -> Tensor:
+        return x[(..., *box.relative_to(origin).slices)]
+
+    def labels(box: Box) -> Tensor:
+        if of_images:
+            return labels_of_images(piece.labels.flatten(), box, ignore)
+        return crop(piece.labels, box, place.tile)
+
+    return LazyTileBatch(place, lambda box: crop(piece.pixels, box, place.window), labels)

@@ -304,12 +304,12 @@ def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
     engine, loader, _, store = _opened(argparse.Namespace(**{**vars(options), "patches": options.filled}), "patchgd")
     batch = next(iter(loader.epoch(0)))
     backbone = plain_model(engine.config.model, store.bands, 32)
-    boxes, raise_jointly = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)
+    boxes, together = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)
 
     @torch.no_grad()
     def alone() -> None:
-        for a in range(0, len(boxes), raise_jointly):
-            backbone(batch.read(0, boxes[a : a + raise_jointly]))
+        for a in range(0, len(boxes), together):
+            backbone(batch.read(0, boxes[a : a + together]))
 
     return {"the backbone alone": alone, "fill": lambda: engine.fill(batch)}
 

@@ -410,9 +410,9 @@ class Shorter(nn.Sequential):
 def test_lists_of_layers_that_are_called_in_another_way():
     torch.manual_seed(0)
     conv, x = nn.Conv2d(2, 3, 3, padding=1), torch.randn(1, 2, 9, 8)
-    modification_of = nn.Conv2d(2, 3, 3, padding=1)
-    modification_of._conv_forward = lambda x, weight, bias: F.conv2d(x, weight * 2, bias, padding=1)
-    for model in (Doubling(conv, nn.Tanh()), Shorter(conv, nn.Tanh()), nn.Sequential(modification_of, nn.Tanh())):
+    changed = nn.Conv2d(2, 3, 3, padding=1)
+    changed._conv_forward = lambda x, weight, bias: F.conv2d(x, weight * 2, bias, padding=1)
+    for model in (Doubling(conv, nn.Tanh()), Shorter(conv, nn.Tanh()), nn.Sequential(changed, nn.Tanh())):
         torch.testing.assert_close(as_network(model)(x), model(x))
 
 

@@ -244,13 +244,13 @@ def test_a_skip_that_is_the_map_before_a_norm():
 def dealt(norm: str, ranks: int, sizes, tile="16x16"):
     predictor = predictor_of(network(norm), tile)
     predictor.replicas = SimpleNamespace(size=ranks, rank=0)
-    raise_jointly, shares = predictor.deal_images(sizes)
-    return raise_jointly, [[(share.image, share.tiles) for share in mine] for mine in shares]
+    together, shares = predictor.deal_images(sizes)
+    return together, [[(share.image, share.tiles) for share in mine] for mine in shares]
 
 
 def test_tiles_that_do_not_depend_on_each_other_are_dealt_to_all_ranks_alike():
-    raise_jointly, shares = dealt("batch", 3, [(32, 32), (16, 16), (48, 16)])  # 4, 1 and 3 tiles
-    assert raise_jointly == 1
+    together, shares = dealt("batch", 3, [(32, 32), (16, 16), (48, 16)])  # 4, 1 and 3 tiles
+    assert together == 1
     assert shares == [[(0, [0, 1])], [(0, [2, 3]), (1, [0])], [(2, [0, 1, 2])]]
     assert dealt("batch", 4, [(16, 16)]) == (1, [[], [], [], [(0, [0])]])
     assert dealt("batch", 2, []) == (1, [[], []])

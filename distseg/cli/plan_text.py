@@ -144,8 +144,8 @@ def _stages(
     rank: int,
 ) -> tuple[str, str]:
     flat = is_flat(model)
-    raise_jointly = config.spatial.exchanges or flat and bool(_live(config, model))
-    units = config.train.accumulate * (1 if raise_jointly else len(places))
+    together = config.spatial.exchanges or flat and bool(_live(config, model))
+    units = config.train.accumulate * (1 if together else len(places))
     order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
     legend = (
         _legend(config, model, exchange, partition, places, rank)

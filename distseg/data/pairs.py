@@ -61,9 +61,9 @@ def find_pairs(
             for pair in paired(images / split, masks and masks / split)
         ]
     else:
-        raise_jointly = paired(images, masks)
-        split_of = assign_splits([image.stem for image, _ in raise_jointly], shares, seed)
-        files = [(split_of[image.stem], image, mask) for image, mask in raise_jointly]
+        together = paired(images, masks)
+        split_of = assign_splits([image.stem for image, _ in together], shares, seed)
+        files = [(split_of[image.stem], image, mask) for image, mask in together]
     check_train([split for split, _, _ in files], images)
     pairs = [opened(split, image, mask, dims, alpha) for split, image, mask in files]
     check_alike(pairs)

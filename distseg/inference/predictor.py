@@ -242,17 +242,15 @@ class Predictor:
                 ]
                 for part in parts
             ]
-        raise_jointly = min(
-            (self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1
-        )
-        groups = max(1, min(self.replicas.size // raise_jointly, len(sizes)))
-        raise_jointly = self.replicas.size // groups
+        together = min((self._ranks_of(self.grid_of(size)).volume for size in sizes), default=1)
+        groups = max(1, min(self.replicas.size // together, len(sizes)))
+        together = self.replicas.size // groups
         dealt = [
             [Share(image, None) for image in range(group, len(sizes), groups)]
             for group in range(groups)
         ]
-        return raise_jointly, [
-            dealt[r // raise_jointly] if r // raise_jointly < groups else []
+        return together, [
+            dealt[r // together] if r // together < groups else []
             for r in range(self.replicas.size)
         ]
 

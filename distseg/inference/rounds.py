@@ -27,8 +27,8 @@ def in_rounds(
         work: is given an image's number and (tile, logits) of this rank's share of it, and goes through these.
         stop: asked after each round, on all ranks, for the same answer: whether to give up.
     """
-    raise_jointly, shares = predictor.deal_images(sizes)
-    part, mine = predictor.among(raise_jointly), shares[predictor.replicas.rank]
+    together, shares = predictor.deal_images(sizes)
+    part, mine = predictor.among(together), shares[predictor.replicas.rank]
     ends = {
         share.image: number
         for number, round in enumerate(zip_longest(*shares))

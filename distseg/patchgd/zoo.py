@@ -109,7 +109,7 @@ def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[
     """
     settings = config.patchgd
     grids = {network.grid(size): size for size in sizes}
-    raise_jointly = config.data.images * (
+    together = config.data.images * (
         config.mesh.samples if config.spatial.norm_scope == "step" else 1
     )
     for grid, size in grids.items():
@@ -118,7 +118,7 @@ def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[
             check_head(
                 network.head,
                 settings.head,
-                (min(raise_jointly, 2), settings.features, *grid),
+                (min(together, 2), settings.features, *grid),
                 network.outputs,
             )
     if (

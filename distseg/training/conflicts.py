@@ -207,11 +207,11 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
-    raise_jointly = config.data.images * (
+    together = config.data.images * (
         config.mesh.samples if config.spatial.norm_scope == "step" else 1
     )
     vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
-    if vectors and raise_jointly < 2 and not config.spatial.frozen_norm:
+    if vectors and together < 2 and not config.spatial.frozen_norm:
         raise ValueError(
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes statistics of one vector an image, so it needs at least 2 images in a batch: "
             "set data.images to 2 or more, or spatial.norm_scope to step with several sample groups, or use another norm there"
@@ -241,11 +241,11 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
     """
     if config.spatial.norm_scope == "window":
         return
-    raise_jointly = config.data.images
+    together = config.data.images
     if config.spatial.norm_scope == "step":
-        raise_jointly *= config.mesh.samples * config.train.accumulate
+        together *= config.mesh.samples * config.train.accumulate
     for name, size in smallest(sizes).items():
-        for norm, count in _values_of_norms(model, size, raise_jointly, config.spatial.frozen_norm):
+        for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
             if count < 2:
                 raise ValueError(
                     f"image {name!r} of {Size(size)} pixels: the norm {norm} takes statistics of {count} value a "

@@ -182,7 +182,7 @@ class Engine(ParameterUpdate):
             way = OnStages(
                 self.pipeline,
                 schedule_of(config, self.loss.linear),
-                raise_jointly=self.model.live_in_training or config.spatial.exchanges,
+                together=self.model.live_in_training or config.spatial.exchanges,
             )
         return GradientStep(way, head, self.loss, self.context)
 

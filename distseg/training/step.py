@@ -156,8 +156,8 @@ class OnStages:
         together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
     """
 
-    def __init__(self, pipeline: Pipeline, schedule: str, raise_jointly: bool):
-        self.pipeline, self.schedule, self.together = pipeline, schedule, raise_jointly
+    def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
+        self.pipeline, self.schedule, self.together = pipeline, schedule, together
         # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
         self.orders_of = lru_cache(
             lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches)
@@ -197,7 +197,7 @@ class OnDevices:
         self.pipeline, self.run = pipeline, pipeline.run
 
     def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
-        return units_of(micro_batches, raise_jointly=False)
+        return units_of(micro_batches, together=False)
 
     def goes_back_early(self, units: list[MicroBatch]) -> bool:
         return False
@@ -262,14 +262,14 @@ class InTiles:
     def program(self, works: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
         """Of all micro-batches, by their works and where their blocks lie; made once for each sizes of images."""
         every = range(len(works))
-        raise_jointly = [every] if self.all_at_once else [[m] for m in every]
-        for those in raise_jointly:
+        together = [every] if self.all_at_once else [[m] for m in every]
+        for those in together:
             self.executor.check_room(*(places[m] for m in those))
         key = tuple(map(id, works))  # which the executor keeps
         if key not in self._programs:
             self._programs[key] = [
                 op
-                for those in raise_jointly
+                for those in together
                 for op in self._operations([works[m] for m in those], [places[m] for m in those])
             ]
         return self._programs[key]
@@ -329,9 +329,9 @@ def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
     return MicroBatch(m, [TileBatch(None, block.labels(box), replace(block.place, tile=box))])
 
 
-def units_of(micro_batches: list[list[TileBatch]], raise_jointly: bool) -> list[MicroBatch]:
+def units_of(micro_batches: list[list[TileBatch]], together: bool) -> list[MicroBatch]:
     """The pieces of a micro-batch in a unit, or one by one."""
-    if raise_jointly:
+    if together:
         return [MicroBatch(m, pieces) for m, pieces in enumerate(micro_batches)]
     return [MicroBatch(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
 

@@ -160,8 +160,8 @@ class _Projection:
 
     __name__ = "linear"
 
-    def __init__(self, number: int, raise_jointly: bool):
-        self.number, self.together = number, raise_jointly
+    def __init__(self, number: int, together: bool):
+        self.number, self.together = number, together
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.chunk(3)[self.number] if self.together else weight

@@ -1,6 +1,7 @@
-"""distseg: segmentation networks trained over samples, tiles, stages and data at once, with one exact gradient.
+"""distseg trains segmentation networks on many ranks and computes the exact gradient.
 
-The public names below are loaded at their first use, so that ``import distseg`` stays quick.
+Training is split over samples, over tiles of an image and over stages of the network, in any
+combination. The public names below are imported at their first use, so ``import distseg`` is quick.
 """
 
 from importlib import import_module

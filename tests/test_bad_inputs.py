@@ -183,12 +183,12 @@ TABLE = {
     "a value that refers to itself": (["train", "--loss.class_weights", "&a [*a]"], "--loss.class_weights is .*refers to itself: give a number, text or a list"),
     "a value nested without end": (["train", "--data.augment", "[" * 50000], "--data.augment is .*nested"),
     # config files
-    "a config that is not there": (file("nowhere.yaml"), "'nowhere.yaml' can not be read .No such file or directory.: name a YAML file"),
+    "a config that is not there": (file("nowhere.yaml"), "'nowhere.yaml' cannot be read .No such file or directory.: name a YAML file"),
     "a folder for a config": (file("images"), "config file 'images' is a folder: name a YAML file"),
     "a pipe for a config": (file("pipe"), "config file 'pipe' is a pipe or device"),
     "a device for a config": (file("/dev/zero"), "config file '/dev/zero' is a pipe or device"),
     "a picture for a config": (file("images/a.png"), "'images/a.png' is not UTF-8 text .byte 0 is 0x89.: save it as UTF-8"),
-    "a name of two lines": (file("a\nb.yaml"), r"config file 'a\\nb.yaml' can not be read"),
+    "a name of two lines": (file("a\nb.yaml"), r"config file 'a\\nb.yaml' cannot be read"),
     "an empty config": (file("nothing.yaml"), "nothing.yaml is empty: write sections such as 'model:'"),
     "a list for a config": (file("list.yaml"), "list.yaml, line 1: here is no section: write NAME: VALUE"),
     "words for a config": (file("text.yaml"), "text.yaml, line 1: here is no section"),
@@ -225,7 +225,7 @@ TABLE = {
     "images without number": (["train", "--data.images", "1000000", "--train.accumulate", "1000000"], "1000000 x data.images 1000000 are 1000000000000 images a step, more than 1000000"),
     "one augmentation twice": (["train", "--data.augment", "[flip, flip]"], "data.augment has flip more than once"),
     "weights below 0": (["train", "--loss.class_weights", "[1, -1]"], r"loss.class_weights are numbers of at least 0, got \[1.0, -1.0\]"),
-    "weights of nothing": (["train", "--loss.class_weights", "[0, 0]"], "loss.class_weights are .*so nothing would count"),
+    "weights of nothing": (["train", "--loss.class_weights", "[0, 0]"], "loss.class_weights are .*so no pixel would count"),
     # settings without effect
     "class weights of dice": (verify(loss__name="dice", loss__class_weights="[1, 2, 1]"), r"loss.class_weights is \[1.0, 2.0, 1.0\], but no term of loss.name 'dice' takes it: add cross_entropy or focal"),
     "class weights of binary cross-entropy": (verify(loss__name="binary_cross_entropy + dice", loss__class_weights="[1, 2, 1]"), "loss.class_weights is .*add cross_entropy or focal to loss.name, or leave"),

@@ -152,8 +152,8 @@ def wrong(**settings):
 
 
 PIPELINES = {
-    "no devices": (wrong(), r"which is not said: give pipeline.devices, such as \[cuda:0, cuda:1\], or pipeline.balance"),
-    "an empty list": (wrong(devices=[]), "which is not said"),
+    "no devices": (wrong(), r"no devices are given: give pipeline.devices, such as \[cuda:0, cuda:1\], or pipeline.balance"),
+    "an empty list": (wrong(devices=[]), "no devices are given"),
     "devices of another placement": (dict(devices=["cpu"]), "pipeline.placement is line: set it to devices, or leave pipeline.devices out"),
     "another number than balance": (wrong(devices=["cpu"], balance=[9, 40]), "1 devices, but pipeline.balance has 2 numbers: give as many"),
 }

@@ -65,7 +65,7 @@ def test_a_function_is_called_with_arguments_of_its_own():
 def test_arguments_that_a_function_does_not_take_are_named():
     with pytest.raises(ValueError, match=r"is called with .*widht=6.*model.args"):
         plain_model(replace(NET, args={"widht": 6}))
-    with pytest.raises(ValueError, match="model.args are those of your own function, .* but model.name is unet"):
+    with pytest.raises(ValueError, match="model.args are arguments of your own function, .* but model.name is unet"):
         ModelConfig(args={"width": 6})
 
 

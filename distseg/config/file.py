@@ -1,8 +1,8 @@
-"""A config file as flags: YAML from anywhere, read as data within limits, before any other program sees it.
+"""Reads a YAML config file as a list of flags, without trusting the file.
 
-A file may come from outside. So nothing in it is constructed (no tag names a type), nothing in it explodes (an alias may
-stand for a value, never for a tree of them), and its size and depth are bounded. What is left are settings: a section, a
-field, and a number, text or list, each with the line it stands in::
+A file may come from an unknown source. So no tag in it may construct a Python object, no alias may
+expand to a tree of values, and its size and depth are limited. The result is a list of settings.
+Each has a section, a field, a value (number, text or list), and the line in which it stands::
 
     mesh:             ->  --mesh.tiles=1x2
       tiles: 1x2      ->  "demo.yaml, line 2"
@@ -22,18 +22,24 @@ import yaml
 
 from distseg.config.settings import Config
 
-MOST_BYTES = 2**18  # a config has some thousand
-_DEEPEST = 4  # root, section, list, and one more to be named by its line
+MOST_BYTES = 2**18  # a usual config has a few thousand
+_DEEPEST = 4  # root, section, list; one more level is parsed, so that an error can name its line
 _TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
 }
-_WORD = re.compile(r"[\w.+-]+")  # needs no quotes in a list
+_WORD = re.compile(r"[\w.+-]+")  # text that needs no quotes in a list
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``name`` is ``section.field``, ``value`` as it is written behind a flag, ``place`` where it stands."""
+    """One setting of a config file.
+
+    Attributes:
+        name: ``section.field``.
+        value: the value as it is written after a flag.
+        place: the file and line, for error messages.
+    """
 
     name: str
     value: str
@@ -45,7 +51,7 @@ class Setting:
 
 
 def sections() -> dict[str, tuple[str, ...]]:
-    """The fields of each section of :class:`Config`."""
+    """Return the names of the fields of each section of :class:`Config`."""
     return {
         section.name: tuple(field.name for field in fields(section.default_factory))
         for section in fields(Config)
@@ -53,7 +59,7 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 
 def is_mapping(name: str) -> bool:
-    """Whether a setting is names with values."""
+    """Return True if the value of a setting is a mapping from names to values."""
     section, _, field = name.partition(".")
     return (
         "Dict["
@@ -62,10 +68,12 @@ def is_mapping(name: str) -> bool:
 
 
 def read_settings(path: str) -> list[Setting]:
-    """The settings of a YAML file, in its order.
+    """Return the settings of a YAML file, in the order of the file.
 
     Raises:
-        ValueError: no such file, no text, no YAML of sections and fields, or more than a config can be; says file, line and repair.
+        ValueError: the file does not exist, is not UTF-8 text, is not YAML of sections and fields,
+            or is larger or deeper than allowed. The message names the file, the line and the
+            repair.
     """
     text = _read(path)
     try:
@@ -74,7 +82,8 @@ def read_settings(path: str) -> list[Setting]:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         raise ValueError(
-            f"{path}, line {mark.line + 1 if mark else 1}: this is no YAML ({' '.join(filter(None, (e.context, e.problem)))})"
+            f"{path}, line {mark.line + 1 if mark else 1}: this is no YAML "
+            f"({' '.join(filter(None, (e.context, e.problem)))})"
         ) from None
     except yaml.YAMLError as e:
         raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from None
@@ -86,10 +95,14 @@ def read_settings(path: str) -> list[Setting]:
 
 
 def settings_of(tree: dict, place: str) -> list[Setting]:
-    """The same of sections that are in memory as plain values.
+    """Return the settings of a nested dictionary ``{section: {field: value}}``.
+
+    Args:
+        tree: sections and fields with plain values.
+        place: the origin of the dictionary, for error messages.
 
     Raises:
-        ValueError: what is no setting.
+        ValueError: a name is no setting, or a value is not a number, text or a list of them.
     """
     found = []
     for section, content in _items(place, tree):
@@ -103,7 +116,8 @@ def settings_of(tree: dict, place: str) -> list[Setting]:
                 and all(map(_plain, value.values()))
             ):
                 raise ValueError(
-                    f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is a number, text or a list of them"
+                    f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is "
+                    "a number, text or a list of them"
                 )
             found.append(
                 Setting(
@@ -133,10 +147,13 @@ def _plain(value) -> bool:
 
 
 def check_value(name: str, text: str) -> None:
-    """Refuse a value that would explode or overflow a stack where it is read as YAML, as values such as ``[1, 2]`` are.
+    """Refuse a value that is deeply nested or refers to itself.
+
+    Values such as ``[1, 2]`` are read as YAML. Such a value could overflow the stack or expand to
+    a huge tree.
 
     Raises:
-        ValueError: naming ``name``.
+        ValueError: the value is refused; the message names ``name``.
     """
     if len(text) <= _SHORT and not ("&" in text and "*" in text):
         return
@@ -148,20 +165,25 @@ def check_value(name: str, text: str) -> None:
             )
             if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
                 raise ValueError(
-                    f"{name} is {_short(text)}, which is nested or refers to itself: give a number, text or a list of them"
+                    f"{name} is {_short(text)}, which is nested or refers to itself: give a "
+                    "number, text or a list of them"
                 )
     except yaml.YAMLError:
-        return  # text
+        return  # not YAML, so the value is read as text
 
 
-_SHORT = 200  # characters, in which nothing can be nested deeper than any reader can follow
+_SHORT = 200  # text of this many characters cannot be nested so deep that a parser fails
 
 
 _RENAMED = {"spatial.in_time": "spatial.streaming"}
 
 
 def suggestion(name: str, known) -> str:
-    """Return ``: did you mean model.depth?`` where a known setting is alike, or what a setting is called today; else nothing."""
+    """Return the end of an error message that suggests a known setting, or ``""``.
+
+    It names the new name of a renamed setting, or the most similar name in ``known``, such as
+    ``: did you mean model.depth?``.
+    """
     new = _RENAMED.get(name.removeprefix("--"))
     if new:
         return f": it is called {new} now"
@@ -174,28 +196,35 @@ def _read(path: str) -> str:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):
             raise ValueError(
-                f"config file {path!r} is a {'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file"
+                f"config file {path!r} is a "
+                f"{'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file"
             )
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except OSError as e:
         raise ValueError(
-            f"config file {path!r} can not be read ({e.strerror}): name a YAML file, such as jobs/own.yaml"
+            f"config file {path!r} cannot be read ({e.strerror}): name a YAML file, such as "
+            "jobs/own.yaml"
         ) from None
     if len(raw) > MOST_BYTES:
         raise ValueError(
-            f"config file {path!r} has more than {MOST_BYTES} bytes, a config has some thousand: name another file"
+            f"config file {path!r} has more than {MOST_BYTES} bytes, a config has some thousand: "
+            "name another file"
         )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(
-            f"config file {path!r} is not UTF-8 text (byte {e.start} is {raw[e.start]:#04x}): save it as UTF-8, or name another file"
+            f"config file {path!r} is not UTF-8 text (byte {e.start} is {raw[e.start]:#04x}): save "
+            "it as UTF-8, or name another file"
         ) from None
 
 
 def _check_size(path: str, text: str) -> None:
-    """Refuse depth and tags, event by event: composing a deep file would recurse as deep."""
+    """Refuse deep nesting and tags, event by event.
+
+    Composing a deeply nested file would recurse as deep, so it is checked before.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = f"{path}, line {event.start_mark.line + 1}"
@@ -204,12 +233,14 @@ def _check_size(path: str, text: str) -> None:
         )
         if depth > _DEEPEST:
             raise ValueError(
-                f"{line}: values are nested deeper than a config's can be: sections have fields, and fields numbers, text or lists"
+                f"{line}: values are nested deeper than a config's can be: sections have fields, "
+                "and fields numbers, text or lists"
             )
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in _TAGS and tag != "!":
             raise ValueError(
-                f"{line}: the tag {_short(tag)} is refused, a config has plain values only: leave it out"
+                f"{line}: the tag {_short(tag)} is refused, a config has plain values only: leave "
+                "it out"
             )
 
 
@@ -224,10 +255,11 @@ def _settings(path: str, root: yaml.Node) -> Iterator[Setting]:
 
 
 def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """The keys of a mapping, each once, with their values and lines."""
+    """Yield (key, value, place) for each entry of a mapping; refuse a key that occurs twice."""
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(
-            f"{path}, line {node.start_mark.line + 1}: here is no {what.partition(' ')[2]}: write NAME: VALUE, indented below its section"
+            f"{path}, line {node.start_mark.line + 1}: here is no {what.partition(' ')[2]}: write "
+            "NAME: VALUE, indented below its section"
         )
     seen: dict[str, int] = {}
     for key, value in node.value:
@@ -237,7 +269,8 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
             raise ValueError(f"{place}: {what} has a name, not a list")
         if key.value in seen:
             raise ValueError(
-                f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: leave one of them out"
+                f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: "
+                "leave one of them out"
             )
         seen[key.value] = line
         yield key.value, value, place
@@ -258,7 +291,7 @@ def _check_name(place: str, name: str, known: tuple[str, ...]) -> None:
 
 
 def _value(node: yaml.Node, place: str, name: str) -> str:
-    """As it would stand behind a flag."""
+    """Return the value of a setting as it would be written after a flag."""
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
     if isinstance(node, yaml.SequenceNode) and all(
@@ -283,12 +316,16 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
             "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
         )
     raise ValueError(
-        f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a list of them"
+        f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a "
+        "list of them"
     )
 
 
 def _inner(node: yaml.Node, place: str, name: str) -> str:
-    """A value inside a mapping, as YAML, text in quotes. Flags know no such: text that is a number, true or false is taken as that."""
+    """Return a value inside a mapping as YAML, with text in quotes.
+
+    Without quotes, text that looks like a number, true or false would be read as one.
+    """
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
         return json.dumps(node.value)
     if isinstance(node, yaml.SequenceNode):

@@ -1,4 +1,4 @@
-"""Sizes as people write them: in pixels, and grids of tiles, ``97x131``; of memory, ``16GB``."""
+"""Sizes as people write them: images and grids of tiles as ``97x131``, memory as ``16GB``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Size(tuple):
 
     @property
     def volume(self) -> int:
-        """The product: pixels of a size, tiles of a grid."""
+        """The product of all dims: the pixels of an image, or the tiles of a grid."""
         return math.prod(self)
 
 
@@ -57,10 +57,12 @@ _UNITS = {
 
 
 def parse_bytes(text: str | int | None) -> float | None:
-    """``16GB``, ``15.5 GiB`` or a number of bytes.
+    """Return the number of bytes that text such as ``16GB`` or ``15.5 GiB`` stands for.
+
+    A number without a unit is in bytes; None stays None.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is not a positive size below 2**63 bytes.
     """
     if text is None:
         return None

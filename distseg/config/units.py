@@ -6,7 +6,10 @@ _PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def si(value: float, unit: str) -> str:
-    """Three significant digits and a decimal prefix: ``si(12.34e6, 'px/s')`` is ``12.3 Mpx/s``."""
+    """Return a value as text with three significant digits and a decimal prefix.
+
+    ``si(12.34e6, 'px/s')`` is ``12.3 Mpx/s``.
+    """
     scaled, power = float(value), 0
     while abs(scaled) >= 999.5 and power < len(_PREFIXES) - 1:
         scaled, power = scaled / 1000, power + 1
@@ -14,7 +17,7 @@ def si(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0:07``, ``12:34`` or ``1:02:03``."""
+    """Return a duration in seconds as text such as ``0:07``, ``12:34`` or ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -24,9 +24,10 @@ horovod:  ## install Horovod anew: after a failed build, or with other HOROVOD_.
 demo: setup  ## train, predict and evaluate on a real satellite image, on this machine
 	@.venv/bin/python -m distseg.cli.demo $(ARGS)
 
-lint: setup  ## style and format of the code
+lint: setup  ## style, format and types of the code
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/ruff format --check --quiet distseg
+	@.venv/bin/mypy --no-error-summary
 
 test: lint  ## the tests, those on several ranks too, but no slow ones; ARGS='-k halo -x' goes to pytest
 	@.venv/bin/python -m pytest --durations=10 $(ARGS)

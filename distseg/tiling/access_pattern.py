@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 Span = tuple[int, int]
 
@@ -34,7 +35,7 @@ class AccessPattern:
         mirrored: the padding repeats cells of the map (reflection), so reading it needs them.
     """
 
-    sized = False
+    sized: ClassVar[bool] = False
     alike = False
     beyond = False
     mirrored = False

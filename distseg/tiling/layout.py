@@ -297,7 +297,8 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
     """Return True if the result of some tile reads cells that the tile does not own."""
-    if node.footprints and node.along(dim).alike:
+    pattern = node.along(dim)
+    if pattern is not None and pattern.alike:
         return False
     spans = [taken_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))

@@ -133,7 +133,8 @@ def _held(
         taken = [
             taken_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in made
         ]
-        has = number in points or node.footprints and node.along(dim).alike
+        pattern = node.along(dim)
+        has = number in points or (pattern is not None and pattern.alike)
         hold(node.first, owned[node.first] if owned and has else taken)
     return held
 

@@ -101,14 +101,16 @@ def block_of(piece: TileBatch, ignore: int) -> LazyTileBatch:
     ``ignore`` is the label of pixels that count neither in the loss nor in metrics.
     """
     place = piece.place
-    of_images = piece.labels is not None and piece.labels.shape[1:].numel() < place.tile.pixels
+    pixels, given = piece.pixels, piece.labels
+    of_images = given is not None and given.shape[1:].numel() < place.tile.pixels
 
-    def crop(x: Tensor, box: Box, origin: Box) -> Tensor:
+    def crop(x: Tensor | None, box: Box, origin: Box) -> Tensor:
+        assert x is not None, "a rank reads pixels and labels only where it has them"
         return x[(..., *box.relative_to(origin).slices)]
 
     def labels(box: Box) -> Tensor:
-        if of_images:
-            return labels_of_images(piece.labels.flatten(), box, ignore)
-        return crop(piece.labels, box, place.tile)
+        if given is not None and of_images:
+            return labels_of_images(given.flatten(), box, ignore)
+        return crop(given, box, place.tile)
 
-    return LazyTileBatch(place, lambda box: crop(piece.pixels, box, place.window), labels)
+    return LazyTileBatch(place, lambda box: crop(pixels, box, place.window), labels)

@@ -23,7 +23,8 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     places = places_of(axes)
     if list(places) != sorted(places):
         raise reader.refusal(
-            "turns the image: of its dims, channels alone may be turned among themselves, or come before or behind the places"
+            "turns the image: of its dims, channels alone may be turned among themselves, or "
+            "come before or behind the places"
         )
     if x.line:
         return turned_line(reader, x, order)
@@ -35,7 +36,8 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
     return reader.refusal(
-        f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or cuts the image into windows: that is not known here"
+        f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or "
+        f"cuts the image into windows: that is not known here"
     )
 
 
@@ -50,7 +52,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
         grid, sizes = x.grid, tuple(c.shapes[0][2:] for c in reader.current)
         if settings["mode"] == "area" or set(sizes) == {grid}:
             raise reader.refusal(
-                "resizes a grid of the image by mode area, or to another grid: nearest, bilinear and bicubic are known, to a map"
+                "resizes a grid of the image by mode area, or to another grid: nearest, "
+                "bilinear and bicubic are known, to a map"
             )
         return _over(reader, x, sizes, None, grid, settings)
     lengths = list(zip(*(c.shapes[0] for c in reader.current)))
@@ -61,7 +64,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
     ]
     if len(lengths) != x.rank or not _is_size(len(there), reader.dims):
         raise reader.refusal(
-            f"makes {reader.call.shapes[0]} of {x!r}: spread over all places, as by expand_as, it is known"
+            f"makes {reader.call.shapes[0]} of {x!r}: spread over all places, as by expand_as, "
+            f"it is known"
         )
     sizes = tuple(zip(*(lengths[d] for d in there)))
     return _over(reader, x, sizes, there, (), {})
@@ -158,7 +162,8 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
     entries = _entries(reader, x, index)
     if entries is None:
         raise reader.refusal(
-            "takes a part by an index that is not known here: slices, numbers, lists and buffers of numbers, along channels, are known"
+            "takes a part by an index that is not known here: slices, numbers, lists and "
+            "buffers of numbers, along channels, are known"
         )
     for axis, entry in zip(x.axes, (e for e in entries if e is not None)):
         if axis.batch and entry != slice(None):

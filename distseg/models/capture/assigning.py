@@ -52,19 +52,22 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
             )
             if isinstance(entry, int) and isinstance(value, Value):
                 raise reader.refusal(
-                    "assigns a map to one row or column of the image: a number is known, or a map to a slice"
+                    "assigns a map to one row or column of the image: a number is known, or a "
+                    "map to a slice"
                 )
         elif x.axes[dim].of_channels:
             channels[dim] = reader.fixed(entry, "index")
             if not isinstance(entry, slice):
                 raise reader.refusal(
-                    "assigns to places of channels that are no slice of them: that is not known here"
+                    "assigns to places of channels that are no slice of them: that is not "
+                    "known here"
                 )
     part = x if all(i == slice(None) for i in channels) else _part(reader, x, tuple(channels))
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)
     if any(axis.mixed or len(axis.places) > 1 for axis in mask_axes):
         raise reader.refusal(
-            f"{_WHAT} the image in {x!r}: of maps whose dims are images, channels and places it is known"
+            f"{_WHAT} the image in {x!r}: of maps whose dims are images, channels and places "
+            f"it is known"
         )
     plan = Plan(Marked(reader.number, tuple(marks.items())), (), {}, frozenset())
     mask = replace(emitted(reader, plan, x, mask_axes), dtype=torch.bool)
@@ -87,7 +90,8 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
         return slice(entry, entry + 1 or None)
     if not isinstance(entry, slice):
         raise reader.refusal(
-            "assigns to places of the image by an index that is neither a slice nor a number: that is not known here"
+            "assigns to places of the image by an index that is neither a slice nor a number: "
+            "that is not known here"
         )
     return entry
 

@@ -147,11 +147,13 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(
-            f"{hooked} changes gradients by a hook, which parts of an image would have each to itself: leave it out"
+            f"{hooked} changes gradients by a hook, which parts of an image would have each to "
+            f"itself: leave it out"
         )
     if (script := scripted(model)) is not None:
         raise CanNotCapture(
-            f"{script} is TorchScript (torch.jit.script or trace), whose calls can't be seen: write it in plain PyTorch"
+            f"{script} is TorchScript (torch.jit.script or trace), whose calls can't be seen: "
+            f"write it in plain PyTorch"
         )
     with generators_kept():
         return _captured(model, in_channels)

@@ -22,8 +22,10 @@ TOLERANCE = 1e-10
 """Largest difference beside the largest number of the result, if the module's own rounding does not explain more."""
 _TIMES = 10  # as large as what the last bits of the image move in the module's own result
 _DIFFERS = {
-    False: "in evaluation it computes something else than in training: the difference must lie in norms and dropout alone",
-    True: "in training, without dropout, it computes something else than the layers that its calls became: it may depend on the image's values, or on what its code keeps",
+    False: "in evaluation it computes something else than in training: the difference must lie "
+    "in norms and dropout alone",
+    True: "in training, without dropout, it computes something else than the layers that its "
+    "calls became: it may depend on the image's values, or on what its code keeps",
 }
 
 
@@ -126,7 +128,8 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
     except Exception as e:  # by whatever a module of the user's fails
         size = "x".join(map(str, image.shape[2:]))
         raise TooSmall(
-            f"in evaluation it fails on an image of {size} pixels, without gradients, with {user_error(e)}"
+            f"in evaluation it fails on an image of {size} pixels, without gradients, with "
+            f"{user_error(e)}"
         ) from e
     check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
     return made

@@ -13,7 +13,10 @@ from distseg.models.capture.wide import widened
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 """Functions that make a tensor of one number; of places of the image these make a map, which is alike everywhere."""
 FACTORIES = FILLS | set(
-    "tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices tril_indices hann_window hamming_window bartlett_window blackman_window".split()
+    (
+        "tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices "
+        "tril_indices hann_window hamming_window bartlett_window blackman_window"
+    ).split()
 )
 CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long", "int", "bool"}
 """Functions that change nothing but a tensor's type."""

@@ -92,7 +92,8 @@ def through(
         first.get("padding", 0),
     ) != (1, 1, 0):
         raise reader.refusal(
-            f"takes places of {x!r} together along a dim that images do not have: with length 1 along it, it is known"
+            f"takes places of {x!r} together along a dim that images do not have: with length "
+            f"1 along it, it is known"
         )
     after = calls[0].shapes[0][2]
     depth = Depth(

@@ -178,7 +178,8 @@ _WITHOUT_PLACES = {
     for dims in (1, 2, 3)
 } | {
     *(
-        "interpolate upsample pad pixel_shuffle pixel_unshuffle group_norm instance_norm __getitem__"
+        "interpolate upsample pad pixel_shuffle pixel_unshuffle group_norm instance_norm "
+        "__getitem__"
     ).split()
 }
 
@@ -247,7 +248,10 @@ def of_joined(reader: "Reader", rule: Callable[..., Any], args: tuple, kwargs: d
     return found if isinstance(made, tuple) else found[0]
 
 
-_MIXED = "mixes batches that were put one behind the other (torch.cat along dim 0): functions of each image, and x.chunk(2) or x[:n] of them, are known"
+_MIXED = (
+    "mixes batches that were put one behind the other (torch.cat along dim 0): functions of "
+    "each image, and x.chunk(2) or x[:n] of them, are known"
+)
 
 
 def _taken_apart(

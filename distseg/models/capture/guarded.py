@@ -99,11 +99,14 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
     called = f"{name} ({user_line()})"
     if x.dim() not in RANKS_OF_DROPOUTS.get(type(layer).__name__.lower(), (x.dim(),)):
         raise Hidden(
-            f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims"
+            f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} "
+            f"dims, which PyTorch takes for one image without a dim of the batch: use the "
+            f"dropout for images of so many dims"
         )
     if x.dim() < 2 or images and len(x) != images:
         raise Hidden(
-            f"{called} drops numbers of a tensor of {'x'.join(map(str, x.shape))}, but masks belong to images, and the dim of {images} images is to be the first: "
+            f"{called} drops numbers of a tensor of {'x'.join(map(str, x.shape))}, but masks "
+            f"belong to images, and the dim of {images} images is to be the first: "
             "drop before images are cut into parts, or behind, or set its p to 0"
         )
     return x

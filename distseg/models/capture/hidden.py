@@ -118,7 +118,10 @@ def _told(slot: Slot, model: nn.Module, passed: Pass) -> str:
     line = _line_that_changes(slot.of(model), model, passed)
     where = f" ({line})" if line else ""
     if is_generator(slot):
-        return f"the forward pass draws random numbers by {slot}{where}, other ones on each rank and for each part of an image: {INSTEAD}"
+        return (
+            f"the forward pass draws random numbers by {slot}{where}, other ones on each rank "
+            f"and for each part of an image: {INSTEAD}"
+        )
     return f"the forward pass changes {slot}{where}: {KEEP_NOTHING}"
 
 
@@ -155,7 +158,8 @@ def check_real(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
             raise ValueError(
-                f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep (..., 2) real numbers, and take torch.view_as_complex of them in forward"
+                f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep "
+                f"(..., 2) real numbers, and take torch.view_as_complex of them in forward"
             )
 
 
@@ -221,7 +225,8 @@ def check_module(
             _checked.setdefault(model, set()).add((at, tuple(modes)))
             return _check_at(model, tuple(size), modes)
     raise Hidden(
-        f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(failed)}"
+        f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with "
+        f"{user_error(failed)}"
     ) from failed
 
 
@@ -254,8 +259,11 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     else:
         return
     raise Hidden(
-        "spatial.norm_scope is step, by which the images of all sample groups are one batch, but this network joins the images of a batch, or asks how many they are, by other means than batch norm, "
-        "and the images of other groups are not there: set spatial.norm_scope to group, or mesh.samples to 1"
+        "spatial.norm_scope is step, by which the images of all sample groups are one batch, "
+        "but this network joins the images of a batch, or asks how many they are, by other "
+        "means than batch norm, "
+        "and the images of other groups are not there: set spatial.norm_scope to group, or "
+        "mesh.samples to 1"
     )
 
 
@@ -323,7 +331,8 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
             or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
         )
         raise Hidden(
-            f"{told}, which a norm moves once a step, not with each pass: compute that in the training loop"
+            f"{told}, which a norm moves once a step, not with each pass: compute that in the "
+            f"training loop"
         )
 
 

@@ -17,7 +17,10 @@ from distseg.models.capture.reader import Reader
 from distseg.models.capture.values import Sizes, Value
 from distseg.models.moving import Windows
 
-_FORM = "has a weight that is computed from the image: with a weight for each image, F.conv2d(x.reshape(1, n * c, h, w), weight.reshape(n * o, c, k, k), groups=n), it is known"
+_FORM = (
+    "has a weight that is computed from the image: with a weight for each image, "
+    "F.conv2d(x.reshape(1, n * c, h, w), weight.reshape(n * o, c, k, k), groups=n), it is known"
+)
 
 
 def convolved(
@@ -82,7 +85,8 @@ def _padding(
         both = [d * (k - 1) for k, d in zip(kernel, dilation)]
         if any(n % 2 for n in both):
             raise reader.refusal(
-                "pads one side more than the other, with a weight that is computed from the image: pad before, by F.pad"
+                "pads one side more than the other, with a weight that is computed from the "
+                "image: pad before, by F.pad"
             )
         return tuple(n // 2 for n in both)
     return reader.each(reader.fixed(padding, "padding"))

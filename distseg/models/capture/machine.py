@@ -13,7 +13,8 @@ from typing import Any, Callable, Iterator
 from distseg.models.capture import draws
 from distseg.models.passes import is_library, is_users, run, shown
 
-_ASK = {  # by the module or class that a built-in function is of; those without an effect on anything
+# by the module or class that a built-in function is of; those without an effect on anything
+_ASK = {
     "time": {"sleep", "strftime", "strptime", "mktime", "asctime", "tzset", "get_clock_info"},
     "posix": {"fspath", "get_terminal_size", "waitstatus_to_exitcode"},
     "nt": {"fspath", "get_terminal_size", "waitstatus_to_exitcode"},
@@ -50,7 +51,8 @@ _BESIDES = {
 """Modules that ask for what they print, or for their own order."""
 
 ASKS = (
-    "asks the machine: what a pass computes must depend on its image and the network alone, not on clocks, files, the process or where objects lie, which differ from rank to rank: "
+    "asks the machine: what a pass computes must depend on its image and the network alone, "
+    "not on clocks, files, the process or where objects lie, which differ from rank to rank: "
     "do this in __init__ or in the training loop, and leave it out of forward"
 )
 
@@ -83,7 +85,8 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
             )
 
     before, collects = (sys.getprofile(), threading.getprofile()), gc.isenabled()
-    gc.disable()  # a collection runs wherever it comes, and calls whoever wants to know how long it took
+    # a collection runs wherever it comes, and calls whoever wants to know how long it took
+    gc.disable()
     threading.setprofile(look)
     sys.setprofile(look)
     try:

@@ -57,7 +57,8 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     for d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
             raise reader.refusal(
-                f"takes a part of the image of {len(ranges[0])} places, however large the image is: a part that grows with the image is known"
+                f"takes a part of the image of {len(ranges[0])} places, however large the "
+                f"image is: a part that grows with the image is known"
             )
         if not all(ranges):
             raise reader.refusal("takes no place of the image")
@@ -83,7 +84,8 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     rest = {d: ranges for d, ranges in each.items() if d not in fixed}
     if any(r.step != 1 for ranges in rest.values() for r in ranges):
         raise reader.refusal(
-            "takes every so many places of the image, from a place that depends on the image's size: that is not known here"
+            "takes every so many places of the image, from a place that depends on the image's "
+            "size: that is not known here"
         )
     sides = [
         tuple((-rest[d][n].start, rest[d][n].stop - size[d]) if d in rest else (0, 0) for d in range(reader.dims))
@@ -109,7 +111,8 @@ def fitted(
         return x
     if mode == "circular":
         raise reader.refusal(
-            "is circular padding, which joins opposite borders of the image: use zeros, reflect or replicate"
+            "is circular padding, which joins opposite borders of the image: use zeros, "
+            "reflect or replicate"
         )
     sizes = tuple(
         tuple(n + a + b for n, (a, b) in zip(size, pairs)) for size, pairs in zip(x.sizes, sides)
@@ -144,7 +147,8 @@ def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
             return side
     shown = ", ".join(f"{a} and {b}" for a, b in dict.fromkeys(pairs))
     raise reader.refusal(
-        f"adds or leaves out places in front and behind ({shown}) by a rule that is not known here: half of the difference on each side, "
+        f"adds or leaves out places in front and behind ({shown}) by a rule that is not known "
+        f"here: half of the difference on each side, "
         f"a fixed number on one, or all on one, are known"
     )
 

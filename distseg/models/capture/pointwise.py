@@ -2,19 +2,24 @@
 
 POINTWISE = {
     *(
-        "relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid sigmoid logsigmoid tanh tanhshrink softshrink hardshrink"
+        "relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid "
+        "sigmoid logsigmoid tanh tanhshrink softshrink hardshrink"
     ).split(),
     *(
-        "exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs absolute neg negative sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold"
+        "exp expm1 log log1p log2 log10 sqrt rsqrt square reciprocal abs absolute neg negative "
+        "sin cos tan atan atan2 erf clamp clamp_min clamp_max sign threshold"
     ).split(),
     *(
-        "sub subtract rsub pow maximum minimum fmax fmin lerp addcmul addcdiv hypot logaddexp nan_to_num detach"
+        "sub subtract rsub pow maximum minimum fmax fmin lerp addcmul addcdiv hypot logaddexp "
+        "nan_to_num detach"
     ).split(),
     *(
-        "__rsub__ __rtruediv__ __rdiv__ __pow__ __rpow__ where masked_fill clip gt lt ge le eq ne greater less __gt__ __lt__ __ge__ __le__ __eq__ __ne__"
+        "__rsub__ __rtruediv__ __rdiv__ __pow__ __rpow__ where masked_fill clip gt lt ge le eq "
+        "ne greater less __gt__ __lt__ __ge__ __le__ __eq__ __ne__"
     ).split(),
     *(
-        "logical_and logical_or logical_not logical_xor __and__ __or__ __xor__ __invert__ bitwise_and bitwise_or bitwise_not floor ceil round trunc fmod remainder"
+        "logical_and logical_or logical_not logical_xor __and__ __or__ __xor__ __invert__ "
+        "bitwise_and bitwise_or bitwise_not floor ceil round trunc fmod remainder"
     ).split(),
     *("sinh cosh asinh heaviside xlogy isnan isinf isfinite floor_divide").split(),
 }

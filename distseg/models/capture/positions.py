@@ -127,7 +127,8 @@ class Positions(LooksAtSize):
             if axis.batch and y.shape[dim] > 1:
                 if not bool((y == y.narrow(dim, 0, 1)).all()):
                     raise ValueError(
-                        "the network has values of its own for each place and each image of a batch, by the image's number: leave that out"
+                        "the network has values of its own for each place and each image of a "
+                        "batch, by the image's number: leave that out"
                     )
                 y = y.narrow(dim, 0, 1)
         y = y.expand(

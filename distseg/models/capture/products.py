@@ -16,7 +16,11 @@ from distseg.models.capture.reducing import product
 from distseg.models.capture.values import Value
 from distseg.models.layers import Mean
 
-BETWEEN_PLACES = "multiplies places of the image with all others, as attention does: parts of an image do not have them; products of channels at each place, and their sums over all places, are known"
+BETWEEN_PLACES = (
+    "multiplies places of the image with all others, as attention does: parts of an image do "
+    "not have them; products of channels at each place, and their sums over all places, are "
+    "known"
+)
 
 
 def matmul(reader: Reader, a: Any, b: Any) -> Value:
@@ -43,12 +47,14 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
         if not reader.of_channels(along, x):
             raise reader.refusal(
-                f"multiplies places of {x!r} with weights, one for each place: over channels it is known"
+                f"multiplies places of {x!r} with weights, one for each place: over channels "
+                f"it is known"
             )
         return None
     if min(a.rank, b.rank) < 3:
         raise reader.refusal(
-            f"multiplies {a!r} with {b!r}, and so joins the images of a batch, which are computed apart from each other"
+            f"multiplies {a!r} with {b!r}, and so joins the images of a batch, which are "
+            f"computed apart from each other"
         )
     left, right = a.axes[-1], b.axes[-2]
     if left.of_channels and right.of_channels:
@@ -77,7 +83,8 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
         raise reader.refusal(
-            f"sums over the images of a batch (dim {missing[0]}), which are computed apart from each other"
+            f"sums over the images of a batch (dim {missing[0]}), which are computed apart "
+            f"from each other"
         )
     summed = [label for label, axis in axes.items() if axis.places and label not in written]
     if not summed:
@@ -86,7 +93,8 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
         axes[label].places for label in written
     ):
         raise reader.refusal(
-            "sums over rows or columns of the image alone: over all places, and over channels, it is known"
+            "sums over rows or columns of the image alone: over all places, and over channels, "
+            "it is known"
         )
     made = tuple(axes[label] for label in written)
     if (pair := _pair(labels, operands, written, axes)) is not None:
@@ -109,7 +117,8 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
         raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
     if not all(of[-1].of_channels for of in axes):
         raise reader.refusal(
-            "measures distances of channels over places of the image: of places over channels it is known"
+            "measures distances of channels over places of the image: of places over channels "
+            "it is known"
         )
     if (
         places_of((*axes[0][-2:-1], *axes[1][-2:-1]))
@@ -157,7 +166,9 @@ def _axes_of_labels(
                     found[label] = axis
                 elif axis not in (Axis(), found[label]):
                     raise reader.refusal(
-                        f"multiplies {' with '.join(repr(y) for y in operands if isinstance(y, Value))}, whose dims {label} are not alike"
+                        f"multiplies "
+                        f"{' with '.join(repr(y) for y in operands if isinstance(y, Value))}, "
+                        f"whose dims {label} are not alike"
                     )
     for letters, x in zip(labels, operands):
         if isinstance(x, Value):
@@ -167,7 +178,9 @@ def _axes_of_labels(
                 found[label] = Axis(cell=n)
             elif n != 1 and not found[label].of_channels:
                 raise reader.refusal(
-                    f"takes a tensor of {reader.shape_of(x)} with a value of its own for each place of the image, or for each image, which parts of an image do not know"
+                    f"takes a tensor of {reader.shape_of(x)} with a value of its own for each "
+                    f"place of the image, or for each image, which parts of an image do not "
+                    f"know"
                 )
     batches = {label for label, axis in found.items() if axis.batch}
     places = [d for axis in found.values() for d in axis.places]

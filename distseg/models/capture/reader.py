@@ -150,7 +150,8 @@ class Reader:
         self._check_draws(needed)
         if not calls[traces[0].result.call].graded:
             raise CanNotCapture(
-                f"its result, of {calls[traces[0].result.call]}, is computed without gradients (torch.no_grad): leave that to evaluation"
+                f"its result, of {calls[traces[0].result.call]}, is computed without gradients "
+                f"(torch.no_grad): leave that to evaluation"
             )
         result = self.values.get(traces[0].result)
         self.of_image = result is not None and result.vector
@@ -159,7 +160,9 @@ class Reader:
                 map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part])
             )
             raise CanNotCapture(
-                f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the size, and one for whole images makes a vector of each"
+                f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a "
+                f"segmentation network keeps the size, and one for whole images makes a vector "
+                f"of each"
             )
         self._let_go_of_unread(result)
         if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
@@ -407,7 +410,8 @@ class Reader:
         )
         if axes is None:
             raise self.refusal(
-                f"makes a tensor of {shape} of {like!r}, whose dims are neither images, channels nor places: that is not known here"
+                f"makes a tensor of {shape} of {like!r}, whose dims are neither images, "
+                f"channels nor places: that is not known here"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
             raise self.refusal(_OF_BATCH.format("of each other"))
@@ -415,7 +419,9 @@ class Reader:
         if places and places != tuple(range(self.dims)):
             whole = len(set(places)) == self.dims
             raise self.refusal(
-                f"makes {shape} of {like!r}: it {'turns the image, or joins all places with all' if whole else 'takes rows or columns of the image together'}, which is not known here"
+                f"makes {shape} of {like!r}: it "
+                f"{'turns the image, or joins all places with all' if whole else 'takes rows or columns of the image together'}, "
+                f"which is not known here"
             )
         return axes
 
@@ -444,7 +450,8 @@ class Reader:
                 or len({shape[1] for shape in shapes}) > 1
             ):
                 raise self.refusal(
-                    f"makes a tensor of {shapes[0]} of {reads[0]!r}, which is no map of as many images, with channels that do not depend on the image's size"
+                    f"makes a tensor of {shapes[0]} of {reads[0]!r}, which is no map of as "
+                    f"many images, with channels that do not depend on the image's size"
                 )
             axes = plain_axes(shapes[0][1], self.dims)
         else:
@@ -465,7 +472,9 @@ class Reader:
         """A map, and how sizes follow its own; ``x``: what is to get them."""
         if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
             raise self.refusal(
-                f"makes {'x'.join(map(str, sizes[0]))} places of {'x'.join(map(str, x.sizes[0]))}, as many as no other map has, and no fraction of one"
+                f"makes {'x'.join(map(str, sizes[0]))} places of "
+                f"{'x'.join(map(str, x.sizes[0]))}, as many as no other map has, and no "
+                f"fraction of one"
             )
         return found
 
@@ -534,13 +543,15 @@ class Reader:
         """A map of the size that lines follow, of which functions of them look at the size."""
         if not all(x.vector for x in lines):
             raise self.refusal(
-                f"joins {' and '.join(map(repr, lines))} in a way that is not known here: multiplied or added, place by place, they are known"
+                f"joins {' and '.join(map(repr, lines))} in a way that is not known here: "
+                f"multiplied or added, place by place, they are known"
             )
         if {d for axis in axes for _, dims in axis.whole for d in dims} == set(
             range(self.dims)
         ) and not _is_sum(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[0]} of {lines[0]!r}, a map that each rank would have as a whole: made by adding or multiplying lines it is known"
+                f"makes {self.call.shapes[0]} of {lines[0]!r}, a map that each rank would have "
+                f"as a whole: made by adding or multiplying lines it is known"
             )
         found = self.same_places(lines[0].sizes)
         if found is None:
@@ -652,7 +663,8 @@ class Reader:
             )
         if x.vector:
             raise self.refusal(
-                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed: of maps that is known"
+                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed: "
+                f"of maps that is known"
             )
         return self.scaled(
             self.layer(kind, x, *args, False, tensors=tensors, axes=x.axes, **kwargs), weight, bias
@@ -690,7 +702,8 @@ class Reader:
             kinds = {(axis.batch, axis.places, axis.whole) for axis in there}
             if len(kinds) > 1:
                 raise self.refusal(
-                    f"joins {' and '.join(map(repr, dict.fromkeys(maps)))}, whose dims are not alike"
+                    f"joins {' and '.join(map(repr, dict.fromkeys(maps)))}, whose dims are not "
+                    f"alike"
                 )
             places = any(axis.batch or axis.places or axis.whole for axis in there)
             for x, shape in others:
@@ -698,7 +711,8 @@ class Reader:
                     raise self.refusal(_EACH_PLACE.format(shape))
         if any(len(shape) > rank for _, shape in others):
             raise self.refusal(
-                f"joins {maps[0]!r} with a tensor of {max((shape for _, shape in others), key=len)}, which has more dims"
+                f"joins {maps[0]!r} with a tensor of "
+                f"{max((shape for _, shape in others), key=len)}, which has more dims"
             )
         return self.formula(args, kwargs, part)
 
@@ -717,7 +731,8 @@ class Reader:
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
         if not like.vector and not places_of(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} of {like!r}: it takes places of the image together in a way that is not known here"
+                f"makes {self.call.shapes[part or 0]} of {like!r}: it takes places of the "
+                f"image together in a way that is not known here"
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
@@ -757,7 +772,8 @@ class Reader:
             case Value():
                 if tree not in maps:
                     raise self.refusal(
-                        f"takes a weight, or another tensor of its own, that is computed from the image ({tree!r}): that is not known here"
+                        f"takes a weight, or another tensor of its own, that is computed from "
+                        f"the image ({tree!r}): that is not known here"
                     )
                 return Map(list(maps).index(tree))
             case Kept():
@@ -770,22 +786,26 @@ class Reader:
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
                     raise self.refusal(
-                        f"takes what {call} makes, which {'has no value yet: use zeros' if 'empty' in call.name else DRAWS}"
+                        f"takes what {call} makes, which "
+                        f"{'has no value yet: use zeros' if 'empty' in call.name else DRAWS}"
                     )
                 if (found := constant_of(self.traces[0].calls, tree)) is not None:
                     others = [constant_of(t.calls, tree) for t in self.traces[1:]]
                     if not all(other is not None and torch.equal(found, other) for other in others):
                         raise self.refusal(
-                            f"takes what {call} makes, which has other values with other sizes of images: {POSITIONS}"
+                            f"takes what {call} makes, which has other values with other sizes "
+                            f"of images: {POSITIONS}"
                         )
                     return Fixed(found)
                 if call.name in _CASTS:
                     raise self.refusal(
-                        f"takes what {call} makes, a cast: keep that parameter or buffer in floating point, and leave types to train.precision"
+                        f"takes what {call} makes, a cast: keep that parameter or buffer in "
+                        f"floating point, and leave types to train.precision"
                     )
                 if not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(
-                        f"takes what {call} makes, which is neither computed of the image nor of parameters, and depends on the image's size: {POSITIONS}"
+                        f"takes what {call} makes, which is neither computed of the image nor "
+                        f"of parameters, and depends on the image's size: {POSITIONS}"
                     )
                 calls = [t.calls[tree.call] for t in self.traces]
                 step = Step(
@@ -839,7 +859,8 @@ class Reader:
             or x.rank < 2
         ):
             raise self.refusal(
-                f"drops numbers of {x!r}: of a map (N, C, {', '.join('DHW'[-self.dims :])}), or one whose channels come last, that is known"
+                f"drops numbers of {x!r}: of a map (N, C, {', '.join('DHW'[-self.dims :])}), "
+                f"or one whose channels come last, that is known"
             )
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
         self._claim(self.number, made, not x.vector and order == last and order != first)
@@ -875,7 +896,9 @@ class Reader:
             return None
         if draw.call in self._claimed:
             raise self.refusal(
-                f"leaves out images by {calls[draw.call]}, as another function does: one draw at several places is not known here: draw for each of them, or multiply their sum or torch.cat"
+                f"leaves out images by {calls[draw.call]}, as another function does: one draw "
+                f"at several places is not known here: draw for each of them, or multiply "
+                f"their sum or torch.cat"
             )
         before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
         kept, evaluated = (
@@ -918,7 +941,8 @@ class Reader:
                     shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)),
                 )
         raise self.refusal(
-            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} places, as many as no other map has"
+            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} places, as "
+            f"many as no other map has"
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
@@ -965,10 +989,19 @@ class Reader:
         )
 
 
-DIFFERENT = "it calls other functions with other sizes of images: what its code does must not depend on them"
+DIFFERENT = (
+    "it calls other functions with other sizes of images: what its code does must not depend "
+    "on them"
+)
 POSITIONS = "values of its own for each place of the image are not known here"
-_EACH_PLACE = "takes a tensor of {} with a value of its own for each place of the image, or for each image of the batch, which parts of an image do not know"
-_OF_BATCH = "joins the images of a batch {}, which are computed apart from each other: leave that out, or use a batch norm"
+_EACH_PLACE = (
+    "takes a tensor of {} with a value of its own for each place of the image, or for each "
+    "image of the batch, which parts of an image do not know"
+)
+_OF_BATCH = (
+    "joins the images of a batch {}, which are computed apart from each other: leave that out, "
+    "or use a batch norm"
+)
 _DROPOUTS = (
     "dropout",
     "dropout1d",

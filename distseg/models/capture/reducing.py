@@ -76,7 +76,8 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
     over = reader.dims_of(dim, x)
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
         raise reader.refusal(
-            f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}): over all places, over channels, or over both, it is known"
+            f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}): over "
+            f"all places, over channels, or over both, it is known"
         )
     return over
 
@@ -257,7 +258,8 @@ def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) 
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
         raise reader.refusal(
-            "ranks rows or columns of the image alone: over channels, or all places in one dim (x.flatten(2)), it is known"
+            "ranks rows or columns of the image alone: over channels, or all places in one dim "
+            "(x.flatten(2)), it is known"
         )
     order = [d for d in range(x.rank) if d != at]
     axes = *(x.axes[d] for d in order), Axis(cell=k)

@@ -58,7 +58,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
     if name not in POINTWISE | _ARITHMETIC and (numbers := found_in((args, kwargs), ByType)):
         raise reader.refusal(
-            f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere write the number"
+            f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere "
+            f"write the number"
         )
     tracks = name == "instance_norm" and any(
         x is not None for x in (*args[1:3], kwargs.get("running_mean"))
@@ -81,7 +82,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     if name in POINTWISE:
         return reader.pointwise(args, kwargs)
     raise reader.refusal(
-        "is not known here: write it as convolutions, poolings, up-samplings, norms and functions of single cells"
+        "is not known here: write it as convolutions, poolings, up-samplings, norms and "
+        "functions of single cells"
     )
 
 
@@ -164,7 +166,8 @@ class Rules:
         x = self.value(input)
         if not self.of_channels(-1, x):
             raise self.refusal(
-                f"multiplies places of {x!r} with weights, one for each place: over channels it is known"
+                f"multiplies places of {x!r} with weights, one for each place: over channels "
+                f"it is known"
             )
         return self.formula((x, weight, bias), {})
 
@@ -206,7 +209,8 @@ class Rules:
             and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module
         ):
             raise self.refusal(
-                "is called on the running statistics of another module, in an order that is not kept: call that module, or give each its own"
+                "is called on the running statistics of another module, in an order that is "
+                "not kept: call that module, or give each its own"
             )
         tensors = dict(running_mean=running_mean, running_var=running_var)
         if (
@@ -252,7 +256,8 @@ class Rules:
             raise self.refusal(f"takes {x!r}, where a map is expected")
         if running_mean is not None or not use_input_stats:
             raise self.refusal(
-                "has running statistics, which instance norms have none of here: set track_running_stats=False"
+                "has running statistics, which instance norms have none of here: set "
+                "track_running_stats=False"
             )
         if self.folding:
             return self.norm(
@@ -290,7 +295,8 @@ class Rules:
             return self.formula((x, over, weight, bias, eps), {})
         if weight is not None or bias is not None:
             raise self.refusal(
-                "normalises places of the image with weights, one for each place: over channels, or without weights (elementwise_affine=False), it is known"
+                "normalises places of the image with weights, one for each place: over "
+                "channels, or without weights (elementwise_affine=False), it is known"
             )
         kept = x.axes[: x.rank - len(over)]
         cells = [axis.cell for axis in kept if axis.cell != 1]
@@ -300,7 +306,8 @@ class Rules:
             or any(axis.mixed for axis in kept)
         ):
             raise self.refusal(
-                f"normalises some dims of {x!r}: over channels, over all places, or over both, it is known"
+                f"normalises some dims of {x!r}: over channels, over all places, or over both, "
+                f"it is known"
             )
         return self.layer(nn.GroupNorm, x, math.prod(cells), x.channels, eps, False, axes=x.axes)
 
@@ -319,12 +326,14 @@ class Rules:
         x = self.value(input)
         if x.rank == 3 and dropout and training and layers > 1:
             raise self.refusal(
-                "drops numbers between its layers: take layers of one each, with nn.Dropout between them"
+                "drops numbers between its layers: take layers of one each, with nn.Dropout "
+                "between them"
             )
         along = 1 if batch_first else 0
         if x.rank != 3 or x.axes[along].places or x.axes[along].batch or not self.of_channels(2, x):
             raise self.refusal(
-                f"goes from place to place of the image, one after another ({x!r}), which parts of an image do not: over the channels of each place it is known"
+                f"goes from place to place of the image, one after another ({x!r}), which "
+                f"parts of an image do not: over the channels of each place it is known"
             )
         given = (x, hx, weights, biases, layers, dropout, training, both_ways, batch_first)
         return tuple(self.formula(given, {}, part) for part in range(len(self.call.shapes)))
@@ -334,7 +343,8 @@ class Rules:
     def gru_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place: over channels it is known"
+                "multiplies places of the image with weights, one for each place: over "
+                "channels it is known"
             )
         return self.formula((input, hx, *weights), {})
 
@@ -343,7 +353,8 @@ class Rules:
     def lstm_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place: over channels it is known"
+                "multiplies places of the image with weights, one for each place: over "
+                "channels it is known"
             )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
 
@@ -379,7 +390,8 @@ class Rules:
         x, ranks = self.value(input), RANKS_OF_DROPOUTS.get(self.call.name)
         if ranks and x.rank not in ranks and training and p:
             raise self.refusal(
-                f"is given a tensor of {x.rank} dims, which PyTorch takes for one image without a dim of the batch: use the dropout for images of so many dims"
+                f"is given a tensor of {x.rank} dims, which PyTorch takes for one image "
+                f"without a dim of the batch: use the dropout for images of so many dims"
             )
         if (
             not (
@@ -488,7 +500,8 @@ class Rules:
             return self.following(lambda: ResizeTo(rules, "area"), x, like, rules)
         if len(sizes) > 1:
             raise self.refusal(
-                f"pools to {output_size}, whose cells depend on the image's size along some dims alone: to a grid of so many cells, as (2, 2), it is known"
+                f"pools to {output_size}, whose cells depend on the image's size along some "
+                f"dims alone: to a grid of so many cells, as (2, 2), it is known"
             )
         (grid,) = sizes
         return _to_grid(self, x, Mean(grid))
@@ -502,7 +515,8 @@ class Rules:
             return of_lines(self, x, over, lambda: Max(first=True))
         if return_indices or len(sizes) > 1:
             raise self.refusal(
-                f"takes the maxima of a grid of {output_size} that grows with the image, or their places: of a grid of so many cells, as (2, 2), they are known"
+                f"takes the maxima of a grid of {output_size} that grows with the image, or "
+                f"their places: of a grid of so many cells, as (2, 2), they are known"
             )
         if sizes == {(1,) * self.dims}:
             return of_image(self, x, lambda: Max(first=True))

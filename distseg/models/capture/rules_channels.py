@@ -104,7 +104,8 @@ class Channels:
 
     def cuda(self: Reader, input, *_, **more):
         raise self.refusal(
-            "moves a tensor to a device of its own: leave that to the run (device of x, as in torch.zeros(..., device=x.device))"
+            "moves a tensor to a device of its own: leave that to the run (device of x, as in "
+            "torch.zeros(..., device=x.device))"
         )
 
     cpu = cuda
@@ -158,7 +159,8 @@ class Channels:
     ):
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise self.refusal(
-                "changes its weights, or their gradients, by how often they are taken (max_norm, scale_grad_by_freq, sparse): leave that out"
+                "changes its weights, or their gradients, by how often they are taken "
+                "(max_norm, scale_grad_by_freq, sparse): leave that out"
             )
         return self.formula((input, weight, padding_idx), {})
 
@@ -211,7 +213,8 @@ class Channels:
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
                 raise self.refusal(
-                    "assigns to places that a mask picks: a mask of all of the tensor's dims, and a number, are known; or use torch.where"
+                    "assigns to places that a mask picks: a mask of all of the tensor's dims, "
+                    "and a number, are known; or use torch.where"
                 )
             return self.formula((x, index, value), {})
         index = index if isinstance(index, tuple) else (index,)
@@ -251,7 +254,8 @@ class Channels:
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal(
-                "joins maps along places of the image, or with different dims: along channels it is known"
+                "joins maps along places of the image, or with different dims: along channels "
+                "it is known"
             )
         if all(x.vector for x in maps):
             maps = self.meeting(maps)
@@ -341,7 +345,8 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(
-            f"makes a tensor of {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image"
+            f"makes a tensor of {reader.call.shapes[0]}, which has neither the places of a map "
+            f"that was made before, nor those of the image"
         )
     like, axes = found
     fill = partial(_filled, channels=channels_of(axes), value=value, places=bool(places_of(axes)))
@@ -355,17 +360,20 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(
-            f"expands a parameter to {reader.call.shapes[0]}, which has neither the places of a map that was made before, nor those of the image"
+            f"expands a parameter to {reader.call.shapes[0]}, which has neither the places of "
+            f"a map that was made before, nor those of the image"
         )
     like, axes = found
     shape = reader.shape_of(x)
     if any(n != 1 and not axis.of_channels for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
-            f"takes a tensor of {shape} with a value of its own for each place of the image, or for each image: {POSITIONS}"
+            f"takes a tensor of {shape} with a value of its own for each place of the image, "
+            f"or for each image: {POSITIONS}"
         )
     if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
-            f"repeats a tensor of {shape} along dims longer than 1: along dims of length 1, and over images, it is known"
+            f"repeats a tensor of {shape} along dims longer than 1: along dims of length 1, "
+            f"and over images, it is known"
         )
     own: dict[str, Kept] = {}
     steps: list[Step] = []

@@ -18,7 +18,10 @@ from distseg.models.capture.values import Value
 from distseg.models.moving import Blocks, Overlaid, Windows
 
 _PART = "takes a part of the image, or of the batch: of the channels it is known"
-_INDICES = "takes places that are none of a max pooling with return_indices=True, whose windows do not overlap (stride = kernel_size, no padding), as it made them"
+_INDICES = (
+    "takes places that are none of a max pooling with return_indices=True, whose windows do "
+    "not overlap (stride = kernel_size, no padding), as it made them"
+)
 
 
 class Moving:
@@ -49,7 +52,8 @@ class Moving:
         place = dim_of_place(self, x, at, "repeats")
         if not isinstance(repeats, int):
             raise self.refusal(
-                "repeats each place of the image a number of times of its own, or one that depends on the image's size"
+                "repeats each place of the image a number of times of its own, or one that "
+                "depends on the image's size"
             )
         factors = tuple(float(repeats) if d == place else 1.0 for d in range(self.dims))
         sizes = tuple(tuple(int(n * f) for n, f in zip(size, factors)) for size in x.sizes)
@@ -95,7 +99,8 @@ class Moving:
         }
         if len(extras) > 1:
             raise self.refusal(
-                "leaves places of the image out, behind the last window, whose number depends on the image's size: pad the image to a multiple of the stride"
+                "leaves places of the image out, behind the last window, whose number depends "
+                "on the image's size: pad the image to a multiple of the stride"
             )
         settings = kernel, stride, dilation, padding, extras.pop()
         return self.emit(lambda _: Overlaid(*settings), [x])
@@ -121,7 +126,8 @@ class Moving:
         )
         if not known:
             raise self.refusal(
-                "returns the places of the maxima of windows that overlap, have padding, or round up: of others (stride = kernel_size) they are known"
+                "returns the places of the maxima of windows that overlap, have padding, or "
+                "round up: of others (stride = kernel_size) they are known"
             )
         pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
         largest = self.layer(pool, x, kernel_size=kernel)
@@ -169,23 +175,31 @@ class Moving:
 
     def flip(self: Reader, input, *sizes, dims=()):
         given = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes or dims
-        why = "turns the image round, so that each part would need the one on the other side: channels may be; flip images and labels together as augmentation"
+        why = (
+            "turns the image round, so that each part would need the one on the other side: "
+            "channels may be; flip images and labels together as augmentation"
+        )
         return over_channels(self, input, (input, given), given, why)
 
     def roll(self: Reader, input, shifts, dims=None):
-        why = "shifts the image: channels may be; of the image opposite borders would meet: F.pad with a negative side and a positive one shifts it and fills in zeros"
+        why = (
+            "shifts the image: channels may be; of the image opposite borders would meet: "
+            "F.pad with a negative side and a positive one shifts it and fills in zeros"
+        )
         return over_channels(self, input, (input, shifts, dims), dims, why)
 
     def grid_sample(self: Reader, input, grid, *settings, **more):
         raise self.refusal(
-            "takes places of the image that a grid says, which may lie anywhere in it: F.interpolate, slices and F.pad move places by rules that are known"
+            "takes places of the image that a grid says, which may lie anywhere in it: "
+            "F.interpolate, slices and F.pad move places by rules that are known"
         )
 
     grid_sampler = affine_grid = grid_sample
 
     def deform_conv2d(self: Reader, input, *settings, **more):
         raise self.refusal(
-            "takes places of the image that its offsets say, which may lie anywhere in it: use a convolution with dilation, or F.unfold and weights for each place"
+            "takes places of the image that its offsets say, which may lie anywhere in it: use "
+            "a convolution with dilation, or F.unfold and weights for each place"
         )
 
 

@@ -101,6 +101,7 @@ def _ratio(reader: Reader, x: Value, sizes: Sequence[Size], factors: Any) -> str
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]
     if any(tuple(found) != wanted for found, wanted in zip(each, ratios)):
         raise reader.refusal(
-            "has a scale factor that follows the image's size in a way that is not known here: give it the size of a map"
+            "has a scale factor that follows the image's size in a way that is not known here: "
+            "give it the size of a map"
         )
     return RATIO

@@ -168,7 +168,8 @@ class Statistics:
         maps = [self.value(x) for x in (input1, input2)]
         if not all(self.of_channels(-1, x) for x in maps):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place: over channels it is known"
+                "multiplies places of the image with weights, one for each place: over "
+                "channels it is known"
             )
         return self.formula((*maps, weight, bias), {})
 
@@ -255,7 +256,11 @@ class Statistics:
         return distances(self, x1, x2, p, compute_mode)
 
 
-_RANKED = "ranks all places of the image: over channels it is known; over places take the k largest or least ones (torch.topk, with k the same for all images), a mean, a maximum, or a softmax"
+_RANKED = (
+    "ranks all places of the image: over channels it is known; over places take the k largest "
+    "or least ones (torch.topk, with k the same for all images), a mean, a maximum, or a "
+    "softmax"
+)
 
 
 def _is_tensor(x: Any) -> bool:

@@ -144,7 +144,8 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
         raise
     except Exception as e:
         raise CanNotCapture(
-            f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with {user_error(e)}"
+            f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with "
+            f"{user_error(e)}"
         ) from e
     check_statistics(recorder.calls)
     if not isinstance(result, Tensor):
@@ -174,14 +175,21 @@ def returned(result: Any, line: str | None = None) -> str:
         if isinstance(result, (tuple, list))
         else []
     )
-    kind = f"a {type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
+    kind = (
+        f"a "
+        f"{type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
+    )
     where, such = (
         f" ({line})" if line else "",
         f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}"
         if names
         else "",
     )
-    return f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs which ones are trained on, with which weights{such}, or write a module around it whose forward returns one"
+    return (
+        f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs "
+        f"which ones are trained on, with which weights{such}, or write a module around it "
+        f"whose forward returns one"
+    )
 
 
 def check_statistics(calls: Sequence[Called]) -> None:
@@ -214,7 +222,8 @@ def check_statistics(calls: Sequence[Called]) -> None:
         )
         if read and call.name != "batch_norm" and not counts:
             raise Hidden(
-                f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: compute that in the training loop"
+                f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: "
+                f"compute that in the training loop"
             )
 
 
@@ -343,7 +352,9 @@ class _Recorder(TorchFunctionMode):
         }
         self._autocast = torch.is_autocast_enabled("cpu")
         self._drawn: list[bool] | None = (
-            None  # of the call at hand: whether the numbers of each draw are there to be looked at; None between calls
+            # of the call at hand: whether the numbers of each draw are there to be looked at; None
+            # between calls
+            None
         )
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -364,12 +375,14 @@ class _Recorder(TorchFunctionMode):
     def note_system(self, line: str) -> None:
         module = self.inside and self.inside[-1] or "the model"
         raise Hidden(
-            f"{module} ({line}) takes random numbers from the system, as a generator without a seed does: {INSTEAD}"
+            f"{module} ({line}) takes random numbers from the system, as a generator without a "
+            f"seed does: {INSTEAD}"
         )
 
     def refuse_saved(self) -> None:
         raise CanNotCapture(
-            f"saved_tensors_hooks in {self._where} may change what the backward pass computes with: leave it out"
+            f"saved_tensors_hooks in {self._where} may change what the backward pass computes "
+            f"with: leave it out"
         )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -381,7 +394,8 @@ class _Recorder(TorchFunctionMode):
         name = _name_of(function)
         if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
             raise CanNotCapture(
-                f"{name} in {self._where} changes a tensor in place inside TorchScript: write it in plain PyTorch"
+                f"{name} in {self._where} changes a tensor in place inside TorchScript: write "
+                f"it in plain PyTorch"
             )
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
@@ -391,7 +405,8 @@ class _Recorder(TorchFunctionMode):
         except (RuntimeError, TypeError) as e:  # NotImplementedError is one of these
             if "meta" in str(e).lower() and any(x.is_meta for x in given.values()):
                 raise CanNotCapture(
-                    f"{_plain(name).strip('_')} in {self._where} {self._looked_at(list(given.values()))}"
+                    f"{_plain(name).strip('_')} in {self._where} "
+                    f"{self._looked_at(list(given.values()))}"
                 ) from e
             raise
         finally:
@@ -472,7 +487,8 @@ class _Recorder(TorchFunctionMode):
         )
         if kept in self._counted:
             raise Hidden(
-                f"{self._where} reads {kept}, which a norm moves once a step, not with each pass: compute that in the training loop"
+                f"{self._where} reads {kept}, which a norm moves once a step, not with each "
+                f"pass: compute that in the training loop"
             )
         return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
 
@@ -483,7 +499,9 @@ class _Recorder(TorchFunctionMode):
             for x in args
         ):
             raise CanNotCapture(
-                f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, grad, jvp), which gives it tensors of another kind: write it for whole batches"
+                f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, "
+                f"grad, jvp), which gives it tensors of another kind: write it for whole "
+                f"batches"
             )
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
@@ -505,25 +523,29 @@ class _Recorder(TorchFunctionMode):
         ):
             what = "grad_fn" if name.endswith("__get__") else _plain(name)
             raise CanNotCapture(
-                f"{what} in {self._where} changes gradients by a hook, which parts of an image would have each to itself: leave it out"
+                f"{what} in {self._where} changes gradients by a hook, which parts of an image "
+                f"would have each to itself: leave it out"
             )
 
     def _check_types(self, name: str) -> None:
         """Refuse what depends on the type that a run computes in, or on how far the step is."""
         if torch.is_autocast_enabled("cpu") != self._autocast:
             raise CanNotCapture(
-                f"{_plain(name)} in {self._where} runs under an autocast of its own: leave types to train.precision"
+                f"{_plain(name)} in {self._where} runs under an autocast of its own: leave "
+                f"types to train.precision"
             )
         if name.endswith(".grad.__get__") and is_users(sys._getframe(2).f_code):
             raise Hidden(
-                f"{self._where} reads the gradient of a tensor, which depends on what was computed before: compute it in the training loop"
+                f"{self._where} reads the gradient of a tensor, which depends on what was "
+                f"computed before: compute it in the training loop"
             )
 
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
         """Refuse a change, without gradients, of what a gradient goes through: it would go through what was there before."""
         if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
             raise CanNotCapture(
-                f"{_plain(name)} in {self._where} changes a tensor in place without gradients (torch.no_grad), past its gradient: use detach() or clone()"
+                f"{_plain(name)} in {self._where} changes a tensor in place without gradients "
+                f"(torch.no_grad), past its gradient: use detach() or clone()"
             )
 
     def _value_or_none(self, x: Tensor) -> Made | Kept | None:
@@ -653,7 +675,9 @@ class _Recorder(TorchFunctionMode):
             if isinstance(known.value, Kept):
                 if not _of_a_norm(called, known.value.name):
                     raise Hidden(
-                        f"{called} changes {known.value.name} with each forward pass, as spectral norm does, and windows and tiles are passes of their own: leave that out, or use weight_norm"
+                        f"{called} changes {known.value.name} with each forward pass, as "
+                        f"spectral norm does, and windows and tiles are passes of their own: "
+                        f"leave that out, or use weight_norm"
                     )
             elif key not in made:
                 known.value = None
@@ -675,7 +699,8 @@ class _Recorder(TorchFunctionMode):
                 None,
             )
             raise (Hidden if kept else CanNotCapture)(
-                f"{called} changes the data of {kept or 'a tensor'} ({line}), past its gradient: {KEEP_NOTHING if kept else 'use clone()'}"
+                f"{called} changes the data of {kept or 'a tensor'} ({line}), past its "
+                f"gradient: {KEEP_NOTHING if kept else 'use clone()'}"
             )
 
     def _know(self, x: Tensor, value: Made | Kept) -> None:
@@ -686,14 +711,17 @@ class _Recorder(TorchFunctionMode):
         if known is None and (attribute := _attribute(self._model, x)) is not None:
             place, name = attribute
             raise CanNotCapture(
-                f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, so it would not follow the network to other devices and types: "
+                f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, "
+                f"so it would not follow the network to other devices and types: "
                 f"write self.register_buffer({name!r}, ...)"
             )
         if known is None and not x.is_meta and not x.requires_grad and x.grad_fn is None:
             return self._constant(x)
         if known is None:
             raise CanNotCapture(
-                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, and of no function of PyTorch's (an autograd.Function of your own, or a tensor kept in a list?)"
+                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, "
+                f"and of no function of PyTorch's (an autograd.Function of your own, or a "
+                f"tensor kept in a list?)"
             )
         if (
             isinstance(known.value, Made)
@@ -702,12 +730,15 @@ class _Recorder(TorchFunctionMode):
             and not self.calls[known.value.call].graded
         ):
             raise CanNotCapture(
-                f"{what} takes what {type(x.grad_fn).__name__.removesuffix('Backward')} makes, an autograd.Function of your own, whose gradient is not known: write it with PyTorch's functions, "
+                f"{what} takes what {type(x.grad_fn).__name__.removesuffix('Backward')} makes, "
+                f"an autograd.Function of your own, whose gradient is not known: write it with "
+                f"PyTorch's functions, "
                 "as y + (z - y).detach() for a result z with the gradient of y"
             )
         if known.value is None:
             raise CanNotCapture(
-                f"{what} reads a tensor that was overwritten in place through a view of it: leave out the in-place operation"
+                f"{what} reads a tensor that was overwritten in place through a view of it: "
+                f"leave out the in-place operation"
             )
         return known.value
 
@@ -825,21 +856,35 @@ def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
 
 
 INSTEAD = (
-    "use nn.Dropout, whose masks belong to pixels; to leave a layer out now and then, multiply its result by a 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / keep, "
+    "use nn.Dropout, whose masks belong to pixels; to leave a layer out now and then, multiply "
+    "its result by a 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / "
+    "keep, "
     "as timm's DropPath does"
 )
 IN_ATTENTION = (
-    "drops weights of attention at random, others on each rank and for each part of an image: set its dropout to 0"
-    " (nn.TransformerEncoderLayer and nn.TransformerDecoderLayer have 0.1), and use nn.Dropout on its result"
+    "drops weights of attention at random, others on each rank and for each part of an image: "
+    "set its dropout to 0"
+    " (nn.TransformerEncoderLayer and nn.TransformerDecoderLayer have 0.1), and use nn.Dropout "
+    "on its result"
 )
 DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
 DRAWS_WHOLE = (
-    "draws random numbers, other ones on each rank: use nn.Dropout, nn.Dropout1d, nn.Dropout2d or nn.Dropout3d, whose masks belong to pixels and channels; of networks that are not followed "
-    "layer by layer no other random numbers are known, those of stochastic depth and of functions such as F.dropout neither: switch them off"
+    "draws random numbers, other ones on each rank: use nn.Dropout, nn.Dropout1d, nn.Dropout2d "
+    "or nn.Dropout3d, whose masks belong to pixels and channels; of networks that are not "
+    "followed "
+    "layer by layer no other random numbers are known, those of stochastic depth and of "
+    "functions such as F.dropout neither: switch them off"
 )
-BY_VALUE = "parts of an image do not have those of the whole, so what code does must not depend on them; compute with tensors alone, as by torch.where or masks"
+BY_VALUE = (
+    "parts of an image do not have those of the whole, so what code does must not depend on "
+    "them; compute with tensors alone, as by torch.where or masks"
+)
 EVALUATED_BEHIND = (
-    "is called in evaluation behind a call in training, whose running statistics it reads, and norms move them once a step, not with each pass: call it in evaluation first, "
+    "is called in evaluation behind a call in training, whose running statistics it reads, and "
+    "norms move them once a step, not with each pass: call it in evaluation first, "
     "or give it a layer of its own"
 )
-KEEP_NOTHING = "what a pass leaves behind differs from rank to rank and with the number of passes; compute it in the training loop, or use a norm's running statistics"
+KEEP_NOTHING = (
+    "what a pass leaves behind differs from rank to rank and with the number of passes; "
+    "compute it in the training loop, or use a norm's running statistics"
+)

@@ -1,8 +1,10 @@
-"""From any network to a :class:`distseg.models.network.Network` of layers that are known, with the very parameters of its own.
+"""Capture of any network as a :class:`distseg.models.network.Network` of supported layers.
 
-What the network calls is seen (:mod:`distseg.models.capture.trace`) on images of several sizes. Calls become layers by the rules of
-:mod:`distseg.models.capture.rules`, and what no rule knows is refused by name. Numbers that follow the image's size are told from settings by
-comparing the sizes.
+The captured network holds the parameters and buffers of the user's model, not copies.
+:mod:`distseg.models.capture.trace` records the calls of the forward pass on images of several
+sizes. The rules of :mod:`distseg.models.capture.rules` turn the calls into layers. A call without a
+rule raises an error that names it. A number that differs between the sizes follows the image's
+size; an equal one is a setting.
 """
 
 from __future__ import annotations
@@ -26,20 +28,27 @@ from distseg.models.modified import known, modification_of
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals, unbounded
 from distseg.models.passes import generators_kept, scripted
 
-_UNITS = (64, 256)  # pixels; the second for networks that want images to be multiples of more
-_COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))  # sizes that networks are looked at, in units
-_ODD = ((0, 1, 3), (1, 2, 0), (3, 5, 1))  # and what is added to them, in units of the multiple
-_SIDE = (256, 64, 64)  # of the image that both are compared on, by the number of its dims
+# In pixels. The second is for networks whose image sizes must be multiples of more than 64.
+_UNITS = (64, 256)
+# Image sizes of the traces, in units.
+_COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))
+# Additions to these sizes, in units of the multiple, for traces of odd sizes.
+_ODD = ((0, 1, 3), (1, 2, 0), (3, 5, 1))
+# Side of the image for the comparison, for 1, 2 and 3 dims.
+_SIDE = (256, 64, 64)
 
 
 def as_network(model: nn.Module) -> nn.Module:
-    """A network of layers that are known: the model itself if it is one, else what it is captured as; where that fails the model as it is, and ``refusals`` have why."""
+    """Return a network of supported layers: ``model`` itself if it is one, else its capture.
+
+    If the capture fails, return ``model`` unchanged and store the reason in ``refusals[model]``.
+    """
     if (
         is_flat(model)
-        and all(map(_is_known, (layer for _, layer in flat_layers(model))))
-        and not _stands_twice(model)
-        and not _drops_otherwise(model)
-        and not _stays_in_evaluation(model)
+        and all(map(_is_supported, (layer for _, layer in flat_layers(model))))
+        and not _repeats_layers(model)
+        and not _has_other_dropout(model)
+        and not _overrides_train(model)
         and hook_on_gradients(model) is None
     ):
         return model
@@ -55,7 +64,7 @@ def as_network(model: nn.Module) -> nn.Module:
 
 
 def hook_on_gradients(model: nn.Module) -> str | None:
-    """Return the name of a module or parameter whose gradient a hook of the user's is called with; None if there is none."""
+    """Return the name of a module or parameter with a gradient hook; None if none has one."""
     every = nn.modules.module
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return "every module (register_module_full_backward_hook)"
@@ -72,8 +81,8 @@ def hook_on_gradients(model: nn.Module) -> str | None:
     return next(modules, None) or next(parameters, None)
 
 
-def _is_known(layer: nn.Module) -> bool:
-    """Whether a layer computes what its class, PyTorch's or ours, says, and that has a twin for parts of an image."""
+def _is_supported(layer: nn.Module) -> bool:
+    """Return True if a layer is unmodified and has a distributed counterpart."""
     return (
         not isinstance(layer, _OF_IMAGES)
         and type(layer) is known(type(layer)) is not nn.Module
@@ -83,14 +92,20 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
-def _stands_twice(model: nn.Module) -> bool:
-    """Tell whether a flat network has a norm or dropout at several places, whose statistics and masks belong to a place."""
+def _repeats_layers(model: nn.Module) -> bool:
+    """Return True if a flat network uses one norm or dropout layer at several positions.
+
+    Running statistics and masks belong to one position, so a capture makes a layer for each.
+    """
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)
 
 
-def _drops_otherwise(model: nn.Module) -> bool:
-    """Tell whether a network has a dropout for images of other dims than its own, to which PyTorch's functions do something else."""
+def _has_other_dropout(model: nn.Module) -> bool:
+    """Return True if a DropoutNd layer has another number of dims than the images.
+
+    PyTorch's functions then treat the tensor differently from the layer for images.
+    """
     drops = [layer for layer in model.modules() if isinstance(layer, (nn.Dropout1d, nn.Dropout3d))]
     with suppress(ValueError):
         return bool(drops) and any(
@@ -100,8 +115,8 @@ def _drops_otherwise(model: nn.Module) -> bool:
     return False
 
 
-def _stays_in_evaluation(model: nn.Module) -> bool:
-    """Tell whether a module has a way of its own to go over to training, as frozen parts have that stay in evaluation."""
+def _overrides_train(model: nn.Module) -> bool:
+    """Return True if a module overrides ``train`` or ``eval``, as frozen parts do."""
     return any(
         "train" in vars(module)
         or "eval" in vars(module)
@@ -133,17 +148,19 @@ _OF_IMAGES = (
 
 
 def capture(model: nn.Module, in_channels: int | None = None) -> Network:
-    """The same network as layers that are known.
+    """Return a network of supported layers that computes the same as ``model``.
 
     Args:
-        model: (N, C, *size) -> (N, C', *size), or (N, C') for whole images; on any device. It is not changed.
-        in_channels: C; by default the likeliest number with which a forward pass goes through.
+        model: a module (N, C, *size) -> (N, C', *size), or (N, C') for whole images, on any device.
+            It is not changed.
+        in_channels: C; by default the most likely number with which a forward pass succeeds.
 
     Returns:
-        a network with the very parameters and buffers of the model.
+        a network that holds the parameters and buffers of ``model``.
 
     Raises:
-        CanNotCapture: naming the operation, the module that calls it, the line of code, and what would help.
+        CanNotCapture: names the operation, the module that calls it, the line of code, and the
+            repair.
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(
@@ -160,15 +177,16 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
 
 
 def _captured(model: nn.Module, in_channels: int | None) -> Network:
-    """Do what :func:`capture` says."""
+    """Trace a model, read the traces and check the result, as described for :func:`capture`."""
     try:
         empty = on_meta(model).double()
-    except Exception as e:  # a module's own way to be copied may fail by any
+    except Exception as e:
+        # A module's own __deepcopy__ may raise anything.
         raise CanNotCapture(f"it can't be copied: {' '.join(str(e).split())[:300]}") from e
     tell(model, in_channels)
     try:
         dims = dims_of(model)
-        likeliest = [bands_of(model)] if is_told(model) else _guessed(model)
+        likeliest = [bands_of(model)] if is_told(model) else _channels_to_try(model)
     except ValueError as e:
         raise CanNotCapture(str(e)) from None
     before = picture(empty.train())
@@ -193,7 +211,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
-        """Refuse what the passes up to now left behind."""
+        """Refuse the model if the passes so far have left a state behind."""
         others = [
             partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)
         ]
@@ -204,7 +222,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 
     @cache
     def passed(size: tuple[int, ...]) -> Trace:
-        """Return a trace for what is computed of an image's size, whatever else is going on."""
+        """Return a trace of an image of this size, without a change to random generators."""
         with generators_kept():
             return trace(empty, channels, size)
 
@@ -225,10 +243,10 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
                 break
     if found is None:
         call = whole.calls[whole.result.call]
-        refused.everywhere = (
-            refused.everywhere or len(call.shapes[whole.result.part]) != 2 + dims
-        )  # a vector of the image
-        raise refused  # at multiples of the smaller one
+        # A network whose output is a vector needs the whole image.
+        refused.everywhere = refused.everywhere or len(call.shapes[whole.result.part]) != 2 + dims
+        # Of the two units, report the error at the smaller one.
+        raise refused
     for smaller in (2**k for k in range(unit.bit_length() - 1)):
         odd = [tuple(n + smaller * o for n, o in zip(size, add)) for size, add in zip(sizes, _ODD)]
         with suppress(CanNotCapture):
@@ -263,7 +281,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 def _in_other_types(
     model: nn.Module, channels: int, size: Sequence[int]
 ) -> dict[torch.dtype, Trace]:
-    """Return traces in the types of runs, where the network runs in them."""
+    """Return a trace in float32 and one in bfloat16, for each type in which the network runs."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(CanNotCapture):
@@ -271,8 +289,12 @@ def _in_other_types(
     return found
 
 
-def _guessed(model: nn.Module) -> list[int]:
-    """Return numbers of bands to try where no image that was tried fits: those of the first convolution that is made, or of another one, which is called first."""
+def _channels_to_try(model: nn.Module) -> list[int]:
+    """Return the numbers of channels to try if no image has been given to the model yet.
+
+    The first is that of the first convolution; at most four come from other convolutions, because
+    the one that is called first may be another one.
+    """
     first = bands_of(model)
     others = sorted(
         {m.in_channels for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)} - {first}
@@ -283,11 +305,12 @@ def _guessed(model: nn.Module) -> list[int]:
 def _first_trace(
     empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]
 ) -> tuple[int, Trace]:
-    """Return the number of bands of a network's images, and a trace with such an image."""
+    """Return the number of channels of the network's images, and a trace with it."""
     for channels in likeliest[:-1]:
         with suppress(CanNotCapture):
             return channels, trace(empty, channels, size)
     if len(likeliest) > 1:
         with suppress(CanNotCapture):
             return likeliest[-1], trace(empty, likeliest[-1], size)
-    return likeliest[0], trace(empty, likeliest[0], size)  # which tells why
+    # Trace once more, to raise the reason.
+    return likeliest[0], trace(empty, likeliest[0], size)

@@ -1,8 +1,9 @@
-"""Reads the calls of a forward pass one after another, and makes the layers of a network of them.
+"""Reader of traces: turns the recorded calls, one after another, into the layers of a network.
 
-What a call is, is said by a rule (:mod:`distseg.models.capture.rules`); here is what rules are written with: maps as values, layers that join the network,
-refusals that name the call. Rules that keep numbers and give them another form: :mod:`distseg.models.capture.arranging`; that take statistics of the image:
-:mod:`distseg.models.capture.reducing`.
+A rule of :mod:`distseg.models.capture.rules` decides which layers a call becomes. :class:`Reader`
+has what rules are written with: checks of arguments, new layers, and error messages that name the
+call. :mod:`distseg.models.capture.arranging` has functions for reshaping,
+:mod:`distseg.models.capture.reducing` those for statistics over the image.
 """
 
 from __future__ import annotations
@@ -68,58 +69,65 @@ from distseg.tiling.resize import Follow
 
 
 class Differ(Exception):
-    """Two traces are not of the same calls."""
+    """Signal that two traces contain different calls."""
 
 
 class Reader:
-    """The layers of some traces of one network.
+    """Layers made of several traces of one network.
 
     Args:
-        shapes: of its parameters and buffers, by name.
-        sizes: of the image of each trace.
-        rule: what the call at hand makes of its arguments, in which maps are values (:func:`distseg.models.capture.rules.made`).
-        source: makes a trace of an image of any size.
+        shapes: shapes of the network's parameters and buffers, by name.
+        sizes: image size of each trace.
+        rule: function that returns the value of the current call
+            (:func:`distseg.models.capture.rules.made`). Feature maps among its arguments are
+            :class:`Value`.
+        source: function that returns a trace of an image of a given size.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[tuple[int, ...]], traces: Sequence[Trace], rule: Callable[["Reader", tuple, dict], Any],
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        sizes: Sequence[tuple[int, ...]],
+        traces: Sequence[Trace],
+        rule: Callable[["Reader", tuple, dict], Any],
         source: Callable[[tuple[int, ...]], Trace] | None = None,
-    ):  # fmt: skip
-        self.shapes, self.dims, self.sizes, self.traces, self._rule = (
-            shapes,
-            len(sizes[0]),
-            tuple(sizes),
-            traces,
-            rule,
-        )
-        self.told: dict[str, Any] = {}  # of layers by name, how their sizes follow others
-        self.source = source
-        self.positions: dict[
-            tuple, Value
-        ] = {}  # what was made of the image's size alone, by what it is and the dims that it has
+    ):
+        self.shapes, self.traces, self.source = shapes, traces, source
+        self.dims, self.sizes = len(sizes[0]), tuple(sizes)
+        self._rule = rule
+        # By layer name, the rules by which its size follows other sizes.
+        self.told: dict[str, Any] = {}
+        # Values computed from the image's size alone, by (what is computed, sizes, axes).
+        self.positions: dict[tuple, Value] = {}
+        # By layer name, in order: a function that makes the layer, given a function from names to
+        # the model's tensors; and the names of the layer's inputs.
         self.layers: dict[
             str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]
         ] = {}
+        # By name of a tensor in the network, its name in the user's model.
         self.names: dict[str, str] = {}
+        # By layer name, the line of user code.
         self.lines: dict[str, str] = {}
-        self.folding: Folding | None = None  # of the map of the call at hand
+        self.folding: Folding | None = None  # of the current call's map
+        # Detached versions of values that were computed under torch.no_grad.
         self._detached: dict[Made, Value] = {}
-        self.keepers: dict[
-            str, str
-        ] = {}  # of running means by name, the module whose calls change them
+        # By name of a running mean, the module whose calls update it.
+        self.keepers: dict[str, str] = {}
+        # By number of a random call among all random calls, the layer that draws it.
         self.dropouts: dict[int, Dropped] = {}
-        self._claimed: set[int] = set()  # the calls whose random numbers are those of dropouts
-        self.divisors: dict[str, float] = {}  # of layers that divide a map by a number
-        self.maxima: dict[
-            str, tuple[int, ...]
-        ] = {}  # of layers that tell which place of a window is the largest, the window
-        self.stacks: dict[
-            str, tuple[Value, ...]
-        ] = {}  # of layers that stack maps along a new first dim
+        # Numbers of the calls whose random numbers a dropout layer draws.
+        self._claimed: set[int] = set()
+        # By name of a layer that divides a map by a number, the number.
+        self.divisors: dict[str, float] = {}
+        # By name of a layer that returns the places of maxima, its window.
+        self.maxima: dict[str, tuple[int, ...]] = {}
+        # By name of a layer that stacks maps along a new first dim, the maps.
+        self.stacks: dict[str, tuple[Value, ...]] = {}
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:
             raise CanNotCapture(DIFFERENT)
         needed = _needed(traces[0])
-        numbers = _of_image(traces, needed)
+        numbers = _image_calls(traces, needed)
         self._modules = {
             ".".join(path[: depth + 1])
             for n in numbers
@@ -164,18 +172,19 @@ class Reader:
                 f"segmentation network keeps the size, and one for whole images makes a vector "
                 f"of each"
             )
-        self._let_go_of_unread(result)
-        if result.name != next(reversed(self.layers), IMAGE):  # the last call is not the result's
+        self._drop_unread(result)
+        # The last layer must be the one whose output is the network's result.
+        if result.name != next(reversed(self.layers), IMAGE):
             self._add("result", lambda tensor: nn.Identity(), [result])
 
     def _check_draws(self, needed: Sequence[int]) -> None:
-        """Refuse random numbers that the result depends on, and that are no dropout's."""
+        """Refuse random numbers that the result depends on and that no dropout layer draws."""
         for number in needed:
             if number not in self._claimed and any(t.calls[number].draws for t in self.traces):
                 raise CanNotCapture(f"{self.traces[0].calls[number]} {DRAWS}")
 
     def network(self, model: nn.Module) -> Network:
-        """With the model's own parameters and buffers."""
+        """Return a network of the layers, with the parameters and buffers of ``model``."""
         tensors = dict(
             [
                 *model.named_parameters(remove_duplicate=False),
@@ -199,8 +208,11 @@ class Reader:
         network.dropouts, network.of_image, network.lines = self.dropouts, self.of_image, self.lines
         return network
 
-    def _let_go_of_unread(self, result: Value) -> None:
-        """Leave out the layers that the result does not depend on: those of which the code asks for the size alone, or one of several results."""
+    def _drop_unread(self, result: Value) -> None:
+        """Remove the layers that the result does not depend on.
+
+        User code may use only the size of a layer's output, or one of several results.
+        """
         needed = {result.name}
         for name, (_, reads) in reversed(self.layers.items()):
             if name in needed:
@@ -214,7 +226,10 @@ class Reader:
         }
 
     def differs(self, other: "Reader") -> str | None:
-        """Return a layer that another reader of this network, with more traces, makes otherwise; None if there is none."""
+        """Return the first layer that ``other``, a reader with more traces, makes differently.
+
+        Return None if all layers are equal.
+        """
         mine, theirs = (
             {name: (reads, reader.told.get(name)) for name, (_, reads) in reader.layers.items()}
             for reader in (self, other)
@@ -223,33 +238,29 @@ class Reader:
             (name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)), None
         )
 
-    # the call that is read
+    # the current call
 
     @property
     def call(self) -> Called:
+        """The current call in the first trace."""
         return self.current[0]
 
     def _read(self) -> None:
         if len({c.name for c in self.current}) > 1:
             raise Differ
-        args, kwargs = (
-            self._merged([c.args for c in self.current]),
-            self._merged([c.kwargs for c in self.current]),
-        )
+        args = self._merged([c.args for c in self.current])
+        kwargs = self._merged([c.kwargs for c in self.current])
         if not found_in((args, kwargs), Value) and not follows_size(self.current):
-            return  # nothing of the image is in it
+            return  # the call does not depend on the image
         if self.call.name in EMPTY:
-            return  # what is put into it counts
+            return  # only later assignments give it content
         if self.call.name in _RANDOM:
             raise self.refusal(DRAWS)
         kwargs = {_AS_NUMPY.get(name, name): x for name, x in kwargs.items()}
         if kwargs.get("out", True) is None:
             del kwargs["out"]
-        if kwargs.get("dtype", 0) in (
-            None,
-            torch.float32,
-            torch.float64,
-        ):  # precision is a setting of the run
+        # Precision is a setting of the run.
+        if kwargs.get("dtype", 0) in (None, torch.float32, torch.float64):
             del kwargs["dtype"]
         if self.call.name not in FACTORIES and any(
             name in kwargs and kwargs[name] is not None for name in ("dtype", "out")
@@ -262,7 +273,9 @@ class Reader:
         except CanNotCapture:
             if plan_of(self, Made(self.number), ()) is None:
                 raise
-            return  # it is computed of the image's size, where something joins it with a map
+            # It depends on the image's size alone, and is computed when a later call combines it
+            # with a map.
+            return
         except TypeError as e:
             if "argument" not in str(e):
                 raise
@@ -274,12 +287,15 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """The value with its type, where that is no floating point number."""
+        """Return the value with the dtype of the result if that is not a floating point type."""
         dtype = self.call.dtypes[part]
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
 
     def _merged(self, each: Sequence[Any]) -> Any:
-        """What all traces have alike, maps as values; numbers that differ as sizes."""
+        """Return one argument for all traces.
+
+        Tensors become values. A setting that differs between traces becomes :class:`Sizes`.
+        """
         first = each[0]
         if isinstance(first, tuple):
             if len({len(x) for x in each}) > 1:
@@ -295,7 +311,10 @@ class Reader:
         return first if alike else Sizes(tuple(each))
 
     def _given(self, made: Made) -> Value | Made:
-        """Return the value that the current call is given. A value computed under torch.no_grad is detached if the current call has gradients."""
+        """Return the value of an argument of the current call.
+
+        A value computed under ``torch.no_grad`` is detached if the current call has gradients.
+        """
         value = self.values.get(made)
         if (
             value is None
@@ -310,10 +329,11 @@ class Reader:
         return self._detached[made]
 
     def refusal(self, why: str, everywhere: bool = False) -> CanNotCapture:
+        """Return an error that names the current call and the reason."""
         return CanNotCapture(f"{self.call} {why}", everywhere)
 
     def map(self, x: Any) -> Value:
-        """An argument that is to be a map (N, C, *size)."""
+        """Return an argument that must be a feature map (N, C, *size); refuse anything else."""
         x = self.value(x)
         if not x.plain:
             self.unfold(x)
@@ -323,10 +343,10 @@ class Reader:
         return x
 
     def unfold(self, x: Value) -> None:
-        """Begin the rule at hand anew where its map has more than images in the dim of the batch, in a way that is known.
+        """Restart the rule if its map has more than images in the batch dim, in a supported way.
 
         Raises:
-            Folded, Deep: which :func:`distseg.models.capture.rules.made` takes.
+            Folded, Deep: caught by :func:`distseg.models.capture.rules.made`.
         """
         if self.folding is None and is_deep(x, self.call.name):
             raise Deep(x)
@@ -335,7 +355,7 @@ class Reader:
             raise Folded(x, folding)
 
     def value(self, x: Any) -> Value:
-        """An argument that is to be a map or a vector of the image, in any form."""
+        """Return an argument that must be a feature map or a vector, with dims in any order."""
         if not isinstance(x, Value):
             what = (
                 "what is computed of parameters and numbers alone"
@@ -346,16 +366,17 @@ class Reader:
         return x
 
     def fixed(self, x: Any, what: str) -> Any:
-        """A setting, which must not follow the image's size."""
+        """Return a setting; refuse one that follows the image's size."""
         if has_sizes(x):
             raise self.refusal(f"has a {what} that depends on the image's size")
         return x
 
     def fixed_all(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return settings by name; refuse one that follows the image's size."""
         return {name: self.fixed(x, name) for name, x in settings.items()}
 
     def dims_of(self, dim: Any, x: Value) -> tuple[int, ...]:
-        """The dims of the user's tensor that a function is told, counted from the first; None: all."""
+        """Return the dims that a ``dim`` argument means, counted from 0; None means all dims."""
         given = (
             tuple(range(x.rank))
             if dim is None or dim == ()
@@ -368,7 +389,11 @@ class Reader:
         return tuple(d % x.rank for d in given)
 
     def of_channels(self, dim: Any, x: Value) -> bool:
-        """Whether dims are those of channels alone; an error where images of the batch are among them."""
+        """Return True if all the dims are dims of channels.
+
+        Raises:
+            CanNotCapture: the batch dim is among them.
+        """
         given = self.dims_of(dim, x)
         if any(x.axes[d].batch for d in given):
             raise self.refusal(
@@ -381,7 +406,7 @@ class Reader:
         return all(x.axes[d].of_channels for d in given)
 
     def shape_of(self, x: Any) -> tuple[int, ...]:
-        """An argument that is to be a parameter, or computed from such."""
+        """Return the shape of a parameter, or of a tensor computed from parameters."""
         if isinstance(x, Value):
             raise self.refusal("has a weight that is computed from the image")
         return (
@@ -391,18 +416,25 @@ class Reader:
         )
 
     def axes_of(self, x: Any) -> Axes:
-        """The axes of a value, or of a parameter, whose dims are channels."""
+        """Return the axes of a value; each dim of a parameter counts as channels."""
         return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in self.shape_of(x))
 
     def learns(self, x: Made | Kept) -> bool:
-        """Return True if a tensor is a parameter, or is computed from one or from the image: a gradient may go there."""
+        """Return True if a tensor can receive a gradient.
+
+        That is so for a parameter, and for a tensor computed from one or from the image.
+        """
         if isinstance(x, Kept):
             return x.name in self.traces[0].parameters
         call = self.traces[0].calls[x.call] if x != PIXELS else None
         return call is None or any(map(self.learns, found_in((call.args, call.kwargs), Made, Kept)))
 
     def made(self, like: Value, part: int = 0) -> Axes:
-        """What the dims of the call's result are, which has the places of the map that it is ``like``, or none."""
+        """Return the axes of the call's result: a map of the places of ``like``, or a vector.
+
+        Raises:
+            CanNotCapture: a dim of the result is neither images, channels nor places.
+        """
         shape = self.call.shapes[part]
         told = line_of if like.vector else axes_of
         axes = told(
@@ -418,27 +450,39 @@ class Reader:
         places = places_of(axes)
         if places and places != tuple(range(self.dims)):
             whole = len(set(places)) == self.dims
-            raise self.refusal(
-                f"makes {shape} of {like!r}: it "
-                f"{'turns the image, or joins all places with all' if whole else 'takes rows or columns of the image together'}, "
-                f"which is not known here"
+            does = (
+                "turns the image, or joins all places with all"
+                if whole
+                else "takes rows or columns of the image together"
             )
+            raise self.refusal(f"makes {shape} of {like!r}: it {does}, which is not known here")
         return axes
 
-    # what layers are made of
+    # new layers
 
     def emit(
-        self, make: Callable[[dict[str, Tensor]], nn.Module], reads: Sequence[Value], tensors: Mapping[str, Kept] = {}, part: int = 0, axes: Axes | None = None, what: str = "",
+        self,
+        make: Callable[[dict[str, Tensor]], nn.Module],
+        reads: Sequence[Value],
+        tensors: Mapping[str, Kept] = {},
+        part: int = 0,
+        axes: Axes | None = None,
+        what: str = "",
         sizes: Sequence[tuple[int, ...]] = (),
-    ) -> Value:  # fmt: skip
-        """A layer.
+    ) -> Value:
+        """Add a layer to the network and return its output.
 
         Args:
-            make: is given its tensors by their names in the layer.
-            part: which of the call's results it makes.
-            axes: of the result, where it has the places of ``reads``, or none; by default the call makes a map (N, C, *size) of any size.
-            what: one of several layers that the call is; its name ends so.
-            sizes: of the map, in each trace, where ``axes`` are given and it has other places than ``reads``.
+            make: function that makes the layer of a dict of its tensors, by their names in the
+                layer.
+            reads: inputs of the layer.
+            tensors: parameters and buffers of the layer, by their names in the layer.
+            part: number of the call's result that the layer makes.
+            axes: axes of the result if it is at the places of ``reads`` or a vector. By default the
+                call makes a map (N, C, *size) of any size.
+            what: suffix of the layer's name if the call becomes several layers.
+            sizes: size of the map in each trace, if ``axes`` are given and it differs from
+                ``reads``.
         """
         if axes is None:
             shapes = tuple(c.shapes[part] for c in self.current)
@@ -469,7 +513,11 @@ class Reader:
         return Value(name, shapes, axes)
 
     def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
-        """A map, and how sizes follow its own; ``x``: what is to get them."""
+        """Return a map, and the rules by which ``sizes`` follow its size.
+
+        Args:
+            x: the map that is preferred among those with equally simple rules.
+        """
         if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
             raise self.refusal(
                 f"makes {'x'.join(map(str, sizes[0]))} places of "
@@ -487,11 +535,11 @@ class Reader:
         more: tuple = (),
         **settings,
     ) -> Value:
-        """A layer whose size follows that of the map ``like`` by ``rules``.
+        """Add a layer whose output size follows the size of the map ``like`` by ``rules``.
 
         Args:
-            more: what else of it was found by comparing sizes.
-            settings: of :meth:`emit`.
+            more: other settings that were found by comparing the sizes of traces.
+            settings: keyword arguments of :meth:`emit`.
         """
         made = self.emit(lambda _: make(), [x, like], **settings)
         self.told[made.name] = (*rules, *more)
@@ -504,13 +552,14 @@ class Reader:
         what: str,
         axes: Axes | None = None,
     ) -> Value:
-        """A function of single cells that the user's call is made of, besides others.
+        """Add a pointwise layer that computes a part of the user's call.
 
         Args:
-            function: gets the maps as the user's code has them; a function of a module, or ``partial`` of one.
-            operands: its arguments: maps, vectors, parameters and what is computed of these, numbers.
-            what: the layer's name ends so.
-            axes: of the result; by default those of the first map.
+            function: function of the operands, with maps as user code has them. It must be a
+                function of a module, or a ``partial`` of one, so that the layer can be pickled.
+            operands: maps, vectors, parameters, tensors computed from parameters, and numbers.
+            what: suffix of the layer's name.
+            axes: axes of the result; by default those of the first map.
         """
         maps = [x for x in operands if isinstance(x, Value)] or [self.value(operands[0])]
         if len({x.sizes for x in maps if not x.vector}) > 1:
@@ -529,9 +578,19 @@ class Reader:
         return self._emit_formula(steps, given, None, axes, maps, own, what=what)
 
     def _emit_formula(
-        self, steps: Sequence[Step], given: Sequence[Read], part: int | None, axes: Axes, maps: Sequence[Value], own: Mapping[str, Kept], what: str = ""
-    ) -> Value:  # fmt: skip
-        """A layer of functions of some maps, the steps; of lines it looks at the size of the map that they are of."""
+        self,
+        steps: Sequence[Step],
+        given: Sequence[Read],
+        part: int | None,
+        axes: Axes,
+        maps: Sequence[Value],
+        own: Mapping[str, Kept],
+        what: str = "",
+    ) -> Value:
+        """Add a layer that computes the steps.
+
+        If lines are among the inputs, the layer also reads a map, whose size gives their length.
+        """
         kind, steps = Formula, tuple(steps)
         if is_line(axes) or any(x.line for x in maps):
             kind, maps = OfLines, [self.map_of_lines(maps, axes), *maps]
@@ -540,7 +599,7 @@ class Reader:
         )
 
     def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
-        """A map of the size that lines follow, of which functions of them look at the size."""
+        """Return a map whose size gives the length of the lines."""
         if not all(x.vector for x in lines):
             raise self.refusal(
                 f"joins {' and '.join(map(repr, lines))} in a way that is not known here: "
@@ -564,7 +623,11 @@ class Reader:
         self.lines[name] = self.call.line
 
     def _name(self) -> str:
-        """The module's, for the call that has its weights, or its only one; else its name and the function's."""
+        """Return the name of the current call's layer.
+
+        It is the module's name if this call owns the module's weights or is its only call, else
+        ``module.function``.
+        """
         module, function = self.call.module, self.call.name.strip("_")
         if module in self._homes:
             name = module if self._homes[module] == self.number else f"{module}_{function}"
@@ -573,11 +636,9 @@ class Reader:
         return self._unique(self._allowed(name))
 
     def _allowed(self, name: str) -> str:
-        """Return the name of a layer in which no part is one that networks have themselves."""
-        theirs, parts = (
-            {part for module in self._modules for part in module.split(".")},
-            name.split("."),
-        )
+        """Return the layer name with ``_`` added to each part that is an attribute of networks."""
+        theirs = {part for module in self._modules for part in module.split(".")}
+        parts = name.split(".")
         for number, part in enumerate(parts):
             if part in reserved() or name == IMAGE:
                 free = (part + "_" * count for count in range(1, len(theirs) + 2))
@@ -600,11 +661,20 @@ class Reader:
         axes: Axes | None = None,
         **kwargs,
     ) -> Value:
-        """One of PyTorch's own, or of ours, with the user's tensors, or with weights that are computed from them; ``axes``: as of :meth:`emit`."""
+        """Add a layer with the user's tensors, or with tensors computed from them.
+
+        Args:
+            kind: class of the layer, PyTorch's or ours; ``args`` and ``kwargs`` are its arguments.
+            tensors: its parameters and buffers, by their names in the layer.
+            axes: axes of the result, as for :meth:`emit`.
+        """
         tensors = {name: value for name, value in tensors.items() if value is not None}
         if any(isinstance(value, Value) for value in tensors.values()):
             raise self.refusal("has a weight that is computed from the image")
-        plain = lambda: kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
+
+        def plain():
+            return kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
+
         convolves = issubclass(kind, nn.modules.conv._ConvNd)
         if not any(isinstance(value, Made) for value in tensors.values()) and not (
             self.folding and convolves
@@ -634,10 +704,11 @@ class Reader:
         tensors: Mapping[str, Any] = {},
         **kwargs,
     ) -> Value:
-        """Make a norm with the user's weight and bias: each a parameter, a buffer, or computed from such.
+        """Add a norm with the user's weight and bias.
 
         Args:
-            args: those of the layer's class up to ``affine``, but for that.
+            args: arguments of the layer's class that come before ``affine``.
+            weight: a parameter, a buffer, a tensor computed from these, or None; ``bias`` likewise.
         """
         if isinstance(weight, Value) or isinstance(bias, Value):
             raise self.refusal("has a weight that is computed from the image")
@@ -671,7 +742,7 @@ class Reader:
         )
 
     def scaled(self, x: Value, weight: Any, bias: Any) -> Value:
-        """Multiply the channels of a map by a weight (C,), and add a bias (C,); either may be None."""
+        """Multiply a map's channels by ``weight`` (C,) and add ``bias`` (C,); each may be None."""
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         written = self._written((weight, bias), (x,), own, steps, {})
@@ -691,7 +762,12 @@ class Reader:
         )
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Of a function that looks at single cells, of tensors that are broadcast."""
+        """Add a layer for a pointwise call whose arguments are broadcast.
+
+        Raises:
+            CanNotCapture: the dims of the arguments do not match, or a parameter has a value for
+                each place.
+        """
         args, kwargs = lines_spread(self, *with_positions(self, measured(self, args), kwargs))
         operands = found_in((args, kwargs), Value, Kept, Made)
         others = [(x, self.shape_of(x)) for x in operands if not isinstance(x, Value)]
@@ -717,15 +793,15 @@ class Reader:
         return self.formula(args, kwargs, part)
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Of a function that is known to look at single cells."""
-        args, kwargs, maps = self._met(args, kwargs)
+        """Add a layer for a call that is known to be pointwise, for these arguments."""
+        args, kwargs, maps = self._with_resized_vectors(args, kwargs)
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         places: dict[Made, int] = {}
         given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
-        last = tuple(
-            self._written(tree, maps, own, steps, places) for tree in (args, given)
-        )  # what it is computed from comes before
+        # This adds the steps that compute the arguments, so it must run before the last step is
+        # added.
+        last = tuple(self._written(tree, maps, own, steps, places) for tree in (args, given))
         steps.append(Step(out_of_place(self.call.function), *last))
         like = next((x for x in maps if not x.vector), maps[0])
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
@@ -740,8 +816,8 @@ class Reader:
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
-    def _met(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """The arguments, with vectors where the maps are that they are joined with, and the maps among them."""
+    def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
+        """Return the arguments, with vectors resized to the maps, and the values among them."""
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose places are not alike")
@@ -753,7 +829,7 @@ class Reader:
         )
 
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
-        """How a weight comes of parameters, which join ``own``."""
+        """Return the steps that compute a weight from parameters; add these to ``own``."""
         steps: list[Step] = []
         written = self._written(value, (), own, steps, {})
         return tuple(steps) if isinstance(written, Map) else (*steps, Step(_itself, (written,), {}))
@@ -766,8 +842,19 @@ class Reader:
         steps: list[Step],
         places: dict[Made, int],
     ) -> Any:
-        """Arguments as a layer keeps them; what is computed of parameters alone joins ``steps``, once each: ``places`` tell where."""
-        again = lambda x: self._written(x, maps, own, steps, places)
+        """Return arguments in the form in which a layer stores them.
+
+        Args:
+            tree: arguments of the user's call.
+            maps: inputs of the layer.
+            own: parameters and buffers of the layer; those that occur in ``tree`` are added.
+            steps: steps of the layer; those that compute a tensor from parameters alone are added.
+            places: for each tensor computed by a step, the index of its result.
+        """
+
+        def again(x):
+            return self._written(x, maps, own, steps, places)
+
         match tree:
             case Value():
                 if tree not in maps:
@@ -840,7 +927,7 @@ class Reader:
     # kinds of call
 
     def drop(self, kind: type, x: Any, p: float, training: bool) -> Any:
-        """A dropout."""
+        """Add a dropout layer; return ``x`` itself in evaluation."""
         x, p = self.value(x), self.fixed(p, "probability")
         if not training or p == 0 and not x.plain:
             return x
@@ -867,7 +954,10 @@ class Reader:
         return made
 
     def dropped_images(self, x: Value, factor: Made) -> Value | None:
-        """Stochastic depth: a map by a random 0 or 1 for each image, perhaps divided by how often it is 1."""
+        """Add stochastic depth if ``factor`` is a random 0 or 1 for each image; else return None.
+
+        The factor may be divided by the probability with which it is 1.
+        """
         found, calls = factor, self.traces[0].calls
         divided = None
         if calls[found.call].name in ("div", "true_divide") and isinstance(
@@ -877,14 +967,11 @@ class Reader:
         call = calls[found.call]
         if call.name == "bernoulli" and len(call.args) > 1 and isinstance(call.args[1], float):
             draw, keep = found, call.args[1]
-        elif (
-            call.name == "floor" and calls[call.args[0].call].name == "add"
-        ):  # of a number from 0 to 1, and how often it is kept
+        # floor(rand + keep) is 1 with probability keep.
+        elif call.name == "floor" and calls[call.args[0].call].name == "add":
             parts = calls[call.args[0].call].args
-            draw, keep = (
-                next((x for x in parts if isinstance(x, Made)), None),
-                next((x for x in parts if isinstance(x, float)), None),
-            )
+            draw = next((x for x in parts if isinstance(x, Made)), None)
+            keep = next((x for x in parts if isinstance(x, float)), None)
             if draw is None or keep is None or calls[draw.call].name != "rand":
                 return None
         else:
@@ -900,28 +987,27 @@ class Reader:
                 f"at several places is not known here: draw for each of them, or multiply "
                 f"their sum or torch.cat"
             )
-        before = self.divisors.get(x.name)  # x / keep * mask, which is x in evaluation
-        kept, evaluated = (
-            (1.0 if divided is None else 1 / keep),
-            (keep if before == keep and divided is None else 1.0),
-        )
+        # User code may have divided already: x / keep * mask, which is x in evaluation.
+        before = self.divisors.get(x.name)
+        kept = 1.0 if divided is None else 1 / keep
+        evaluated = keep if before == keep and divided is None else 1.0
         made = self.emit(lambda _: DropImage(1 - keep, kept, evaluated), [x], axes=x.axes)
         self._claim(draw.call, made, False)
         return made
 
     def _claim(self, number: int, made: Value, last: bool) -> None:
-        """Have the random numbers of a call be those of a layer."""
+        """Record that a layer draws the random numbers of a call."""
         self._claimed.add(number)
         self.dropouts[self._draws[number]] = Dropped(made.name, last)
 
     def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
-        """A map with so many places."""
+        """Return the last map of these sizes; None if there is none."""
         return next(
             (v for v in reversed(self.values.values()) if not v.vector and v.sizes == sizes), None
         )
 
     def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """The same; made by a pooling where there is none."""
+        """Return a map of these sizes; add a pooling layer if none exists."""
         if found := self.same_places(sizes):
             return found
         for v in [v for v in reversed(self.values.values()) if not v.vector]:
@@ -946,7 +1032,7 @@ class Reader:
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """A vector, where maps have as many places as ``sizes`` say."""
+        """Return a vector that can be combined with maps of these sizes."""
         if sizes == x.sizes:
             return x
         if x.line:
@@ -962,7 +1048,10 @@ class Reader:
         )
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
-        """Vectors among maps, or among others of a smaller one's size, where those they are joined with are."""
+        """Return the values that a call combines, with vectors resized to the maps.
+
+        If all of them are vectors, they are resized to the smallest size among them.
+        """
         sizes = next(
             (
                 x.sizes
@@ -974,6 +1063,7 @@ class Reader:
         return [self.resized(x, sizes) if x.vector else x for x in maps]
 
     def replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
+        """Return arguments with values replaced by others."""
         if isinstance(tree, tuple):
             return tuple(self.replaced(x, by) for x in tree)
         if isinstance(tree, dict):
@@ -981,7 +1071,7 @@ class Reader:
         return by.get(tree, tree) if isinstance(tree, Value) else tree
 
     def each(self, n: Any) -> Any:
-        """A setting for each dim."""
+        """Return a setting as a tuple with an entry for each dim; a string stays as it is."""
         return (
             n
             if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1
@@ -1002,6 +1092,7 @@ _OF_BATCH = (
     "joins the images of a batch {}, which are computed apart from each other: leave that out, "
     "or use a batch norm"
 )
+# The serial program (distseg.training.serial) counts the same functions.
 _DROPOUTS = (
     "dropout",
     "dropout1d",
@@ -1010,7 +1101,7 @@ _DROPOUTS = (
     "feature_dropout",
     "rand",
     "bernoulli",
-)  # as distseg.training.serial counts them
+)
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
 _OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 _AS_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
@@ -1035,12 +1126,15 @@ _RANDOM = {
 
 
 def follows_size(calls: Sequence[Called]) -> bool:
-    """Return True if a tensor of one number, or a parameter that is expanded, has places of the image, or a number for each image."""
+    """Return True if the size of a filled tensor or an expanded parameter follows the image."""
     return calls[0].name in _OVER_PLACES and len({call.shapes for call in calls}) > 1
 
 
 def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
-    """Whether a value is what a network may make: a map of the image's size, or (N, C) or (N, C, 1, ...)."""
+    """Return True if a value may be a network's output.
+
+    That is a map of the image's size, (N, C), or (N, C, 1, ...).
+    """
     if x.vector:
         return (
             not x.line and x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].cell == x.channels
@@ -1049,7 +1143,7 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if places of several dims of the image are concatenated along one dim of the tensor."""
+    """Return True if places of several image dims are concatenated along one dim of the tensor."""
     return (
         not any(len(dims) > 1 for axis in axes for _, dims in axis.whole)
         and sum(bool(axis.whole) for axis in axes) == 1
@@ -1057,7 +1151,7 @@ def _is_sum(axes: Axes) -> bool:
 
 
 def _own_name(kept: Kept, own: dict[str, Kept]) -> str:
-    """Return the name that a layer has a parameter or buffer by, which joins its ``own``."""
+    """Return a layer's name for a parameter or buffer, and add it to the layer's ``own``."""
     if (found := next((name for name, other in own.items() if other == kept), None)) is not None:
         return found
     free = (
@@ -1077,15 +1171,14 @@ def _read_as(x: Value) -> Read:
 
 
 def _signature_error(e: TypeError) -> str:
-    """What a rule was called with that it does not take, without the rule's own name."""
+    """Return the message of a TypeError without the name of the rule."""
     return str(e).partition("() ")[2] or str(e)
 
 
 def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
     for name in found:
-        layer._parameters.pop(
-            name, None
-        )  # a weight of the user's may be a buffer, and a buffer's name may hold None
+        # The user's weight may be a buffer, and a name in _buffers may hold None.
+        layer._parameters.pop(name, None)
         layer._buffers.pop(name, None)
     register(layer, found)
     if (
@@ -1099,7 +1192,10 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 def _whole_times(
     large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """By which all sizes are larger than others, along each dim, rests left out; None where that is no whole number, or not the same one."""
+    """Return the factor along each dim by which all ``large`` sizes are larger, rounded down.
+
+    Return None if the traces have no common whole factor.
+    """
     factors = [_divisor(*each) for each in zip(zip(*large), zip(*small))]
     return tuple(factors) if all(factors) else None
 
@@ -1126,13 +1222,14 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int, e
 
 
 def has_sizes(tree) -> bool:
+    """Return True if a setting, or an entry of it, follows the image's size."""
     if isinstance(tree, slice):
         return any(map(has_sizes, (tree.start, tree.stop, tree.step)))
     return isinstance(tree, Sizes) or isinstance(tree, tuple) and any(map(has_sizes, tree))
 
 
 def _needed(found: Trace) -> list[int]:
-    """Return the calls that the result depends on, in order."""
+    """Return the numbers of the calls that the result depends on, in order."""
     needed, left = set(), [found.result.call]
     while left:
         number = left.pop()
@@ -1142,8 +1239,8 @@ def _needed(found: Trace) -> list[int]:
     return sorted(needed)
 
 
-def _of_image(traces: Sequence[Trace], needed: Sequence[int]) -> list[int]:
-    """Return those of some calls that depend on the image, or have its places."""
+def _image_calls(traces: Sequence[Trace], needed: Sequence[int]) -> list[int]:
+    """Return the needed calls that depend on the image, or whose size follows it."""
     of_image = {PIXELS.call}
     for number in needed:
         each = [t.calls[number] for t in traces]
@@ -1157,7 +1254,10 @@ def _used(call: Called) -> list[Made]:
 
 
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
-    """The call of a module, which calls no others, that its weights go into; of one without weights its only call."""
+    """Return the call that owns the module's weights; without weights, the module's only call.
+
+    Return None if the module calls other modules, or if several calls qualify.
+    """
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None
     own = [n for n in numbers if calls[n].module == module]

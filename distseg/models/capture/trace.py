@@ -1,7 +1,8 @@
-"""What a network computes: the calls of PyTorch's functions that its forward pass makes, as the user's code makes them.
+"""Traces: the calls of PyTorch functions that a forward pass of user code makes.
 
-The network runs on tensors without memory while PyTorch tells of each function that is called: F.conv2d with its settings, not the
-kernels behind it. So hooks, parametrizations, functions and subclasses are seen by what they do, whatever they are called.
+The network runs on the meta device under a ``TorchFunctionMode``, which sees each call with its
+settings (F.conv2d, not its kernels). Hooks, parametrizations and subclasses are therefore recorded
+by the calls that they make.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from distseg.models.user_errors import user_error
 
 
 class CanNotCapture(ValueError):
-    """Reason why a network cannot be captured.
+    """Error that says why a network cannot be captured.
 
     Args:
-        everywhere: what it computes at a place depends on all of the image, so that no halo is enough.
+        everywhere: True if each output pixel depends on the whole image, so that no halo is large
+            enough.
     """
 
     def __init__(self, why: str, everywhere: bool = False):
@@ -49,12 +51,12 @@ class CanNotCapture(ValueError):
 
 
 class Hidden(CanNotCapture):
-    """What keeps a network from being computed exactly in any way, on whole images too."""
+    """Error for a network that cannot be computed exactly in any way, not even on whole images."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """Result ``part`` of call ``call``."""
+    """Output number ``part`` of call number ``call``."""
 
     call: int
     part: int = 0
@@ -72,14 +74,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class Called:
-    """A function and what it was called with, :class:`Made` and :class:`Kept` in the place of tensors.
+    """A recorded call: a function, its arguments and the shapes of its results.
 
     Attributes:
-        name: of the function, without the underscore of one in place.
-        shapes: of the tensors that came of it; ``dtypes``: their types.
-        graded: whether gradients go through it.
-        draws: it draws random numbers.
-        module: the name of the module that called it; ``line``: the place in the code.
+        name: name of the function, without the trailing underscore of an in-place one.
+        args: arguments, with :class:`Made` and :class:`Kept` in the place of tensors; ``kwargs``
+            likewise.
+        shapes: shapes of the resulting tensors; ``dtypes`` are their types.
+        module: name of the calling module; ``line`` is the line of code.
+        graded: True if the call was made with gradients enabled.
+        draws: True if the call draws random numbers.
     """
 
     name: str
@@ -99,9 +103,12 @@ class Called:
 
 @dataclass
 class Trace:
-    """All calls of a forward pass, and the one whose result is the network's; ``batch``: of so many images, with so many ``channels``.
+    """All calls of one forward pass.
 
-    ``parameters``: names of what may be trained; other tensors of the network are buffers.
+    Attributes:
+        result: the network's output.
+        batch: number of images in the traced batch, each with ``channels`` channels.
+        parameters: names of the parameters; the other tensors of the network are buffers.
     """
 
     calls: list[Called]
@@ -112,20 +119,21 @@ class Trace:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all calls, which is equal in processes whose passes make the same ones."""
-        told = repr([(c.module, c.name, c.shapes, c.args, c.kwargs) for c in self.calls])
-        return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", told).encode()).hexdigest()[:12]
+        """Digest of all calls; processes whose passes make the same calls have the same digest."""
+        text = repr([(c.module, c.name, c.shapes, c.args, c.kwargs) for c in self.calls])
+        return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:12]
 
 
 @torch.enable_grad()
 def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) -> Trace:
-    """The calls of a forward pass in training.
+    """Return the calls of a forward pass in training mode.
 
     Args:
-        model: without memory (:func:`distseg.models.layers.on_meta`). In float64 it makes float64 wherever its code asks for float32.
+        model: a model on the meta device (:func:`distseg.models.layers.on_meta`). If it is in
+            float64, tensors that its code makes in float32 become float64.
 
     Raises:
-        CanNotCapture: the model fails at this size, or does what can't be followed.
+        CanNotCapture: the model fails at this size, or does something that cannot be traced.
     """
     model.train()
     image = torch.empty(
@@ -138,7 +146,8 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     recorder = _Recorder(model, image)
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
-        with _watched(model, recorder), _learning(frozen):  # frozen parts may thaw
+        # Parameters that are frozen now may be trained later.
+        with _recording(model, recorder), _gradients_enabled(frozen):
             result = run(model, image)
     except CanNotCapture:
         raise
@@ -159,46 +168,49 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
 
 def alike(a: Trace, b: Trace) -> bool:
     """Return True if two passes made the same calls with the same settings."""
-    of = lambda t: [
-        (c.name, c.shapes, c.dtypes, c.graded, print_of((c.function, c.args, c.kwargs), loose=True))
-        for c in t.calls
-    ]  # noqa: E731
-    return a.result == b.result and of(a) == of(b)
+    return a.result == b.result and list(map(_print_of_call, a.calls)) == list(
+        map(_print_of_call, b.calls)
+    )
+
+
+def _print_of_call(call: Called) -> tuple:
+    settings = print_of((call.function, call.args, call.kwargs), loose=True)
+    return call.name, call.shapes, call.dtypes, call.graded, settings
 
 
 def returned(result: Any, line: str | None = None) -> str:
-    """Return the message about a result that is not one tensor; ``line``: where the code returns it."""
-    names = (
-        list(result)
-        if isinstance(result, dict)
-        else list(getattr(result, "_fields", range(len(result))))
-        if isinstance(result, (tuple, list))
-        else []
-    )
-    kind = (
-        f"a "
-        f"{type(result).__name__}{f' of {len(names)}' if names and names[0] == 0 else ' of ' + ', '.join(map(repr, names)) if names else ''}"
-    )
-    where, such = (
-        f" ({line})" if line else "",
-        f", as {{{', '.join(f'{name}: {weight}' for name, weight in zip(names, (1.0, 0.4)))}}}"
-        if names
-        else "",
-    )
+    """Return the error message for a result that is not one tensor.
+
+    Args:
+        line: the line of code that returns it, if known.
+    """
+    names: list = []
+    if isinstance(result, dict):
+        names = list(result)
+    elif isinstance(result, (tuple, list)):
+        names = list(getattr(result, "_fields", range(len(result))))
+    kind, example = f"a {type(result).__name__}", ""
+    if names:
+        count = str(len(names)) if names[0] == 0 else ", ".join(map(repr, names))
+        weights = ", ".join(f"{name}: {weight}" for name, weight in zip(names, (1.0, 0.4)))
+        kind, example = f"{kind} of {count}", f", as {{{weights}}}"
+    where = f" ({line})" if line else ""
     return (
         f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs "
-        f"which ones are trained on, with which weights{such}, or write a module around it "
+        f"which ones are trained on, with which weights{example}, or write a module around it "
         f"whose forward returns one"
     )
 
 
 def check_statistics(calls: Sequence[Called]) -> None:
-    """Refuse a pass that looks at running statistics which its own norms move: they move once a step, not with each pass.
+    """Refuse a pass that reads running statistics which a norm of the same pass updates.
 
-    A norm may be called in evaluation before it is called in training, when they are as the step before has left them.
+    Running statistics are updated once a step, but a step has several passes. A norm may be called
+    in evaluation mode before its call in training mode: it then reads the statistics of the last
+    step.
 
     Raises:
-        Hidden: naming the call.
+        Hidden: names the call.
     """
     moved: set[str] = set()
     for call in calls:
@@ -240,8 +252,8 @@ _OF_BATCH_NORM = (
 
 
 @contextmanager
-def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let gradients go to some parameters inside."""
+def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Enable gradients for some parameters inside the context."""
     for p in parameters:
         p.requires_grad_(True)
     try:
@@ -252,8 +264,8 @@ def _learning(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
-    """Let a recorder see all that a pass inside does."""
+def _recording(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
+    """Record everything that a pass inside the context does."""
     with ExitStack() as stack:
         for context in (
             skip_store({}),
@@ -274,7 +286,10 @@ def _watched(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
 
 @contextmanager
 def saved_tensors_told(note: Callable[[], None]) -> Iterator[None]:
-    """Call ``note`` where code inside begins to change what the backward pass is given; that it waits on another device is no change."""
+    """Call ``note`` when code inside the context installs ``saved_tensors_hooks``.
+
+    ``save_on_cpu`` is ignored, because it does not change the saved numbers.
+    """
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
@@ -289,13 +304,15 @@ def saved_tensors_told(note: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Inside, ``inside`` has the names of the modules that are being called, the innermost last."""
+    """Keep in ``inside`` the names of the modules being called, the innermost last."""
+    # A module with several names keeps the first.
     names = {
         id(module): name
         for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
-    }  # the first of several
+    }
 
-    def left(*_) -> None:  # what a hook returns would be the result
+    # A hook must return None: another value would replace the module's result.
+    def left(*_) -> None:
         inside.pop()
 
     hooks = [
@@ -313,12 +330,14 @@ def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
 
 @dataclass
 class _Known:
-    """A tensor that the forward pass has had; it is kept, so that no other takes its identity."""
+    """A tensor of the forward pass and its value.
+
+    The tensor is kept alive so that no other tensor gets the same ``id``. The value is None if the
+    tensor was overwritten through another view, so that its content is unknown.
+    """
 
     tensor: Tensor
-    value: (
-        Made | Kept | None
-    )  # None: it was changed through another name, and what is there now is not known
+    value: Made | Kept | None
     version: int = field(init=False)
 
     def __post_init__(self):
@@ -326,19 +345,21 @@ class _Known:
 
 
 class _Recorder(TorchFunctionMode):
+    """Mode that records every call of a PyTorch function as a :class:`Called`."""
+
     def __init__(self, model: nn.Module, image: Tensor):
         super().__init__()
         self.calls: list[Called] = []
         self._model = model
         self._wide = image.dtype == torch.float64
         self._known: dict[int, _Known] = {}
-        self._views: dict[
-            int, tuple[Tensor, Any]
-        ] = {}  # of tensors that are parts of others by an index: the other, and the index
-        self._sharing: dict[int, dict[int, _Known]] = {}  # those of one memory together
-        self._apart: dict[
-            int, dict[int, str]
-        ] = {}  # by memory, tensors that don't tell others of their changes (x.data), and where they were taken
+        # By id of a view by an index: its base, and the index.
+        self._views: dict[int, tuple[Tensor, Any]] = {}
+        # Known tensors by their storage.
+        self._sharing: dict[int, dict[int, _Known]] = {}
+        # By storage, the tensors taken as x.data, whose changes do not raise the version of the
+        # other views; and the line of code.
+        self._apart: dict[int, dict[int, str]] = {}
         self.inside: list[str] = []
         norms = {
             name: m
@@ -362,17 +383,23 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def _where(self) -> str:
-        """For errors: who calls, and the line."""
+        """The calling module and the line of user code, for error messages."""
         return f"{self.inside and self.inside[-1] or 'the model'} ({user_line()})"
 
     def note_draw(self, name: str, made: Any) -> None:
-        """Keep in mind that the call at hand draws random numbers; refuse a draw of no call, or of numbers that code can look at."""
+        """Mark the current call as one that draws random numbers.
+
+        Raises:
+            CanNotCapture: no call of a PyTorch function is being recorded.
+            Hidden: in addition, user code can read the drawn numbers.
+        """
         seen = any(not x.is_meta for x in found_in(made, Tensor))
         if self._drawn is None:
             raise (Hidden if seen else CanNotCapture)(f"{name} in {self._where} {DRAWS}")
         self._drawn.append(seen)
 
     def note_system(self, line: str) -> None:
+        """Refuse random numbers that come from the operating system."""
         module = self.inside and self.inside[-1] or "the model"
         raise Hidden(
             f"{module} ({line}) takes random numbers from the system, as a generator without a "
@@ -380,17 +407,16 @@ class _Recorder(TorchFunctionMode):
         )
 
     def refuse_saved(self) -> None:
+        """Refuse ``saved_tensors_hooks``."""
         raise CanNotCapture(
             f"saved_tensors_hooks in {self._where} may change what the backward pass computes "
             f"with: leave it out"
         )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        function, args, kwargs = (
-            unnarrowed(function, args, kwargs or {})
-            if self._wide
-            else (function, args, kwargs or {})
-        )
+        kwargs = kwargs or {}
+        if self._wide:
+            function, args, kwargs = unnarrowed(function, args, kwargs)
         name = _name_of(function)
         if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
             raise CanNotCapture(
@@ -402,7 +428,7 @@ class _Recorder(TorchFunctionMode):
         self._drawn = []
         try:
             result = self._result(function, name, args, kwargs)
-        except (RuntimeError, TypeError) as e:  # NotImplementedError is one of these
+        except (RuntimeError, TypeError) as e:  # NotImplementedError is a RuntimeError
             if "meta" in str(e).lower() and any(x.is_meta for x in given.values()):
                 raise CanNotCapture(
                     f"{_plain(name).strip('_')} in {self._where} "
@@ -422,7 +448,7 @@ class _Recorder(TorchFunctionMode):
             self._assign(args[0], args[1], args[2])
             return result
         if not made and not changed:
-            return result  # a size, a type
+            return result  # such as a size or a type
         if name.endswith("data.__get__"):
             function, name = Tensor.detach, "detach"
             self._apart.setdefault(_memory(result), {})[id(result)] = user_line()
@@ -476,7 +502,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _looked_at(self, given: Sequence[Tensor]) -> str:
-        """Return the message about a function that wants to know the numbers of tensors."""
+        """Return the error message for a function that reads the numbers of a tensor."""
         kept = next(
             (
                 known.value.name
@@ -493,7 +519,7 @@ class _Recorder(TorchFunctionMode):
         return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
-        """Refuse calls that do something besides what they return, or that are not as they look."""
+        """Refuse calls with side effects, and calls under ``torch.func`` transforms."""
         if any(
             isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
             for x in args
@@ -528,7 +554,7 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _check_types(self, name: str) -> None:
-        """Refuse what depends on the type that a run computes in, or on how far the step is."""
+        """Refuse an autocast in user code, and code that reads the gradient of a tensor."""
         if torch.is_autocast_enabled("cpu") != self._autocast:
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} runs under an autocast of its own: leave "
@@ -541,7 +567,10 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
-        """Refuse a change, without gradients, of what a gradient goes through: it would go through what was there before."""
+        """Refuse an in-place change under no_grad of a tensor that has a gradient.
+
+        Autograd would not see the change, so the gradient would be that of the old content.
+        """
         if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} changes a tensor in place without gradients "
@@ -553,7 +582,10 @@ class _Recorder(TorchFunctionMode):
         return None if known is None else known.value
 
     def _assign(self, x: Tensor, index: Any, value: Any) -> None:
-        """Record ``x[index] = value`` as a call that makes a tensor of its own, which ``x`` is from here on; what has no value yet is zeros."""
+        """Record ``x[index] = value`` as a call whose result is the new value of ``x``.
+
+        A tensor without content yet, as of ``torch.empty``, is recorded as zeros first.
+        """
         known = self._known.get(id(x))
         if (
             known is not None
@@ -575,7 +607,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _filled(self, x: Tensor, value: float) -> Called:
-        """Return a call that makes a tensor of one number in the form of another."""
+        """Return a call of ``torch.full`` with the shape and type of ``x``."""
         where = self.inside[-1] if self.inside else ""
         return Called(
             "full",
@@ -590,7 +622,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _change_sources(self, x: Tensor, value: Made) -> set[int]:
-        """Record that what ``x`` is a part of has changed with it; returns the identities of such tensors."""
+        """Record that the bases of the view ``x`` have changed with it; return their ids."""
         found: set[int] = set()
         while id(x) in self._views:
             source, index = self._views[id(x)]
@@ -619,7 +651,12 @@ class _Recorder(TorchFunctionMode):
         return called
 
     def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
-        """What it makes, by a shorter way where PyTorch works out the shape by hundreds of small steps: norms, and resizing but for the nearest places."""
+        """Return the result of a call on the meta device.
+
+        PyTorch infers the output shapes of norms and of smooth resizing by hundreds of small
+        operations. A norm's output has its input's shape, and nearest resizing gives the shape of
+        all modes.
+        """
         if _plain(name) in _NORMS:
             return as_computed(args[0] if args else kwargs["input"])
         if (made := of_sequence(name, args)) is not None:
@@ -652,11 +689,15 @@ class _Recorder(TorchFunctionMode):
         known = self._known.get(id(x))
         if known is None or id(x) in rebound:
             if known is not None and isinstance(known.value, Kept):
-                return  # looked at in _look_for_changes
+                return  # checked in _look_for_changes
             self._know(x, value)
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
-        """Tensors that share memory with one that was overwritten hold something else now."""
+        """Mark tensors as unknown if they share memory with one that the call overwrote.
+
+        Raises:
+            Hidden: the call changes a parameter or buffer that is not a norm's running statistic.
+        """
         for memory in {
             _memory(self._known[key].tensor) for key in changed if key in self._known
         }.intersection(self._apart):
@@ -673,7 +714,7 @@ class _Recorder(TorchFunctionMode):
                 continue
             known.version = known.tensor._version
             if isinstance(known.value, Kept):
-                if not _of_a_norm(called, known.value.name):
+                if not _updates_norm(called, known.value.name):
                     raise Hidden(
                         f"{called} changes {known.value.name} with each forward pass, as "
                         f"spectral norm does, and windows and tiles are passes of their own: "
@@ -683,7 +724,7 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
-        """Refuse a change of what was taken of a tensor by ``x.data``."""
+        """Refuse an in-place change of a tensor that was read as ``x.data``."""
         there = self._sharing[memory]
         line = next(
             (
@@ -707,6 +748,14 @@ class _Recorder(TorchFunctionMode):
         self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
 
     def value_of(self, x: Tensor, what: str) -> Made | Kept:
+        """Return the value of a tensor that a call takes.
+
+        Args:
+            what: the call or result that takes the tensor, for error messages.
+
+        Raises:
+            CanNotCapture: no recorded call has made the tensor, or its content is unknown.
+        """
         known = self._known.get(id(x))
         if known is None and (attribute := _attribute(self._model, x)) is not None:
             place, name = attribute
@@ -743,7 +792,7 @@ class _Recorder(TorchFunctionMode):
         return known.value
 
     def _constant(self, x: Tensor) -> Made:
-        """Record a tensor that a module has as a plain attribute, or that the code makes of an array."""
+        """Record a constant: a plain attribute of a module, or a tensor made of an array."""
         found = widened(x.detach().clone()) if self._wide else x.detach().clone()
         self.calls.append(
             Called(
@@ -762,7 +811,7 @@ class _Recorder(TorchFunctionMode):
         return Made(len(self.calls) - 1)
 
     def _written(self, tree: Any, name: str) -> Any:
-        """With the values of tensors in their place."""
+        """Return arguments with their tensors replaced by the tensors' values."""
         if isinstance(tree, Tensor):
             return self.value_of(tree, f"{_plain(name)} in {self._where}")
         if isinstance(tree, (tuple, list)):
@@ -773,7 +822,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
-    """Return the module that keeps a tensor as a plain attribute, and the attribute's name."""
+    """Return (module name, attribute name) if a module keeps the tensor as a plain attribute."""
     places = (
         (place or "the model", name)
         for place, module in model.named_modules()
@@ -784,7 +833,7 @@ def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
 
 
 def _memory(x: Tensor) -> int:
-    """Return what is equal for tensors that share memory, as a tensor and its views do."""
+    """Return a key of the tensor's storage, equal for a tensor and its views."""
     return x.untyped_storage()._cdata
 
 
@@ -792,8 +841,8 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def _name_of(function: Callable) -> str:
-    """Return the name of a function, as nn.functional.conv2d."""
-    if isinstance(function, torch._ops.OpOverload):  # as TorchScript calls it
+    """Return the name of a function, such as ``nn.functional.conv2d``."""
+    if isinstance(function, torch._ops.OpOverload):  # TorchScript calls operators
         return function.overloadpacket.__name__
     return (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition(
         "torch."
@@ -801,7 +850,10 @@ def _name_of(function: Callable) -> str:
 
 
 def is_in_place(name: str) -> bool:
-    """By its name; what a version does not tell, as of detach_."""
+    """Return True if a function works in place, judged by its name.
+
+    A tensor's version counter does not show every in-place function, for example ``detach_``.
+    """
     name = name.rpartition(".")[2]
     return (
         name.endswith("_")
@@ -812,7 +864,7 @@ def is_in_place(name: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """conv2d of nn.functional.conv2d; add of Tensor.add_."""
+    """Return the bare name: conv2d for nn.functional.conv2d, add for Tensor.add_."""
     name = name.rpartition(".")[2]
     return name if name.startswith("__") else name.rstrip("_")
 
@@ -820,17 +872,17 @@ def _plain(name: str) -> str:
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "alpha_dropout")
 _SMOOTH = ("linear", "bilinear", "bicubic", "trilinear")
 EMPTY = {"empty", "new_empty", "empty_like"}
-"""Functions that make a tensor without values."""
+"""Functions that make an uninitialized tensor."""
 _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
-def _of_a_norm(called: Called, name: str) -> bool:
-    """Whether a buffer is one that a batch norm is to change."""
+def _updates_norm(called: Called, name: str) -> bool:
+    """Return True if the call updates a buffer as a batch norm does."""
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
 
 def changed(x: Tensor, index: Any, value: Any) -> Tensor:
-    """Return ``x`` after ``x[index] = value``."""
+    """Return a copy of ``x`` after ``x[index] = value``."""
     y = x.clone()
     y[index] = value
     return y
@@ -841,11 +893,17 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
-    """Return the index by which a call gives a view of its first argument, alone in a tuple; None of other calls."""
+    """Return the index by which a call makes a view of its first argument, as a tuple (index,).
+
+    Return None if the call does not index.
+    """
     if kwargs or not args or not isinstance(args[0], Tensor) or len(args) < 2:
         return None
     x, *more = args
-    along = lambda dim, what: (*(slice(None) for _ in range(dim % x.dim())), what)
+
+    def along(dim, what):
+        return (*(slice(None) for _ in range(dim % x.dim())), what)
+
     if name == "__getitem__":
         return (more[0],)
     if name == "select" and len(more) == 2:

@@ -1,4 +1,7 @@
-"""What stands for a tensor, or a number, of the user's code while its calls are read; each prints as the user would say it."""
+"""Stand-ins for the tensors and numbers of user code while a trace is read.
+
+Their ``repr`` is used in error messages, so it is written in the user's terms.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from distseg.models.axes import Axes, Axis, is_line, length_of, places_of, plain
 
 @dataclass(frozen=True)
 class Sizes:
-    """A number, or another setting, that follows the size of the image or of the batch: what it was in ``each`` trace."""
+    """A setting that differs between traces because it follows the image's size or the batch size.
+
+    Attributes:
+        each: the setting in each trace.
+    """
 
     each: tuple
 
@@ -22,13 +29,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Value:
-    """A map, or a vector of the image: what the layer ``name`` makes.
+    """A feature map, or a vector of each image: the output of the layer ``name``.
 
     Attributes:
-        shapes: (N, C, *size) in each trace; of a vector the size is that of a map it can be joined with.
-        axes: in which the user's code has it at this point.
-        dtype: of the user's tensor, where it is no floating point number.
-        joined: several batches lie one behind the other in the dim of the batch, by ``torch.cat``: its groups of channels come before its images.
+        shapes: (N, C, *size) in each trace. For a vector, ``size`` is the size of a map that it can
+            be combined with.
+        axes: the dims of the tensor in user code at this point.
+        dtype: the type of the user's tensor if it is not a floating point type, else None.
+        joined: True if ``torch.cat`` along dim 0 has joined several batches. In the batch dim,
+            groups of channels then come before images.
     """
 
     name: str
@@ -43,7 +52,7 @@ class Value:
 
     @property
     def dims(self) -> int:
-        """Dims of the image."""
+        """Number of spatial dims of the image."""
         return len(self.shapes[0]) - 2
 
     @property
@@ -52,27 +61,27 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """Dims of the user's tensor."""
+        """Number of dims of the user's tensor."""
         return len(self.axes)
 
     @property
     def vector(self) -> bool:
-        """Tell that it is alike wherever the image is looked at."""
+        """True if the value does not depend on the place in the image."""
         return not places_of(self.axes)
 
     @property
     def line(self) -> bool:
-        """Tell that it is a vector whose length follows the size of the map."""
+        """True if the value is a vector whose length follows the size of the map."""
         return is_line(self.axes)
 
     @property
     def plain(self) -> bool:
-        """Tell that the user's code has it as (N, C, *size)."""
+        """True if user code has the value as (N, C, *size)."""
         return self.axes == plain_axes(self.channels, self.dims)
 
     @property
     def grid(self) -> tuple[int, ...] | None:
-        """The cells of a grid of the image, (N, C, *grid); None of what is none."""
+        """Grid size of a value (N, C, *grid), as of an adaptive pooling; None for other values."""
         there = (
             self.vector
             and not self.line
@@ -83,7 +92,7 @@ class Value:
 
     @property
     def as_plain(self) -> "Value":
-        """The map as layers have it."""
+        """The value in the form (N, C, *size), which the layers of a network use."""
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:
@@ -91,7 +100,7 @@ class Value:
 
 
 def kind_of(x: Value) -> str:
-    """Say what a value is."""
+    """Return the kind of a value in words, for error messages."""
     if x.line:
         return "a line of the image"
     if x.vector:
@@ -102,7 +111,7 @@ def kind_of(x: Value) -> str:
 
 
 def shown(x: Value) -> tuple[int, ...]:
-    """Return the shape that the user's code has a value in."""
+    """Return the shape of the user's tensor in the first trace."""
     batch, *_ = x.shapes[0]
     size = x.sizes[0]
     return tuple(_length(axis, batch, size) for axis in x.axes)

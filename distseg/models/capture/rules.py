@@ -1,7 +1,10 @@
-"""Which layer a call of PyTorch's is: a rule for each function that looks beyond single cells, a list of those that do not.
+"""Rules that turn a recorded PyTorch call into layers.
 
-A rule has the function's name and arguments; maps of the image come as :class:`distseg.models.capture.values.Value`, and it gives that of its result. Rules for
-channels: :mod:`distseg.models.capture.rules_channels`; for statistics: :mod:`distseg.models.capture.rules_statistics`.
+Each method of a rule class has the name and the arguments of a PyTorch function. Feature maps among
+its arguments are :class:`distseg.models.capture.values.Value`, and it returns the value of the
+result. Pointwise functions need no rule (:mod:`distseg.models.capture.pointwise`).
+:mod:`distseg.models.capture.rules_channels` has the rules for channels,
+:mod:`distseg.models.capture.rules_statistics` those for statistics.
 """
 
 from __future__ import annotations
@@ -44,10 +47,10 @@ from distseg.models.resize import ResizeTo
 
 
 def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
-    """The value, or values, of what the call at hand makes.
+    """Return the value, or the tuple of values, that the current call makes.
 
     Raises:
-        CanNotCapture: naming the call, and what would help.
+        CanNotCapture: names the call and the repair.
     """
     if any(x.joined for x in found_in((args, kwargs), Value)):
         return of_joined(reader, _made, args, kwargs)
@@ -93,7 +96,7 @@ _ARITHMETIC = set(
 
 
 class Rules:
-    """By the name of a function, the layer that it is; arguments are those of the function."""
+    """Rules by function name: convolutions, norms, poolings, dropouts and recurrent cells."""
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         given, x = (input, weight, bias, stride, padding, dilation, groups), self.value(input)
@@ -182,17 +185,16 @@ class Rules:
         momentum=0.1,
         eps=1e-5,
     ):
-        x, settings = (
-            self.value(input),
-            (running_mean, running_var, weight, bias, training, momentum, eps),
-        )
+        x = self.value(input)
+        settings = running_mean, running_var, weight, bias, training, momentum, eps
         if not training and running_mean is not None:
             return self.formula((x, *settings), {})
+        # A series for each pixel, (N * H * W, C, T).
         if (
             x.rank == 3
             and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))
             and all(axis.of_channels for axis in x.axes[1:])
-        ):  # series of all pixels
+        ):
             deep = replace(
                 x, axes=(Axis(True), *x.axes[1:], *(Axis(places=(d,)) for d in range(self.dims)))
             )
@@ -200,9 +202,8 @@ class Rules:
                 over_depth(self, vars(Rules)["batch_norm"], deep, (deep, *settings), {}),
                 axes=x.axes,
             )
-        flat = x.rank == 2 and x.axes[0] == Axis(
-            True, 1, tuple(range(self.dims))
-        )  # pixels of all images, (N * H * W, C)
+        # All pixels of all images, (N * H * W, C).
+        flat = x.rank == 2 and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))
         channels = x.channels if flat else _one_dim_of_channels(self, x)
         if (
             isinstance(running_mean, Kept)
@@ -450,10 +451,8 @@ class Rules:
         count_include_pad=True,
         divisor_override=None,
     ):
-        x, settings = (
-            self.map(input),
-            dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding),
-        )
+        x = self.map(input)
+        settings = dict(kernel_size=kernel_size, stride=stride or kernel_size, padding=padding)
         if (
             has_sizes(kernel_size)
             and whole(self, kernel_size, x)
@@ -584,7 +583,7 @@ class Rules:
 
 
 def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
-    """Return a grid of an image."""
+    """Return the pooling of a map to a grid of fixed size, (N, C, *grid)."""
     return reader.emit(
         lambda _: layer,
         [x],
@@ -597,7 +596,7 @@ def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
 
 
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
-    """Return the channels of a map or vector whose dims are images, channels, and places or numbers alike (N, C, ...)."""
+    """Return the length of dim 1 of a value (N, C, ...) that has only that dim of channels."""
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
@@ -606,7 +605,7 @@ def _one_dim_of_channels(reader: Reader, x: Value) -> int:
 
 
 def _rooted(means: torch.Tensor, count: int, p: float) -> torch.Tensor:
-    """Return what ``F.lp_pool2d`` makes of means of powers."""
+    """Return the result of ``F.lp_pool2d``, computed from means of powers."""
     return (torch.sign(means) * torch.relu(torch.abs(means))).mul(count).pow(1.0 / p)
 
 

@@ -1,4 +1,7 @@
-"""Rules for functions that give maps another form, take, join and change channels, or make tensors of numbers alone."""
+"""Rules for functions that reshape maps, or that take, join or change channels.
+
+They also cover functions that make tensors of numbers alone, such as ``torch.ones``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _PART = "takes a part of the image, or of the batch: of the channels it is known
 
 
 class Channels:
-    """By the name of a function, the layers that it is; arguments are those of the function."""
+    """Rules by function name for reshaping, indexing, joining and filling."""
 
     # another form
 
@@ -95,7 +98,8 @@ class Channels:
         return x
 
     def requires_grad(self: Reader, input, wanted=True):
-        return input  # of what has no gradient to give on, as PyTorch sees to
+        # PyTorch allows this only for a tensor without a gradient function.
+        return input
 
     def to(self: Reader, input, *settings, **more):
         return _cast(self, input)
@@ -194,9 +198,8 @@ class Channels:
 
     def __getitem__(self: Reader, input, index):
         if not isinstance(input, Value) and isinstance(index, Value) and index.dtype == torch.int64:
-            return self.formula(
-                (input, index), {}
-            )  # some of the vectors that the network has learnt
+            # An index into learned vectors.
+            return self.formula((input, index), {})
         index, x = index if isinstance(index, tuple) else (index,), self.value(input)
         if (made := cut_to(self, x, index)) is not None:
             return made
@@ -208,7 +211,7 @@ class Channels:
     # channels that are changed
 
     def changed(self: Reader, input, index, value):
-        """Of an assignment, the tensor with it."""
+        """Return the tensor after the assignment ``x[index] = value``."""
         x = self.value(input)
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
@@ -239,9 +242,10 @@ class Channels:
     # several maps
 
     def cat(self: Reader, tensors, dim=0):
-        empty = lambda x: (
-            isinstance(x, Made) and 0 in self.traces[0].calls[x.call].shapes[x.part]
-        )  # in the place of a map that a level has not
+        # Some networks join an empty tensor where a level has no map.
+        def empty(x):
+            return isinstance(x, Made) and 0 in self.traces[0].calls[x.call].shapes[x.part]
+
         given = list(joined_positions(self, tuple(x for x in tensors if not empty(x))))
         maps = [x for x in given if isinstance(x, Value)]
         if len(given) == 1:
@@ -325,12 +329,15 @@ class Channels:
 
 
 def _cast(reader: Reader, x: Any) -> Value | None:
-    """Return what a cast is given: maps have the precision of the run, and lie where it computes."""
+    """Return the value of a cast to float64 or to whole numbers; refuse other types.
+
+    Maps keep the precision and the device of the run.
+    """
     if not isinstance(x, Value):
         return None
     dtype = reader.call.dtypes[0]
     if dtype == torch.float64:
-        return replace(x, dtype=None)  # a mask is kept as numbers
+        return replace(x, dtype=None)  # masks are stored as numbers
     if dtype.is_floating_point:
         raise reader.refusal(
             f"casts to {str(dtype).removeprefix('torch.')}: leave types to train.precision"
@@ -339,7 +346,10 @@ def _cast(reader: Reader, x: Any) -> Value | None:
 
 
 def _alike(reader: Reader, value: Any) -> Value | None:
-    """Return a map, or a vector, of one number; None of a tensor that does not follow the image's size, which is a constant."""
+    """Return a map or vector filled with one number.
+
+    Return None for a tensor that does not follow the image's size; it is a constant.
+    """
     if not follows_size(reader.current):
         return None
     found = _places_of_result(reader)
@@ -356,7 +366,7 @@ def _alike(reader: Reader, value: Any) -> Value | None:
 
 
 def _expanded_over(reader: Reader, x: Any) -> Value:
-    """Return a map, or a vector, that a parameter is expanded to."""
+    """Return the map or vector to which a parameter is expanded."""
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(
@@ -385,7 +395,7 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
 
 
 class _Over:
-    """A tensor at all places of a map, and for each of its images, with these axes."""
+    """Function that repeats a tensor at all places of a map and for each of its images."""
 
     __name__ = "expand"
 

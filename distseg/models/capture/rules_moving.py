@@ -1,4 +1,7 @@
-"""Rules of calls that move places of the image: parts of it, windows and blocks of places, and what is refused because opposite borders would meet."""
+"""Rules for calls that move places of the image: crops, windows and blocks of places.
+
+Calls that would join opposite borders of the image are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _INDICES = (
 
 
 class Moving:
-    """Rules by the name of PyTorch's function. Each takes the function's arguments and returns the value of its layers."""
+    """Rules by function name for slices, shifts, windows and blocks of places."""
 
     # parts
 
@@ -206,7 +209,7 @@ class Moving:
 def _unfolded(
     reader: Reader, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Value:
-    """Return windows as of ``F.unfold``."""
+    """Return the windows that ``F.unfold`` makes."""
     x = reader.map(x)
     kernel, dilation, padding, stride = (
         reader.each(reader.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride)
@@ -227,7 +230,7 @@ def _unfolded(
 
 
 def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int) -> Value:
-    """Return windows along one dim, as of ``Tensor.unfold``."""
+    """Return the windows along one dim that ``Tensor.unfold`` makes."""
     (at,) = reader.dims_of(dimension, x)
     if x.vector or (place := dim_of_place(reader, x, at, "takes windows of")) is None:
         return over_channels(reader, x, (x, dimension, size, step), dimension)
@@ -242,12 +245,18 @@ def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int
 
 
 def _first_largest(x: Tensor) -> Tensor:
-    """Return which of the places of a window is the first largest one, (N, C, window, *size) -> (N, C, *size)."""
+    """Return the first place of each window that has its maximum.
+
+    Shapes: (N, C, window, *size) -> (N, C, *size).
+    """
     return x.argmax(2)
 
 
 class _OverWindow:
-    """A value at one place of a window, and zeros at all others: (N, C, *size), (N, C, *size) -> (N, C, *window, *size)."""
+    """Layer that puts a value at one place of a window, and zeros at the others.
+
+    Its inputs are two maps (N, C, *size); its output is (N, C, *window, *size).
+    """
 
     __name__ = "unpool"
 

@@ -1,4 +1,4 @@
-"""Rules of calls that say where cells lie in the image: resizing, padding and cropping to sizes that follow another map's."""
+"""Rules for calls that resize, pad or crop a map to the size of another map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Size = tuple[int, ...]
 
 
 class Places:
-    """By the name of a function, the layer that it is; arguments are those of the function."""
+    """Rules by function name for resizing, padding and cropping."""
 
     def interpolate(
         self: Reader,
@@ -77,12 +77,15 @@ class Places:
 
 
 def _made(reader: Reader) -> tuple[Size, ...]:
-    """Return the places of what the call at hand makes, in each trace."""
+    """Return the size of the call's result in each trace."""
     return tuple(call.shapes[0][2:] for call in reader.current)
 
 
 def _whole_factors(before: Sequence[Size], after: Sequence[Size]) -> tuple[int, ...] | None:
-    """Return how many cells each cell becomes along each dim; None where that is no whole number, or not the same one in all traces."""
+    """Return the whole factor by which each dim is enlarged.
+
+    Return None if it is not a whole number, or not the same in all traces.
+    """
     factors = {
         tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)
     }
@@ -96,7 +99,7 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[Size], factors: Any) -> str:
-    """Return RATIO where the scale factors are how the sizes of two maps relate."""
+    """Return RATIO if the scale factors are the ratios of the sizes of two maps."""
     each = [of_trace(factors, n) for n in range(len(sizes))]
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]
     if any(tuple(found) != wanted for found, wanted in zip(each, ratios)):

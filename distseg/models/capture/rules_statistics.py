@@ -1,4 +1,7 @@
-"""Rules for functions that reduce dims of channels or all places: means, variances, norms, softmax, products of matrices."""
+"""Rules for functions that reduce channels or all places.
+
+They cover means, variances, norms, softmax, attention and matrix products.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from distseg.models.statistics import LogSumExp
 
 
 class Statistics:
-    """By the name of a function, the layers that it is; arguments are those of the function."""
+    """Rules by function name for reductions, rankings and matrix products."""
 
     def mean(self: Reader, input, dim=None, keepdim=False):
         return reduced(self, input, dim, (input, dim, keepdim), Mean, torch.mean, "a mean")
@@ -67,7 +70,7 @@ class Statistics:
         )
 
     def amin(self: Reader, input, dim=(), keepdim=False):
-        """The largest of what has the other sign, with the other sign."""
+        """Return the minimum over some dims, computed as amin(x) = -amax(-x)."""
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, dim, keepdim), {})
@@ -268,7 +271,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _first(x: torch.Tensor, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Return the largest values along one dim, of equal ones the first."""
+    """Return the maximum along one dim; its gradient goes to the first of equal values."""
     return x.max(*dim, keepdim=keepdim)[0]
 
 
@@ -277,7 +280,7 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Return whether any, or every, number is other than 0."""
+    """Return whether any (or, with ``every``, each) number is not 0, as 0 or 1."""
     x = reader.value(x)
     if reader.of_channels(dim, x):
         return reader.formula((x, dim, keepdim), {})
@@ -294,6 +297,7 @@ def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
+    """Return the minimum, computed as -max(-x); ``largest`` is the layer for the maximum."""
     over_both = _first if largest.first else None
     made = reduced(
         reader,
@@ -308,7 +312,10 @@ def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
 
 
 def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, Any, float, bool]:
-    """Return input, dims, correction, and whether dims are kept, of a call that may have ``unbiased`` in the place of the dims."""
+    """Return (input, dims, correction, keepdim) of a variance call.
+
+    In PyTorch's older signature, ``unbiased`` may stand at the position of ``dim``.
+    """
     x, dim, unbiased, keepdim = given
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -321,6 +328,7 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
+    """Return the variance, or with ``rooted`` the standard deviation."""
     x, dim, correction, keepdim = _correction(reader, given, correction)
     if reader.of_channels(dim, x):
         return reader.applied(
@@ -339,6 +347,7 @@ def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part
 
 
 def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> tuple[Value, Value]:
+    """Return the variance (or standard deviation) and the mean."""
     x, dim, _, keepdim = _correction(reader, given, correction)
     deviation = _deviation(reader, given, correction, rooted)
     if reader.of_channels(dim, x):

@@ -1,4 +1,7 @@
-"""Holds a network that was captured against its module, on a small image in float64, in training (without dropout) and in evaluation."""
+"""Comparison of a captured network with its module in float64.
+
+Both run on a small image, in training without dropout and in evaluation.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from distseg.models.network import Network
 from distseg.models.user_errors import user_error
 
 TOLERANCE = 1e-10
-"""Largest difference beside the largest number of the result, if the module's own rounding does not explain more."""
-_TIMES = 10  # as large as what the last bits of the image move in the module's own result
+"""Accepted difference relative to the largest number, unless its rounding explains more."""
+# Accepted difference, as a multiple of the effect of rounding the image's last bits.
+_TIMES = 10
 _DIFFERS = {
     False: "in evaluation it computes something else than in training: the difference must lie "
     "in norms and dropout alone",
@@ -30,11 +34,14 @@ _DIFFERS = {
 
 
 class TooSmall(CanNotCapture):
-    """Failure of a module on an image that may be too small for it."""
+    """Error of a module on an image that may be too small for it."""
 
 
 class _Wide(TorchFunctionMode):
-    """In which casts to float32 are none, and in training functions of dropout hand on what they are given, and stochastic depth keeps every image."""
+    """Mode in which user code computes in float64 and, in training, without dropout.
+
+    Casts to float32 are ignored, and stochastic depth keeps every image.
+    """
 
     def __init__(self, training: bool):
         super().__init__()
@@ -62,40 +69,44 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, to
 def check_same(
     model: nn.Module, network_of: Callable[[nn.Module], Network], channels: int, size: Sequence[int]
 ) -> None:
-    """Refuse a network that computes something else than its module.
+    """Refuse a network whose result differs from its module's.
 
-    Both are made of a copy of the weights, which is let go of in the end.
+    Both run on a copy of the weights, which is freed at the end.
 
     Args:
-        network_of: makes the network of a copy of the module.
-        channels, size: of the images (2, channels, *size).
+        network_of: function that makes the network of a copy of the module.
+        channels, size: shape of the images (2, channels, *size).
 
     Raises:
         TooSmall: the module fails at this size.
-        CanNotCapture: saying in which mode.
+        CanNotCapture: the results differ; names the mode.
     """
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
     twin = doubled(model)
     network = network_of(twin)
     generator = torch.Generator().manual_seed(0)
+    # Norms of vectors need two images.
     image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(
         next(twin.parameters()).device
-    )  # vectors' norms want two images
+    )
+    # Large numbers reveal clamps.
     wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(
         image
-    )  # what clamps large numbers shows
+    )
     _check_mode(twin.eval(), network.eval(), image, _evaluated(model, twin, image))
     _check_mode(twin, network, wide)
-    with suppress(
-        RuntimeError
-    ):  # deep norms may want larger images in training; that they get none is told with the images
+    # Deep norms may need larger images in training. A run refuses too small images itself.
+    with suppress(RuntimeError):
         _check_mode(twin.train(), network.train(), image)
         _check_mode(twin, network, wide)
 
 
 def doubled(model: nn.Module) -> nn.Module:
-    """Return a copy of a module in float64, in which no parameter is the same number throughout: zeros would hide what they are multiplied by."""
+    """Return a copy of a module in float64, with noise added to constant parameters.
+
+    Zeros, such as a fresh bias, would hide errors in what they are multiplied by.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def weights(p: Tensor) -> nn.Parameter:
@@ -113,19 +124,25 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
-    """Return what a module makes in evaluation; refuse one that draws random numbers, leaves something behind, or fails."""
+    """Return a module's result in evaluation.
+
+    Raises:
+        Hidden: the pass draws random numbers or leaves a state behind.
+        TooSmall: the pass fails.
+    """
     before = picture(twin.eval())
     last, *others = (partial(_passed, image * scale) for scale in (1.0, 0.5, 2.0))
     try:
         made = last(twin)
     except Hidden as e:
-        told = (
+        hint = (
             "; F.dropout is told by training=self.training that there is none"
             if DRAWS in str(e)
             else ""
         )
-        raise Hidden(f"in evaluation {e}{told}") from None
-    except Exception as e:  # by whatever a module of the user's fails
+        raise Hidden(f"in evaluation {e}{hint}") from None
+    except Exception as e:
+        # User code may raise anything.
         size = "x".join(map(str, image.shape[2:]))
         raise TooSmall(
             f"in evaluation it fails on an image of {size} pixels, without gradients, with "
@@ -136,13 +153,20 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
 
 
 def _passed(image: Tensor, module: nn.Module) -> Any:
-    """Return what a module in float64 makes of an image; errors as of :func:`distseg.models.capture.hidden.passed`."""
+    """Return the result of a module in float64.
+
+    :func:`distseg.models.capture.hidden.passed` lists the errors.
+    """
     with _Wide(module.training):
         return passed(image, module)
 
 
 def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
-    """Refuse a network whose result is another one in the mode that both are in; ``wanted``: the module's, if it is there already."""
+    """Refuse a network whose result differs from its module's in their current mode.
+
+    Args:
+        wanted: the module's result, if it is known.
+    """
 
     wanted, found = _passed(image, twin) if wanted is None else wanted, _passed(image, network)
     same = (
@@ -164,7 +188,10 @@ def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = 
 
 
 def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
-    """Return True if two results are the same to this part of the largest number, or if there are numbers beyond all."""
+    """Return True if the difference is at most ``tolerance`` of the largest number.
+
+    Results with infinities or NaN count as close.
+    """
     return not bool(wanted.isfinite().all()) or bool(
         (found - wanted).abs().max() <= tolerance * wanted.abs().max()
     )

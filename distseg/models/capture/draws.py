@@ -1,4 +1,4 @@
-"""Random numbers that a forward pass draws: by PyTorch, by NumPy, by Python, or from the system."""
+"""Detection of random numbers drawn from PyTorch, NumPy, Python or the system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from distseg.models.passes import is_library, is_users, replaced, run, shown
 
 
 class Draws(TorchDispatchMode):
-    """Call ``note(name, result)`` for each of PyTorch's operations that draws random numbers, whichever function of Python's leads to it."""
+    """Mode that calls ``note(name, result)`` for each PyTorch operation that draws random numbers.
+
+    It sees operations, so it does not matter which Python function calls them.
+    """
 
     def __init__(self, note: Callable[[str, Any], None]):
         super().__init__()
@@ -35,7 +38,7 @@ class Draws(TorchDispatchMode):
 
 
 def _is_off(function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Return True for an operation that would draw only with another setting, as attention without dropout."""
+    """Return True if an operation draws nothing with its settings, as with dropout 0."""
     names = [argument.name for argument in function._schema.arguments]
     given = (
         {argument.name: argument.default_value for argument in function._schema.arguments}
@@ -53,7 +56,7 @@ _GLOBAL = {
 
 
 def global_generators() -> list[Slot]:
-    """Return a slot for each global generator."""
+    """Return a slot for each global random generator."""
     return [
         Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR)
         for name, generator in _GLOBAL.items()
@@ -64,13 +67,16 @@ _GENERATOR = "the global generator"
 
 
 def is_generator(slot: Slot) -> bool:
-    """Return True if a slot has a generator of random numbers."""
+    """Return True if the value in a slot is a random generator."""
     return isinstance(slot.value(), GENERATORS)
 
 
 @contextmanager
 def system_draws(note: Callable[[str], None]) -> Iterator[None]:
-    """Call ``note`` with the line of the user's code that takes random numbers from the system, as a new generator without a seed does."""
+    """Call ``note(line)`` when user code takes random numbers from the operating system.
+
+    A new generator without a seed does so.
+    """
     thread, seed, draw = threading.get_ident(), random.Random.seed, os.urandom
 
     def watch() -> None:
@@ -94,7 +100,10 @@ def system_draws(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _line_of_draw(frame: FrameType | None) -> str | None:
-    """Return the line of the user's code that a call of a library comes from; None if the call is PyTorch's, ours, or of a module that is being imported."""
+    """Return the line of user code from which a library was called.
+
+    Return None if the call comes from PyTorch, from distseg, or from an import.
+    """
     caller = None
     while frame is not None and frame.f_code is not run.__code__:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

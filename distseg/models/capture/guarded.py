@@ -1,7 +1,7 @@
-"""Stand-ins for the dropouts and norms of a module that is run to see what its passes do besides: no masks, and running statistics that stay.
+"""Replacements for the dropouts and norms of a module while its passes are checked.
 
-Both are the business of the layers that take their place in training. So whatever else draws numbers at their rates, or moves their
-statistics, shows.
+Dropouts return their input, and norms restore their running statistics. In training, distributed
+layers replace both. Whatever else draws random numbers, or updates the statistics, then shows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 def guarded(
     model: nn.Module, images: int, moves: Collection[str] = (), apart: bool = False
 ) -> nn.Module:
-    """Have the dropouts of a module hand on what they are given, and its norms give their running statistics back; the module is changed.
+    """Replace the forward of a module's dropouts and norms, in place; return the module.
+
+    Dropouts return their input; norms restore their running statistics after the call.
 
     Args:
-        images: of a pass; 0: any number.
-        moves: the norms whose running statistics move with each call, as PyTorch's do.
-        apart: batch norms hand on what they are given, so that they do not join images.
+        images: number of images in a pass; 0 means any number.
+        moves: names of norms that still update their running statistics.
+        apart: True if batch norms return their input, so that they do not join images.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, DropImage):
@@ -52,7 +54,7 @@ def guarded(
 
 
 def moving_norms(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the guarded norms whose running statistics a pass moves."""
+    """Yield the names of the replaced norms that are in training mode."""
     return (
         name
         for name, layer in model.named_modules()
@@ -61,7 +63,10 @@ def moving_norms(model: nn.Module) -> Iterator[str]:
 
 
 class Readings(TorchFunctionMode):
-    """Inside, the first call that reads running statistics of some norms of a module, other than the norms' own, is kept as ``first``."""
+    """Mode that stores in ``first`` the first call that reads norms' running statistics.
+
+    Calls of ``F.batch_norm`` do not count.
+    """
 
     def __init__(self, model: nn.Module, norms: Collection[str]):
         super().__init__()
@@ -113,14 +118,14 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Forget which norms of a guarded module have been called."""
+    """Reset the record of which norms have been called."""
     for layer in model.modules():
         _called.discard(layer)
 
 
-_called: WeakSet[nn.Module] = (
-    WeakSet()
-)  # norms, in training; not kept in the module, whose attributes are looked at
+# Norms that were called in training mode. They are not attributes of the module, because its
+# attributes are being compared.
+_called: WeakSet[nn.Module] = WeakSet()
 
 
 def _unmoved(layer: nn.Module, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Refuses modules whose forward pass does more than compute its result: it draws random numbers, or leaves something behind.
+"""Checks that a module's forward pass does nothing but compute its result.
 
-Ranks and parts of an image are passes of their own, in another number and order than the serial program's. So what a pass leaves behind must
-not matter: a pass behind others has to compute the same, and leave the same, as one that comes first.
+A pass must not draw random numbers or leave a state behind. Ranks and tiles run passes in another
+number and order than the serial program. So a pass after other passes must compute, and leave, the
+same as a first pass.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ from distseg.models.passes import (
 from distseg.models.user_errors import user_error
 
 Pass = Callable[[nn.Module], Any]
-"""A forward pass; what it returns can be compared."""
+"""Forward pass of a module; its result can be compared with another."""
 
 
 def picture(model: nn.Module, loose: bool = False) -> Picture:
-    """Return what a module keeps now, but for the running statistics of norms, and how far the global generators of random numbers are."""
+    """Return a snapshot of a module's state and of the global random generators.
+
+    It leaves out the running statistics of norms, which a pass may update.
+    """
     found = picture_of(model, loose).without(_statistics(model))
     for slot in global_generators():
         found.slots[slot.key], found.prints[slot.key] = slot, print_of(slot.value())
@@ -61,7 +65,10 @@ def picture(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def _statistics(model: nn.Module) -> set[tuple[str, str]]:
-    """Return the slots of the running statistics that norms of PyTorch's keep; without memory a pass leaves all but the count as it was."""
+    """Return the slots of the running statistics of PyTorch's norms.
+
+    A pass on the meta device, or through a modified norm, may update the counter alone.
+    """
     found = set()
     for name, layer in model.named_modules():
         if isinstance(layer, _NORMS):
@@ -82,16 +89,16 @@ def check_left(
     others: Sequence[Pass],
     alike: Callable[[Any, Any], bool],
 ) -> None:
-    """Refuse what a pass left behind, if passes that follow would depend on it or leave something else.
+    """Refuse a pass that leaves a state behind, if later passes would depend on it or change it.
 
     Args:
-        made: makes a copy of the module that has had no pass.
-        before, after: what a copy kept before a pass, and what behind it.
-        last: a pass; ``others`` come before it in one copy, and not in another.
-        alike: compares what two passes return.
+        made: function that makes a copy of the module without any pass.
+        before, after: the state of a copy before and after one pass.
+        last: a pass. It runs twice in a fresh copy, and after each of ``others`` in another copy.
+        alike: function that compares the results of two passes.
 
     Raises:
-        Hidden: naming the attribute, its module, the line that changes it, and the repair.
+        Hidden: names the attribute, its module, the line that changes it, and the repair.
     """
     changed = before.changed(after)
     if not changed:
@@ -104,17 +111,18 @@ def check_left(
         same = alike(last(fresh), wanted)
         kept += there.changed(picture(fresh, loose=True))
         for other in others:
-            with suppress(Exception):  # an image of another size, which it may not take
+            # The module may not accept images of other sizes.
+            with suppress(Exception):
                 other(used)
             same = alike(last(used), wanted) and same
             kept += there.changed(picture(used, loose=True))
         if same and not kept:
             return
-    raise Hidden(_told((kept or changed)[0], made(), last))
+    raise Hidden(_message((kept or changed)[0], made(), last))
 
 
-def _told(slot: Slot, model: nn.Module, passed: Pass) -> str:
-    """Return the message about a slot that a pass of a module changes; ``model`` is a copy of it."""
+def _message(slot: Slot, model: nn.Module, passed: Pass) -> str:
+    """Return the error message about a slot that a pass changes, given a copy of the module."""
     line = _line_that_changes(slot.of(model), model, passed)
     where = f" ({line})" if line else ""
     if is_generator(slot):
@@ -126,7 +134,7 @@ def _told(slot: Slot, model: nn.Module, passed: Pass) -> str:
 
 
 def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None:
-    """Return the line of the user's code behind which the value in a slot is another one; None if it is none."""
+    """Return the line of user code that changes the value in a slot; None if no line does."""
     found: list[str | None] = []
     begun, last = print_of(slot.value()), None
 
@@ -150,10 +158,10 @@ def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None
 
 
 def check_real(model: nn.Module) -> None:
-    """Refuse complex numbers, of which a cast to the type of a run would leave the real parts.
+    """Refuse complex parameters and buffers: a cast would drop their imaginary part.
 
     Raises:
-        ValueError: naming the parameter or buffer, and the repair.
+        ValueError: names the parameter or buffer, and the repair.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
@@ -164,10 +172,10 @@ def check_real(model: nn.Module) -> None:
 
 
 def check_seen(model: nn.Module) -> None:
-    """Refuse a network in which a trace saw what no way of computing it does exactly.
+    """Refuse a network whose trace showed something that cannot be computed exactly.
 
     Raises:
-        ValueError: naming function, module and line.
+        ValueError: names the function, the module and the line.
     """
     check_real(model)
     if model in inexact:
@@ -175,13 +183,14 @@ def check_seen(model: nn.Module) -> None:
 
 
 def check_exact(model: nn.Module, size: Sequence[int]) -> None:
-    """Refuse to train a network whose passes draw random numbers or leave something behind.
+    """Refuse to train a network whose passes draw random numbers or leave a state behind.
 
     Args:
-        size: of an image that it is going to be given.
+        size: image size in training.
 
     Raises:
-        ValueError: naming function, module and line, and why the module's calls are not followed.
+        ValueError: names the function, the module and the line, and why the network was not
+            captured.
     """
     check_seen(model)
     if is_followed(model):
@@ -197,17 +206,18 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
 def check_module(
     model: nn.Module, size: Sequence[int], modes: Sequence[bool] = (True, False)
 ) -> None:
-    """Refuse a module whose calls are not followed, if its passes draw random numbers, leave something behind, or do not make one tensor.
+    """Refuse an uncaptured module whose passes do more than return one tensor.
 
-    Dropout layers hand on what they are given, and norms keep their running statistics: both are the business of their twins
+    They must not draw random numbers or leave a state behind. Dropout layers return their input
+    here, and norms restore their running statistics, because distributed counterparts replace both
     (:mod:`distseg.models.capture.guarded`). Small images are tried first.
 
     Args:
-        size: of an image that it is going to be given.
-        modes: of training (True) and of evaluation (False).
+        size: image size in training.
+        modes: modes to check, True for training and False for evaluation.
 
     Raises:
-        Hidden: naming what, where, and the repair.
+        Hidden: names what the pass does, the line, and the repair.
     """
     if any(p.is_meta for p in model.parameters()):
         return
@@ -219,7 +229,8 @@ def check_module(
             _check_modes(model, at, modes)
         except Hidden:
             raise
-        except Exception as e:  # by whatever a module of the user's fails
+        except Exception as e:
+            # User code may raise anything.
             failed = e
         else:
             _checked.setdefault(model, set()).add((at, tuple(modes)))
@@ -230,17 +241,18 @@ def check_module(
     ) from failed
 
 
-_TRIED = (64, 96, 256)  # pixels a side
-_checked: WeakKeyDictionary[nn.Module, set[tuple]] = (
-    WeakKeyDictionary()
-)  # sizes and modes, of those that passed
+_TRIED = (64, 96, 256)  # sides in pixels
+# Sizes and modes for which a module has passed the checks.
+_checked: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
 
 
 def check_apart(model: nn.Module, size: Sequence[int]) -> None:
-    """Refuse a module whose calls are not followed, if the images of a batch depend on each other, or on their number, by more than batch norms.
+    """Refuse an uncaptured module in which the images of a batch influence each other.
+
+    Batch norms are exempt. A dependence on the number of images is refused too.
 
     Args:
-        size: of an image that it is going to be given.
+        size: image size in training.
 
     Raises:
         Hidden: with a repair.
@@ -248,11 +260,12 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     if is_followed(model) or any(p.is_meta for p in model.parameters()):
         return
     for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):
+        # The module may not accept images of this size.
         with (
             suppress(ValueError, RuntimeError, TypeError, IndexError),
             generators_kept(),
             torch.no_grad(),
-        ):  # an image of a size that it does not take
+        ):
             if not _is_apart(guarded(copy.deepcopy(model).double().train(), 0, apart=True), at):
                 break
             return
@@ -268,7 +281,7 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
 
 
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
-    """Return True if the first image's result is the same whatever the batch has besides."""
+    """Return True if the first image's result is the same in any batch."""
     images, others = _noise(model, size, 0), _noise(model, size, 1)
     alone, *beside = (
         passed(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others)))
@@ -289,22 +302,21 @@ def _check_modes(
 
 
 def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) -> None:
-    """Refuse a module that passed with small images, if it does more with one of the size that it is going to be given."""
+    """Refuse a module that passed the checks on small images but fails them at the run's size."""
     if (size, tuple(modes)) in _checked[model] or min(size) < 1:
         return
     try:
         _check_modes(model, size, modes, images=1)
     except Hidden:
         raise
-    except (
-        Exception
-    ):  # such as a norm of vectors that wants two images: what a step fails by is told there
+    except Exception:
+        # For example, a norm of vectors needs two images. The training step reports its own errors.
         return
     _checked[model].add((size, tuple(modes)))
 
 
 def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
-    """Refuse what the passes of one mode do besides."""
+    """Refuse a module whose passes in one mode do more than return one tensor."""
 
     def made() -> nn.Module:
         return guarded(copy.deepcopy(model).train(training), images)
@@ -317,40 +329,40 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
     before = picture(probe)
     result = last(probe)
     if not isinstance(result, Tensor):
-        raise Hidden(
-            f"{returned(result, last_line_of(lambda: last(made())))}{'' if training else ' (in evaluation)'}"
-        )
+        mode = "" if training else " (in evaluation)"
+        raise Hidden(f"{returned(result, last_line_of(lambda: last(made())))}{mode}")
     check_left(made, before, picture(probe), last, others, equal)
     moving = frozenset(moving_norms(probe))
     live = guarded(copy.deepcopy(model).train(training), images, moves=moving)
     with Readings(live, moving) as readings:
         same = not moving or equal(last(live), result)
     if not same:
-        told = (
+        reading = (
             readings.first
             or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
         )
         raise Hidden(
-            f"{told}, which a norm moves once a step, not with each pass: compute that in the "
+            f"{reading}, which a norm moves once a step, not with each pass: compute that in the "
             f"training loop"
         )
 
 
 def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) -> Tensor:
-    """Return images (images, C, *size)."""
+    """Return random images (images, C, *size), seeded with ``number``."""
     like, channels = next(p for p in model.parameters() if p.is_floating_point()), bands_of(model)
     generator = torch.Generator().manual_seed(number)
     return torch.randn(images, channels, *size, generator=generator).to(like)
 
 
 def passed(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
-    """Return what a module makes of an image.
+    """Return the result of a module's pass over an image.
 
     Args:
-        draws: what is said of random numbers that it draws.
+        draws: words for the error message about drawn random numbers.
 
     Raises:
-        Hidden: the pass draws random numbers by PyTorch, or from the system, or asks the machine for something.
+        Hidden: the pass draws random numbers from PyTorch or the system, or reads clocks, files or
+            the like.
     """
     inside: list[str] = []
     drawn: list[str] = []
@@ -375,5 +387,5 @@ def passed(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two results have the same numbers, of which some may be no numbers."""
+    """Return True if two results have equal numbers; NaN counts as equal to NaN."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -1,4 +1,4 @@
-"""Detection of forward passes that ask the machine: for the time, the operating system, files, or the place of an object in memory."""
+"""Detection of forward passes that read clocks, the operating system, files or object ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterator
 from distseg.models.capture import draws
 from distseg.models.passes import is_library, is_users, run, shown
 
-# by the module or class that a built-in function is of; those without an effect on anything
+# By module or class, the built-in functions that are allowed: results cannot depend on them.
 _ASK = {
     "time": {"sleep", "strftime", "strptime", "mktime", "asctime", "tzset", "get_clock_info"},
     "posix": {"fspath", "get_terminal_size", "waitstatus_to_exitcode"},
@@ -31,10 +31,8 @@ _NAMED = {
     ("builtins", "id"),
     ("builtins", "hash"),
 }
-_OF_OBJECTS = {
-    ("builtins", "id"),
-    ("builtins", "hash"),
-}  # which libraries call for tables that have one order
+# Libraries call these for tables whose order does not depend on the ids.
+_OF_OBJECTS = {("builtins", "id"), ("builtins", "hash")}
 _ENVIRONMENT = {os._Environ.__getitem__.__code__: "os.environ"}
 _BESIDES = {
     "logging",
@@ -48,7 +46,7 @@ _BESIDES = {
     "inspect",
     "_weakrefset",
 }
-"""Modules that ask for what they print, or for their own order."""
+"""Libraries that read clocks or ids for messages or for their own tables."""
 
 ASKS = (
     "asks the machine: what a pass computes must depend on its image and the network alone, "
@@ -59,15 +57,16 @@ ASKS = (
 
 @contextmanager
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
-    """Call ``note(name, line)`` for each function inside :func:`distseg.models.passes.run` by which the user's code asks the machine."""
+    """Call ``note(name, line)`` for each call by which user code reads the machine's state.
+
+    It watches calls inside :func:`distseg.models.passes.run`.
+    """
     thread = threading.get_ident()
 
     def look(frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call":
-            owner, name = (
-                function.__module__ or getattr(function.__self__, "__name__", None),
-                function.__name__,
-            )
+            owner = function.__module__ or getattr(function.__self__, "__name__", None)
+            name = function.__name__
             if (owner, name) not in _NAMED and (owner not in _ASK or name in _ASK[owner]):
                 return
             direct = (owner, name) in _OF_OBJECTS
@@ -85,7 +84,7 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
             )
 
     before, collects = (sys.getprofile(), threading.getprofile()), gc.isenabled()
-    # a collection runs wherever it comes, and calls whoever wants to know how long it took
+    # A garbage collection may start anywhere, and its callbacks may read clocks.
     gc.disable()
     threading.setprofile(look)
     sys.setprofile(look)
@@ -99,11 +98,13 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def _line_that_asks(frame: FrameType | None, direct: bool, runs: bool) -> str | None:
-    """Return the line of the user's code that a call comes from; None if it is PyTorch's or ours, or of a library that asks for itself.
+    """Return the line of user code that makes a call.
+
+    Return None if the call is PyTorch's or ours, or if a library makes it for its own purposes.
 
     Args:
-        direct: the user's code is to call without a library between.
-        runs: the call is of the thread that runs the pass.
+        direct: True if only direct calls by user code count.
+        runs: True if the call is made in the thread that runs the pass.
     """
     caller = None
     while frame is not None and frame.f_code is not run.__code__:

@@ -1,7 +1,9 @@
-"""Search for values that the code of a forward pass reads outside its module: globals, attributes of classes and files, variables of functions around.
+"""Search for values outside a module that the code of its forward pass reads.
 
-Code is read, not run: the names in its byte code are looked up where Python would look them up, and in every class and file that the
-code comes by. Objects that it comes by are followed: into the functions of their classes, and what they hold.
+These are globals, attributes of classes and files, and closure variables. The code is read, not
+run: the names in its byte code are looked up where Python would look them up, and in every class
+and file that the search reaches. Objects are followed into their attributes and the functions of
+their classes.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch import Tensor, nn
 from distseg.models.passes import is_library, is_users
 
 ITSELF = "itself"
-"""The name under which a function is found in its own home: with its closure, its defaults and its attributes."""
-_FEW = 100  # parts of a container that are followed
+"""Name of a function in its own home, which holds its closure, its defaults and its attributes."""
+_FEW = 100  # items of a container that are followed
 _MANY = 100_000  # values that are followed
 _PLAIN = (
     type(None),
@@ -50,19 +52,20 @@ _MADE = {
     "__getstate__",
     "__setstate__",
 }
-"""Functions that no pass calls of modules that are there."""
+"""Special methods that a pass does not call on existing modules."""
 _FIXED = (type, types.ModuleType, types.FunctionType, staticmethod, classmethod, property)
 _OURS = {"torch", "distseg", "builtins", "numpy", "abc", "typing"}
 
 
 @dataclass
 class Home:
-    """A mapping in which code finds values by name.
+    """Mapping in which code finds values by name.
 
     Attributes:
-        owner: the class, function or file, as messages have it.
-        names: of values that may change; not of functions, classes and modules.
-        which: tells classes and files of one name apart.
+        owner: name of the class, function or file in messages.
+        holder: the mapping.
+        names: names of values that may change; functions, classes and modules are left out.
+        which: number that distinguishes classes or files of the same name.
     """
 
     owner: str
@@ -72,7 +75,7 @@ class Home:
 
 
 def homes_of(model: nn.Module) -> list[Home]:
-    """Return the mappings outside a model's modules that the code of their forward passes reads, with the names it reads there."""
+    """Return the mappings outside the modules that their forward code reads, and the names."""
     search = _Search()
     search.follow(model.modules())
     search.run()
@@ -80,7 +83,7 @@ def homes_of(model: nn.Module) -> list[Home]:
 
 
 def fields_of(x: Any) -> dict[str, Any]:
-    """Return the attributes that an object has itself, in its ``__dict__`` and in slots."""
+    """Return an object's own attributes, from ``__dict__`` and from slots."""
     found = dict(getattr(x, "__dict__", None) or {})
     return found | {name: getattr(x, name) for name in _slot_names(type(x)) if hasattr(x, name)}
 
@@ -97,12 +100,16 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 
 class _Search:
-    """Goes from value to value; ``_spaces`` are the classes and modules in which all names that any code reads are looked up."""
+    """Search from value to value.
+
+    All names that any code reads are looked up in the classes and modules in ``_spaces``.
+    """
 
     def __init__(self):
         self.homes: dict[int, Home] = {}
         self._queue: collections.deque[Any] = collections.deque()
-        self._done: dict[int, Any] = {}  # which are held, so that no other takes their identity
+        # The values are kept alive so that no other gets the same id.
+        self._done: dict[int, Any] = {}
         self._names: dict[str, None] = {}
         self._spaces: list[type | types.ModuleType] = []
         self._noted: set[tuple[int, str]] = set()
@@ -118,7 +125,7 @@ class _Search:
                 self._in_class(space) if isinstance(space, type) else self._in_module(space)
 
     def _look(self, value: Any) -> None:
-        """Follow what a value is, or holds."""
+        """Follow a value and what it contains."""
         empty = (
             isinstance(value, _CONTAINERS)
             and not value
@@ -146,7 +153,7 @@ class _Search:
             self._in_object(value)
 
     def _in_object(self, value: Any) -> None:
-        """Follow the class of an object, its attributes, and its parts if they are few."""
+        """Follow an object's class, its attributes, and its items if they are few."""
         kind = type(value)
         if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
             self.follow(value.values() if isinstance(value, dict) else list(value))
@@ -186,7 +193,7 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Look up names in a class and what it comes from, and the functions that operators and statements call."""
+        """Look up names in a class and its bases, and follow its special methods."""
         for base in kind.__mro__:
             if _is_library_class(base):
                 self._in_library(f"class {base.__name__}", base)
@@ -204,7 +211,7 @@ class _Search:
             self._note(module.__name__, vars(module), name, vars(module)[name])
 
     def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
-        """Keep the names of values, which a pass may set there; what a library does itself is its own."""
+        """Keep the names that a pass may set in a library, without following the library's code."""
         for name in self._names.keys() & vars(holder).keys():
             if isinstance(vars(holder)[name], _SET):
                 self._note(
@@ -215,7 +222,7 @@ class _Search:
                 )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
-        """Follow a value; keep its name if it may change."""
+        """Follow a value, and keep its name if the value may change."""
         if (id(holder), name) in self._noted:
             return
         self._noted.add((id(holder), name))
@@ -239,7 +246,7 @@ def _is_operator(name: str, value: Any) -> bool:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield code, and code inside it."""
+    """Yield a code object and all code objects nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -247,7 +254,10 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """Yield the modules that a function imports, as far as they are there: by a statement, or by a name that it gives to an importing function."""
+    """Yield the loaded modules that a function imports.
+
+    It finds import statements, and names that are passed to an importing function.
+    """
     for code in _codes(function.__code__):
         if _IMPORT in code.co_code[::2]:
             steps = list(dis.get_instructions(code))

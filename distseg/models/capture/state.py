@@ -1,7 +1,8 @@
-"""What a module keeps besides its result: a picture of it, so that two passes can be told to have left the same.
+"""Snapshots of the state of a module, to find out whether two passes leave the same state.
 
-A picture has a *slot* for each attribute of each module, each parameter and buffer, and each global number or container that the
-code of the modules reads (:mod:`distseg.models.capture.reachable`); and in each slot a *print*, which is equal for equal values.
+A snapshot has a *slot* for each attribute of each module, each parameter and buffer, and each
+global number or container that the modules' code reads (:mod:`distseg.models.capture.reachable`).
+For each slot it has a *print*, which is equal for equal values.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 
 from distseg.models.capture.reachable import ITSELF, fields_of, homes_of
 
-_DEPTH = 12  # of containers in containers that are looked into
-_MANY = 200_000  # values that are looked at in one slot
-_SMALL = 10_000  # numbers of a tensor up to which its print is a digest of all
+_DEPTH = 12  # nesting of containers that is followed
+_MANY = 200_000  # values that are followed in one slot
+# Largest number of elements for which a tensor's print is a digest of all numbers.
+_SMALL = 10_000
 _PLAIN = {type(None), bool, int, str}
 _EMPTY = {dict, list, tuple, set, collections.OrderedDict}
 _ATOMS = (
@@ -48,14 +50,9 @@ _ATOMS = (
     enum.Enum,
 )
 _FUNCTIONS = (types.FunctionType, types.LambdaType)
-_SUBCLASSED = (
-    int,
-    str,
-    bytes,
-    float,
-    complex,
-    enum.Enum,
-)  # atoms whose subclasses can have attributes
+# Atoms whose subclasses can have attributes.
+_SUBCLASSED = (int, str, bytes, float, complex, enum.Enum)
+# Types without further attributes.
 _BARE = (
     *_PLAIN,
     *_EMPTY,
@@ -66,14 +63,13 @@ _BARE = (
     types.FunctionType,
     types.MethodType,
     types.BuiltinFunctionType,
-)  # they have none that are not looked at
+)
 _FOREIGN = {"torch", "threading", "_thread", "logging", "weakref", "multiprocessing"}
-_OPEN = (
-    nn.Module,
-    threading.local,
-    torch.quasirandom.SobolEngine,
-)  # of these modules, but looked into
-_LARGE = 10_000_000  # bytes of a file in memory or the like, which are not looked at
+# Types of the modules in _FOREIGN that are followed nevertheless.
+_OPEN = (nn.Module, threading.local, torch.quasirandom.SobolEngine)
+# Larger buffers, in bytes, are compared by id.
+_LARGE = 10_000_000
+# Types whose subclasses may add attributes.
 _VALUES = (
     *_SUBCLASSED,
     Mapping,
@@ -84,7 +80,7 @@ _VALUES = (
     collections.deque,
     np.ndarray,
     Tensor,
-)  # which subclasses give attributes
+)
 GENERATORS = (
     random.Random,
     np.random.Generator,
@@ -95,7 +91,11 @@ GENERATORS = (
 
 
 class TensorPrint(NamedTuple):
-    """Print of a tensor: ``content`` is a digest or sum of its numbers, or without memory which tensor it is and how often it was overwritten."""
+    """Print of a tensor.
+
+    ``content`` is a digest or a sum of the numbers. For a tensor on the meta device it is the
+    tensor's id and version.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -105,13 +105,14 @@ class TensorPrint(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """A name in a mapping of attributes.
+    """Name in a mapping of attributes.
 
     Attributes:
-        owner: the module by its name, or the class, function or file, as messages have it.
-        holder: the mapping; ``name`` is looked up in it.
-        field: which mapping of a module that is: ``__dict__``, ``_parameters``, ``_buffers`` or ``_modules``; None: it is no module's.
-        which: tells classes and files of one name apart.
+        owner: name of the module, class, function or file in messages.
+        holder: the mapping in which ``name`` is looked up.
+        field: the module's mapping: ``__dict__``, ``_parameters``, ``_buffers`` or ``_modules``;
+            None if the owner is not a module.
+        which: number that distinguishes classes or files of the same name.
     """
 
     owner: str
@@ -126,7 +127,7 @@ class Slot:
 
     @property
     def tensor(self) -> bool:
-        """A parameter or buffer."""
+        """True for a parameter or buffer."""
         return self.field in ("_parameters", "_buffers")
 
     def of(self, copied: nn.Module) -> "Slot":
@@ -154,14 +155,14 @@ class Slot:
 
 _ABSENT = type("absent", (), {})
 WHOLE = "the model"
-"""Owner of the attributes of the outermost module."""
+"""Name of the outermost module in messages."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What a module keeps at a moment: for each slot the print of its value.
+    """Snapshot of a module's state: the print of the value in each slot.
 
-    ``values`` are held, so that no new object takes the identity of one that is gone.
+    ``values`` keeps the values alive, so that no new object gets the same id.
     """
 
     slots: dict[Hashable, Slot]
@@ -169,7 +170,7 @@ class Picture:
     values: list[Any]
 
     def changed(self, later: "Picture") -> list[Slot]:
-        """Return the slots in which a later picture of the same module differs."""
+        """Return the slots whose prints differ in a later snapshot of the same module."""
         keys = dict.fromkeys([*self.prints, *later.prints])
         differ = [
             key for key in keys if self.prints.get(key, _ABSENT) != later.prints.get(key, _ABSENT)
@@ -177,16 +178,17 @@ class Picture:
         return [later.slots.get(key) or self.slots[key] for key in differ]
 
     def without(self, keys: Collection[Hashable]) -> "Picture":
-        """Return the picture without these slots."""
+        """Return the snapshot without the slots of these keys."""
         left = {key: slot for key, slot in self.slots.items() if key not in keys}
         return Picture(left, {key: self.prints[key] for key in left}, self.values)
 
 
 def picture_of(model: nn.Module, loose: bool = False) -> Picture:
-    """Return what a module keeps now.
+    """Return a snapshot of a module's state.
 
     Args:
-        loose: to compare two copies of a module: it does not matter which object a value is, and of tensors without memory only shape and type are known.
+        loose: True to compare two copies of a module. Object ids are ignored, and tensors on the
+            meta device are compared by shape and type alone.
     """
     slots = {slot.key: slot for slot in slots_of(model)}
     values, known = [slot.value() for slot in slots.values()], frozenset(map(id, model.modules()))
@@ -195,7 +197,7 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return the slots of all modules of a model, and of the globals, classes and closures that their code reads."""
+    """Return the slots of all modules, and of the globals, classes and closures that they read."""
     found = []
     for name, module in model.named_modules():
         owner = name or WHOLE
@@ -214,7 +216,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 class _Children(Mapping):
-    """The children of a module in one slot: which module has which name."""
+    """Mapping with one slot for all children of a module: the names and ids of the children."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -230,21 +232,26 @@ class _Children(Mapping):
 
 
 class _Itself(NamedTuple):
-    """An object of which it matters only which one it is."""
+    """Object that is compared by its id."""
 
     object: Any
 
 
 def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset()) -> Hashable:
-    """Return the print of a value: equal for equal numbers, tensors, containers, generators and plain objects.
+    """Return the print of a value, which is equal for equal values.
+
+    It covers numbers, tensors, containers, generators and plain objects.
 
     Args:
-        known: identities of modules that have slots of their own, and are not looked into.
+        loose: as for :func:`picture_of`.
+        known: ids of modules that have slots of their own; their contents are left out.
     """
     return _Printer(loose, known)(value, _DEPTH)
 
 
 class _Printer:
+    """Computation of one print, which follows containers and objects."""
+
     def __init__(self, loose: bool, known: frozenset[int]):
         self.loose, self.known, self.seen, self.left = loose, known, set(), _MANY
 
@@ -255,12 +262,15 @@ class _Printer:
         if isinstance(x, _ATOMS) and (kind in _BARE or not isinstance(x, _SUBCLASSED)):
             return kind.__name__, x if isinstance(x, Hashable) else repr(x)
         if kind in (float, complex):
-            return kind.__name__, repr(x)  # a NaN is equal to itself
+            return kind.__name__, repr(x)  # so that NaN equals NaN
         self.left -= 1
         if id(x) in self.seen or depth <= 0 or self.left <= 0:
             return "seen", type(x).__name__
         self.seen.add(id(x))
-        again = lambda part: self(part, depth - 1)  # noqa: E731
+
+        def again(part):
+            return self(part, depth - 1)
+
         try:
             inside = self._tensor(x) if isinstance(x, Tensor) else self._inside(x, again)
             return (
@@ -321,11 +331,11 @@ class _Printer:
             return again(x.get(None))
         if fields := fields_of(x):
             return again(fields)
-        said = _said(x) if root in sys.stdlib_module_names else None
+        said = _content_of(x) if root in sys.stdlib_module_names else None
         return self._which(x) if said is None else again(said)
 
     def _which(self, x: Any) -> Hashable:
-        """Return which object a value is."""
+        """Return the id of an object, or with ``loose`` its type alone."""
         return type(x).__name__ if self.loose else id(x)
 
     def _tensor(self, x: Tensor) -> TensorPrint:
@@ -339,10 +349,14 @@ class _Printer:
         return TensorPrint(tuple(x.shape), x.dtype, x.requires_grad, content)
 
 
-def _said(x: Any) -> Any:
-    """Return what an object of Python's own library says of what it holds, or of how far it is; None if it does not."""
+def _content_of(x: Any) -> Any:
+    """Return the content or the position of an object of the standard library.
+
+    Return None if the object offers neither.
+    """
     for ask in (_memory_of, _reduced, _remaining, _position):
-        with suppress(Exception):  # by whatever it cannot say it
+        # An object may raise anything if it cannot answer.
+        with suppress(Exception):
             return ask(x)
     return None
 
@@ -365,13 +379,13 @@ def _position(x: Any) -> int:
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables of the functions around, which this one reads."""
+    """Return the closure variables of a function by name."""
     pairs = zip(function.__code__.co_freevars, function.__closure__ or ())
     return {name: cell.cell_contents for name, cell in pairs if cell != types.CellType()}
 
 
 def _state_of(generator: Any, again: Callable[[Any], Hashable]) -> Hashable:
-    """Return how far a random generator is."""
+    """Return the state of a random generator."""
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state())
     if isinstance(generator, random.SystemRandom):
@@ -388,7 +402,7 @@ def _bytes_of(x: Tensor) -> bytes:
 
 
 def _sum_of(x: Tensor) -> int:
-    """Return the sum of a tensor's bytes, eight at a time."""
+    """Return the sum of a tensor's bytes, taken as 64-bit integers."""
     octets = _octets(x)
     return int(octets[: len(octets) // 8 * 8].view(torch.int64).sum())
 

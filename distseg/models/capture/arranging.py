@@ -1,4 +1,4 @@
-"""Calls that keep numbers and give them another form, or take some of the channels: what rules in :mod:`distseg.models.capture.rules` are written with."""
+"""Functions for rules of calls that reshape a value or take some of its channels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distseg.models.layers import CutTo, Spread
 
 
 def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
-    """Return a value whose dims come in another order."""
+    """Return a value with its dims in another order."""
     order = reader.dims_of(tuple(order), x)
     axes = tuple(x.axes[d] for d in order)
     places = places_of(axes)
@@ -35,6 +35,7 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
+    """Return the error for a reshape that is not supported."""
     return reader.refusal(
         f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or "
         f"cuts the image into windows: that is not known here"
@@ -42,7 +43,10 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
 
 
 def spread(reader: Reader, x: Value, **settings) -> Value:
-    """Return a vector as the map that the call makes of it; a grid, resized by ``settings``."""
+    """Return the map that the call makes of a vector or a line by repeating it.
+
+    With ``settings``, arguments of ``F.interpolate``, the value is a grid that the call resizes.
+    """
     if x.line:
         axes = axes_of(
             [c.shapes[0] for c in reader.current], [t.batch for t in reader.traces], x.sizes
@@ -86,7 +90,7 @@ def _over(
     like = reader.like(sizes)
     vector, axes = reader.resized(x, sizes), reader.made(like)
     kept = without_places(axes) if there is not None else x.axes
-    if there is not None and kept != x.axes:  # channels are repeated, too
+    if there is not None and kept != x.axes:  # channels are repeated too
         vector = reader.applied(
             _Expanded([axis.cell for axis in kept if not axis.batch]), [vector], "channels", kept
         )
@@ -94,7 +98,7 @@ def _over(
 
 
 class _Expanded:
-    """A vector of each image, whose other dims become so long."""
+    """Function that expands a vector to (N, *lengths)."""
 
     __name__ = "expand"
 
@@ -106,7 +110,7 @@ class _Expanded:
 
 
 def expanded(reader: Reader, x: Value) -> Value:
-    """Return a value whose dims of length 1 are as long as the call says: over channels, or over all places."""
+    """Return a value whose dims of length 1 are expanded over channels or over all places."""
     axes = reader.made(reader.value(x)) if not x.vector or not _follows(reader) else None
     if axes == x.axes:
         return x
@@ -119,7 +123,7 @@ def expanded(reader: Reader, x: Value) -> Value:
 
 
 class _Lengthened:
-    """Dims of length 1 become so long; -1: a dim stays."""
+    """Function that expands a tensor to these lengths; -1 keeps a dim."""
 
     __name__ = "expand"
 
@@ -131,14 +135,14 @@ class _Lengthened:
 
 
 def _follows(reader: Reader) -> bool:
-    """Tell whether the result's shape follows the image's size, beside that of the batch."""
+    """Return True if the result's shape, apart from dim 0, follows the image's size."""
     return any(
         len(set(lengths)) > 1 for lengths in list(zip(*(c.shapes[0] for c in reader.current)))[1:]
     )
 
 
 def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
-    """Return the values that a call cuts the channels of another into."""
+    """Return the values into which a call splits channels."""
     if not reader.of_channels(dim, reader.value(x)):
         raise reader.refusal("cuts the image into parts: along its channels it is known")
     return tuple(reader.formula(args, {}, part) for part in range(len(reader.call.shapes)))
@@ -151,14 +155,17 @@ def over_channels(
     dim: Any,
     why: str = "runs over places of the image: over channels it is known",
 ) -> Value:
-    """Return what a function makes that runs along dims of channels."""
+    """Return the result of a function that works along dims of channels; refuse other dims."""
     if not reader.of_channels(dim, reader.value(x)):
         raise reader.refusal(why)
     return reader.formula(args, {})
 
 
 def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
-    """Return the part of the channels that an index takes; with ``values`` the value in which that part is replaced by them."""
+    """Return the channels that an index takes.
+
+    With ``values``, return ``x`` in which the call replaces these channels.
+    """
     entries = _entries(reader, x, index)
     if entries is None:
         raise reader.refusal(
@@ -178,16 +185,22 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
 
 
 def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
-    """An entry for each dim, and None for each new one; None where one is of another kind."""
-    single = lambda i: (
-        i is None
-        or i is Ellipsis
-        or isinstance(i, (slice, int, Kept, Made))
-        or isinstance(i, tuple)
-        and all(isinstance(n, int) for n in i)
-        or x.line
-        and isinstance(i, Sizes)
-    )
+    """Return the index with an entry for each dim, and None for each new dim.
+
+    Return None if an entry is of an unsupported kind.
+    """
+
+    def single(i):
+        return (
+            i is None
+            or i is Ellipsis
+            or isinstance(i, (slice, int, Kept, Made))
+            or isinstance(i, tuple)
+            and all(isinstance(n, int) for n in i)
+            or x.line
+            and isinstance(i, Sizes)
+        )
+
     if (
         sum(i is Ellipsis for i in index) > 1
         or not all(map(single, index))
@@ -200,14 +213,20 @@ def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
 
 
 def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
-    """Return the part from the first place on, of the size of another map; None where an index takes something else."""
+    """Return ``x`` cropped at its end to the size of another map.
+
+    Return None if the index takes anything else.
+    """
     each = [_whole_index(of_trace(tuple(index), n), x.rank) for n in range(len(x.sizes))]
-    first = lambda i: (
-        isinstance(i, slice)
-        and i.start in (None, 0)
-        and i.step in (None, 1)
-        and (i.stop is None or i.stop >= 0)
-    )
+
+    def first(i):
+        return (
+            isinstance(i, slice)
+            and i.start in (None, 0)
+            and i.step in (None, 1)
+            and (i.stop is None or i.stop >= 0)
+        )
+
     if any(
         i is None or not all(map(first, i)) or any(s.stop is not None for s in i[: -reader.dims])
         for i in each
@@ -224,7 +243,10 @@ def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
 
 
 def _whole_index(index: tuple, rank: int) -> list | None:
-    """With an entry for each of so many dims; None where it has others than slices and numbers."""
+    """Return the index with an entry for each of ``rank`` dims.
+
+    Return None if it contains more than slices and numbers.
+    """
     if sum(i is Ellipsis for i in index) > 1 or not all(
         i is Ellipsis or isinstance(i, (slice, int)) for i in index
     ):
@@ -234,7 +256,10 @@ def _whole_index(index: tuple, rank: int) -> list | None:
 
 
 def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
-    """Return the multiple up to which a padding fills the image from behind, where it depends on its size so."""
+    """Return m if ``pad`` pads the image at its end to a multiple of m.
+
+    Return None if the padding is fixed, or follows another rule.
+    """
     if not has_sizes(pad):
         return None
     each = [(*of_trace(pad, n), *(0,) * (2 * reader.dims - len(pad))) for n in range(len(x.sizes))]
@@ -255,11 +280,12 @@ def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
     )
 
 
-_LARGEST_MULTIPLE = 256  # that a padding is looked at for
+# Largest multiple that is considered for a padding.
+_LARGEST_MULTIPLE = 256
 
 
 def whole(reader: Reader, kernel: Any, x: Value) -> bool:
-    """Tell whether a kernel is as large as the image."""
+    """Return True if a kernel is as large as the image."""
     return all(reader.each(of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
 
 

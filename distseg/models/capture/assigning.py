@@ -1,4 +1,7 @@
-"""Assignments to places of the image: ``up[:, :, ::2, 1::2] = x``, ``x[:, :, :1] = 0``, ``y[:, :8, 1:] = x[:, :8, :-1]``."""
+"""Assignments to places of the image.
+
+Examples: ``up[:, :, ::2, 1::2] = x``, ``x[:, :, :1] = 0``, ``y[:, :8, 1:] = x[:, :8, :-1]``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
 
 
 def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
-    """Return which dim of the tensor each entry belongs to; None where the index has new dims."""
+    """Return the dim of the tensor for each entry of an index; None if the index has new dims."""
     if any(i is None for i in index):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
@@ -38,7 +41,7 @@ def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
 
 
 def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
-    """Return a map with a value at the places that an index takes."""
+    """Return a map after an assignment to the places that an index takes."""
     entries, traces = _entries(x, index), range(len(x.sizes))
     wanted: dict[int, list[slice]] = {}
     marks: dict[int, int] = {}
@@ -108,7 +111,7 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
 def _put(
     reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
 ) -> Value:
-    """Return a map of the size of ``x``, which has a value at the places that slices take."""
+    """Return a map of the size of ``x`` with a value at the places that slices take."""
     if value.vector:
         return reader.meeting([value, x])[0]
     ranges = {
@@ -135,7 +138,10 @@ def _put(
             sizes=larger,
             what="spread",
         )
-    first = lambda d, n: ranges[d][n].start if d in ranges else 0  # noqa: E731
+
+    def first(d, n):
+        return ranges[d][n].start if d in ranges else 0
+
     sides = [
         tuple((first(d, n), k - m - first(d, n)) for d, (k, m) in enumerate(zip(size, there)))
         for n, (size, there) in enumerate(zip(x.sizes, value.sizes))
@@ -144,7 +150,7 @@ def _put(
 
 
 class _Filled:
-    """A number where a mask is, else a map."""
+    """Function that puts a number where a mask is True, and keeps the map elsewhere."""
 
     __name__ = "where"
 
@@ -160,7 +166,7 @@ def _chosen(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
 
 
 class _Taken:
-    """A part of the channels."""
+    """Function that takes a slice of the channels."""
 
     __name__ = "part"
 
@@ -172,7 +178,7 @@ class _Taken:
 
 
 class _Put(_Taken):
-    """A map with other numbers in a part of the channels."""
+    """Function that replaces a slice of the channels."""
 
     def __call__(self, x: Tensor, value: Tensor) -> Tensor:
         y = x.clone()

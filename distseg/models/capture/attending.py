@@ -1,8 +1,8 @@
-"""Attention whose queries or keys are as many as they are, however large the image is.
+"""Attention in which the number of queries or of keys does not grow with the image.
 
-Keys that are vectors of the image, or parameters, are looked at by each place for itself. Keys of
-all places that few queries look at are weighed by a softmax over the image, and summed. Where each
-place would look at all others, the call is refused by name.
+If keys are parameters or vectors of the image, each place attends to them on its own. If a fixed
+number of queries attends to all places, the weights are a softmax over the image, and the result is
+a sum over it. Attention between all places is refused.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ ATTENTION = (
 def attention(
     reader: Reader, query: Any, key: Any, value: Any, bias: Any, scale: float | None, weights: bool
 ) -> tuple[Value, Value | None]:
-    """Return what scaled dot products of queries with keys pick of the values, and the weights.
+    """Return the result of scaled dot product attention, and its weights.
 
     Args:
-        query: of (..., queries, channels); ``key`` and ``value``: (..., keys, channels).
-        bias: a parameter that is added to the products, or None.
-        weights: whether these are wanted.
+        query: (..., queries, channels).
+        key: (..., keys, channels); ``value`` likewise.
+        bias: a parameter that is added to the scores, or a mask, or None.
+        scale: factor of the scores; by default 1 / sqrt(channels).
+        weights: True if the weights are wanted; else None is returned for them.
     """
     q, k, v = (reader.axes_of(x) for x in (query, key, value))
     scale = 1 / math.sqrt(q[-1].cell) if scale is None else scale
@@ -72,7 +74,7 @@ def attention(
 
 
 def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
-    """Return the axes that dims in front have together, which are broadcast."""
+    """Return the leading axes of several values after broadcasting."""
     rank = max(map(len, each))
     filled = [(*(Axis(),) * (rank - len(axes)), *axes) for axes in each]
     found = []
@@ -85,7 +87,7 @@ def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
 
 
 def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
-    """Refuse what is added to the products but a parameter that is alike at all places."""
+    """Refuse a bias that is computed from the image or differs between places or images."""
     if bias is None:
         return
     if isinstance(bias, Value):
@@ -108,9 +110,17 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 
 
 def scaled_dot_product(
-    reader: Reader, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-) -> Value:  # fmt: skip
-    """Return what ``F.scaled_dot_product_attention`` makes."""
+    reader: Reader,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+) -> Value:
+    """Return the result of ``F.scaled_dot_product_attention``."""
     if dropout_p:
         raise reader.refusal(IN_ATTENTION)
     if is_causal or enable_gqa:
@@ -120,11 +130,34 @@ def scaled_dot_product(
 
 
 def multi_head(
-    reader: Reader, query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v, add_zero_attn, dropout_p,
-    out_proj_weight, out_proj_bias, training=True, key_padding_mask=None, need_weights=True, attn_mask=None, use_separate_proj_weight=False,
-    q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None, static_v=None, average_attn_weights=True, is_causal=False,
-) -> tuple[Value, ...]:  # fmt: skip
-    """Return what ``F.multi_head_attention_forward`` makes, as ``nn.MultiheadAttention`` calls it."""
+    reader: Reader,
+    query,
+    key,
+    value,
+    embed_dim_to_check,
+    num_heads,
+    in_proj_weight,
+    in_proj_bias,
+    bias_k,
+    bias_v,
+    add_zero_attn,
+    dropout_p,
+    out_proj_weight,
+    out_proj_bias,
+    training=True,
+    key_padding_mask=None,
+    need_weights=True,
+    attn_mask=None,
+    use_separate_proj_weight=False,
+    q_proj_weight=None,
+    k_proj_weight=None,
+    v_proj_weight=None,
+    static_k=None,
+    static_v=None,
+    average_attn_weights=True,
+    is_causal=False,
+) -> tuple[Value, ...]:
+    """Return the result of ``F.multi_head_attention_forward``."""
     if dropout_p and training:
         raise reader.refusal(IN_ATTENTION)
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
@@ -156,7 +189,7 @@ def multi_head(
 
 
 class _Projection:
-    """A linear layer, whose weights and bias may be those of queries, keys and values together."""
+    """Linear layer whose weight may be a slice of a joint one for queries, keys and values."""
 
     __name__ = "linear"
 

@@ -1,4 +1,7 @@
-"""Finds numbers that the user's code takes by the type of a tensor, as ``torch.finfo(x.dtype).eps``, by comparing traces in several types."""
+"""Search for numbers in user code that depend on a tensor's type.
+
+An example is ``torch.finfo(x.dtype).eps``. They are found by comparing traces in several types.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from distseg.models.capture.trace import Called, CanNotCapture, Trace
 from distseg.models.layers import ByType
 
 WIDE = torch.float64
-"""The type of the traces that networks are read from."""
+"""Type of the traces from which networks are made."""
 _CASTS = {"to", "type", "float", "double"}
 
 Numbers = dict[int, tuple[tuple, dict]]
-"""Arguments of calls by their numbers, with a :class:`ByType` for each number that follows a type."""
+"""By number of a call, (args, kwargs) with a :class:`ByType` for numbers that follow a type."""
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
-    """Return the arguments in which a pass in one type differs from those in others.
+    """Return the arguments that differ between traces in several types, by number of the call.
 
     Args:
-        traces: of images of one size, in :data:`WIDE` and other types.
+        traces: a trace for each type, of images of one size; :data:`WIDE` is one of the types.
 
     Raises:
-        CanNotCapture: the passes make different calls, naming the first.
+        CanNotCapture: the passes make different calls; names the first.
     """
     found: Numbers = {}
     for number, calls in enumerate(zip_longest(*(trace.calls for trace in traces.values()))):
@@ -58,7 +61,7 @@ def _same_function(a: Called, b: Called) -> bool:
 
 
 def _merged(each: Mapping[torch.dtype, Any]) -> Any:
-    """Return what is alike in all types, and a :class:`ByType` in the place of each number that is not."""
+    """Return one argument for all types, with a :class:`ByType` for each number that differs."""
     wide = each[WIDE]
     if isinstance(wide, tuple) and all(
         isinstance(x, tuple) and len(x) == len(wide) for x in each.values()
@@ -75,10 +78,10 @@ def _merged(each: Mapping[torch.dtype, Any]) -> Any:
 
 
 def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
-    """Return a trace in :data:`WIDE` with what :func:`numbers_by_type` found.
+    """Return a trace in :data:`WIDE` with the result of :func:`numbers_by_type` inserted.
 
     Raises:
-        CanNotCapture: a number follows the image's size, too.
+        CanNotCapture: a number follows both the type and the image's size.
     """
     if not numbers:
         return trace

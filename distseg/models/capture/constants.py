@@ -1,4 +1,7 @@
-"""Tensors that the user's forward pass makes of nothing but numbers in its code: ``torch.tensor([0.3, 0.6])``, ``torch.ones(1, c, 1, 1)``, ``torch.arange(c)``."""
+"""Tensors that user code makes of numbers alone.
+
+Examples: ``torch.tensor([0.3, 0.6])``, ``torch.ones(1, c, 1, 1)``, ``torch.arange(c)``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from distseg.models.capture.trace import Called, Kept, Made, found_in
 from distseg.models.capture.wide import widened
 
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
-"""Functions that make a tensor of one number; of places of the image these make a map, which is alike everywhere."""
+"""Functions that fill a tensor with one number; with a map's size, they make a constant map."""
 FACTORIES = FILLS | set(
     (
         "tensor as_tensor scalar_tensor new_tensor arange linspace logspace eye triu_indices "
@@ -23,7 +26,10 @@ CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long",
 
 
 def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
-    """Return the tensor that a call makes, on the CPU; None where it depends on the image, on its size, or on a parameter."""
+    """Return the tensor that a call makes, on the CPU.
+
+    Return None if it depends on the image, on its size, or on a parameter.
+    """
     if made.call < 0 or made.part:
         return None
     call = calls[made.call]
@@ -49,7 +55,8 @@ def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | N
         for name, x in (call.kwargs if kwargs is None else kwargs).items()
         if name not in ("device", "pin_memory", "requires_grad")
     }
-    if call.name.startswith("new_"):  # a method of a tensor, of which nothing but the type matters
+    # A method of a tensor, of which only the type matters.
+    if call.name.startswith("new_"):
         args = (torch.zeros((), dtype=call.dtypes[0]), *args[1:])
     if found_in((args, kwargs), Made, Kept):
         return None

@@ -1,6 +1,7 @@
-"""Maps with one more dim than images have, of fixed length: a spectrum, a series, a depth of one, (N, C, D, H, W) of images (H, W).
+"""Maps with a further dim of fixed length, such as a spectrum or a series: (N, C, D, H, W).
 
-A convolution over that dim too is one of (N, C * D, H, W), whose weight has the kernel at each place of the dim where it lies, and zeros elsewhere.
+A convolution over that dim becomes one of (N, C * D, H, W). Its weight holds the kernel at each
+position of the dim, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """Reach of a convolution along the extra dim: it makes ``after`` places of ``before``. Its kernel begins ``padding`` places in front of the first."""
+    """Arithmetic of a convolution along the further dim, from length ``before`` to ``after``.
+
+    The kernel starts ``padding`` positions before the first.
+    """
 
     before: int
     after: int
@@ -35,16 +39,16 @@ class Depth:
 
     @property
     def each(self) -> int:
-        """Channels of the map for each of the user's."""
+        """Number of the map's channels for each channel in user code."""
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of the convolution of all places at once."""
+        """Return the arguments of the convolution over all positions, given the user's."""
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return how its weight, or bias, is made from how that of one place is."""
+        """Return the steps that make the weight (``kernel``) or bias for all positions."""
         last = Map(len(steps) - 1)
         return (
             *steps,
@@ -55,7 +59,7 @@ class Depth:
 
 
 def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
-    """Return the weight (O * after, I * before, *kernel) of a weight (O, I, length, *kernel)."""
+    """Return the weight (O * after, I * before, *kernel) for a weight (O, I, length, *kernel)."""
     made = weight.new_zeros(
         weight.shape[0], depth.after, weight.shape[1], depth.before, *weight.shape[3:]
     )
@@ -70,7 +74,7 @@ def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
 def through(
     reader: "Reader", rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
 ) -> Value:
-    """Return what a rule for maps makes of one with such a dim."""
+    """Return the value that a rule for maps makes of a map with a further dim."""
     x, calls = found.value, reader.current
     name, before = calls[0].name, x.axes[2].cell
     if name == "batch_norm":
@@ -106,11 +110,12 @@ def through(
     )
     given |= {name: value[1:] for name, value in setting.items()}
     given = {name: x.as_plain if value is x else value for name, value in given.items()}
-    flat = lambda shape: (shape[0], shape[1] * shape[2], *shape[3:])
-    reader.folding, reader.current = (
-        depth,
-        [replace(call, shapes=tuple(map(flat, call.shapes))) for call in calls],
-    )
+
+    def flat(shape):
+        return (shape[0], shape[1] * shape[2], *shape[3:])
+
+    reader.current = [replace(call, shapes=tuple(map(flat, call.shapes))) for call in calls]
+    reader.folding = depth
     try:
         made = rule(**given)
     finally:
@@ -122,7 +127,7 @@ def through(
 
 
 def _three(setting: Any, dims: int) -> Any:
-    """Return a setting for each of so many dims."""
+    """Return a setting as a tuple with an entry for each of ``dims`` dims."""
     given = setting if isinstance(setting, tuple) else (setting,)
     return setting if isinstance(setting, str) else given * dims if len(given) == 1 else given
 
@@ -130,7 +135,7 @@ def _three(setting: Any, dims: int) -> Any:
 def over_depth(
     reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value:
-    """Return a batch norm, whose places of that dim are as images of the batch."""
+    """Return a batch norm in which positions of the further dim count as images of the batch."""
     order = [0, 2, 1, *range(3, x.rank)]
     y = turned(reader, x, order)
     given = {

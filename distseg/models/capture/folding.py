@@ -1,8 +1,10 @@
-"""Maps that the user's code has in the dim of the batch: frames, dates, groups of bands, or slices of a volume, each an image for the layer that is called.
+"""Maps that user code stores in the batch dim: frames, dates, bands, slices of a volume.
 
-A function that is given (N * T, C, *size) does to each of T groups of channels what it does to an image. So it is a layer of maps (N, T * C, *size), whose
-weights stand there T times; where places are in the dim of the batch, (N * D, C, H, W), its kernels have length 1 along them. Of batches that are joined,
-``torch.cat((x, y))``, it is the same, but that each batch has to stay as it is until they are taken apart again.
+The user's layer treats each of them as an image. A function of (N * T, C, *size) does the same to
+each of T groups of channels. So it becomes a layer of maps (N, T * C, *size), whose weights are
+repeated T times. If places are in the batch dim, (N * D, C, H, W), the layer's kernel has length 1
+along them. Joined batches, ``torch.cat((x, y))``, are handled like groups, but must stay intact
+until user code splits them again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Folded(Exception):
-    """A rule needs a map (N, C, *size), and is given this one, which has more than images in the dim of the batch."""
+    """Signal that a rule needs a map (N, C, *size), but the batch dim has more than images."""
 
     def __init__(self, value: Value, folding: "Folding"):
         super().__init__()
@@ -31,7 +33,10 @@ class Folded(Exception):
 
 
 class Deep(Exception):
-    """A rule needs a map (N, C, *size), and is given this one, which has one more dim behind its channels (:mod:`distseg.models.capture.depth`)."""
+    """Signal that a rule needs a map (N, C, *size), but its map has a dim between C and size.
+
+    :mod:`distseg.models.capture.depth` handles it.
+    """
 
     def __init__(self, value: Value):
         super().__init__()
@@ -39,7 +44,7 @@ class Deep(Exception):
 
 
 def is_deep(x: Value, name: str) -> bool:
-    """Tell whether a map has one more dim behind its channels, and what a function makes of such is known."""
+    """Return True if a map has a further dim after its channels and the function supports it."""
     there = (
         x.rank == x.dims + 3
         and x.axes[0] == Axis(True)
@@ -50,7 +55,10 @@ def is_deep(x: Value, name: str) -> bool:
 
 
 def is_alone(x: Value, name: str) -> bool:
-    """Tell whether each pixel is an image of its own in the user's code, (N * H * W, C, T), for a function that looks at one image at a time: it is one of single cells."""
+    """Return True if user code has each pixel as an image, (N * H * W, C, T), for this function.
+
+    A function of one image at a time is then pointwise for the map.
+    """
     return (
         x.axes[0] == Axis(True, 1, tuple(range(x.dims)))
         and x.rank > 2
@@ -76,7 +84,10 @@ _OF_ONE_IMAGE = {
 
 @dataclass(frozen=True)
 class Folding:
-    """Content of the batch dim besides images: ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``."""
+    """Content of the batch dim besides images.
+
+    It has ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``.
+    """
 
     times: int
     outer: tuple[int, ...]
@@ -85,7 +96,7 @@ class Folding:
 
     @classmethod
     def of(cls, x: Value) -> "Folding | None":
-        """Return how a map is folded; None where it is not, or in another way."""
+        """Return the folding of a map; None if its batch dim has only images or is unsupported."""
         if (
             x.rank < 3
             or not x.axes[0].batch
@@ -99,16 +110,20 @@ class Folding:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The dims that the function sees."""
+        """Spatial dims that the function sees."""
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (N, T * C, *size) of what the function makes of a map of that size."""
+        """Return the shape (N, T * C, *size) of the function's result for a map of this size."""
         along = dict(zip(self.inner, shape[2:])) | {d: size[d] for d in self.outer}
         return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
 
     def folded(self, x: Value) -> Value:
-        """Return what the function made, in the form that the user's code has it in."""
+        """Return the function's result with the axes that user code has.
+
+        Raises:
+            ValueError: the result cannot be folded.
+        """
         channels, *places = x.axes[1:]
         if (
             x.axes[0] != Axis(True)
@@ -128,7 +143,10 @@ class Folding:
         )
 
     def spread(self, setting: Any, alone: Any) -> Any:
-        """Return a setting of a kernel with an entry for each dim of the map: ``alone`` along those that the function does not see."""
+        """Return a kernel setting with an entry for each dim of the map.
+
+        It is ``alone`` along the dims that the function does not see.
+        """
         if not self.outer or setting is None or isinstance(setting, str):
             return setting
         given = setting if isinstance(setting, tuple) else (setting,)
@@ -136,7 +154,7 @@ class Folding:
         return tuple(along.get(d, alone) for d in range(self.dims))
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of a convolution for all groups of channels, of those for one."""
+        """Return the arguments of a convolution for all groups, given those for one group."""
         first, second, kernel, *rest = args
         return (
             first * self.times,
@@ -146,7 +164,11 @@ class Folding:
         ), kwargs | {"groups": kwargs["groups"] * self.times}
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return how the weight of all groups is made, from how that of one is; ``kernel``: it has places."""
+        """Return the steps that make the weight or bias for all groups, given those for one group.
+
+        Args:
+            kernel: True for a weight, which has spatial dims.
+        """
         return (
             *steps,
             Step(_for_all, (Map(len(steps) - 1), self.times, self.outer if kernel else ()), {}),
@@ -154,14 +176,14 @@ class Folding:
 
 
 def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
-    """Return a weight for so many groups of channels, with dims of length 1 along those of the map that it does not see."""
+    """Return the weight for all groups, with length 1 along the dims ``outer``."""
     for d in outer:
         weight = weight.unsqueeze(2 + d)
     return weight.repeat(times, *(1 for _ in weight.shape[1:]))
 
 
 _ALONE = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
-"""Settings of kernels, and what they are along a dim that is left alone."""
+"""Kernel settings, with their values along a dim that the function does not see."""
 _KERNELS = {
     f"{kind}{dims}d"
     for kind in ("conv", "conv_transpose", "max_pool", "avg_pool")
@@ -185,14 +207,14 @@ _WITHOUT_PLACES = {
 
 
 def knows(name: str, folding: Folding) -> bool:
-    """Tell whether what a function makes of each image of a batch is known for a map that is folded so."""
+    """Return True if the function is supported on a map with this folding."""
     return name in _KERNELS or name in _WITHOUT_PLACES and not folding.outer
 
 
 def unfolded(
     reader: "Reader", rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
 ) -> Value:
-    """Return what a rule makes of a map that is folded."""
+    """Return the value that a rule makes of a folded map."""
     x, folding, calls = found.value, found.folding, reader.current
     given = inspect.signature(rule).bind(reader, *args, **kwargs).arguments
     given = {
@@ -203,13 +225,12 @@ def unfolded(
         else value
         for name, value in given.items()
     }
-    shapes = lambda n, call: tuple(
-        folding.plain(shape, x.shapes[n][0], x.sizes[n]) for shape in call.shapes
-    )
-    reader.folding, reader.current = (
-        folding,
-        [replace(call, shapes=shapes(n, call)) for n, call in enumerate(calls)],
-    )
+
+    def shapes(n, call):
+        return tuple(folding.plain(shape, x.shapes[n][0], x.sizes[n]) for shape in call.shapes)
+
+    reader.current = [replace(call, shapes=shapes(n, call)) for n, call in enumerate(calls)]
+    reader.folding = folding
     try:
         made = rule(**given)
     finally:
@@ -223,7 +244,7 @@ def unfolded(
 
 
 def joined_batches(reader: "Reader", maps: Sequence[Value]) -> Value | None:
-    """Return several batches one behind the other; None where they are not alike."""
+    """Return the concatenation of batches along dim 0; None if their shapes differ."""
     first = maps[0]
     if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
         return None
@@ -233,7 +254,7 @@ def joined_batches(reader: "Reader", maps: Sequence[Value]) -> Value | None:
 
 
 def of_joined(reader: "Reader", rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Return what a rule makes of batches one behind the other: again such, or one of them."""
+    """Return the value that a rule makes of joined batches: joined batches, or one of them."""
     maps = found_in((args, kwargs), Value)
     first = maps[0].axes[0]
     if not all(x.joined and x.axes[0] == first for x in maps):
@@ -257,7 +278,7 @@ _MIXED = (
 def _taken_apart(
     reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value | tuple[Value, ...] | None:
-    """Return the batches that a call takes of several one behind the other; None of other calls."""
+    """Return the batches into which a call splits joined batches; None for other calls."""
     name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
     if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (
         args[2:] or (kwargs.get("dim", 0),)
@@ -299,13 +320,16 @@ def _taken_apart(
 
 
 def _group(reader: "Reader", x: Value, number: int) -> Value:
-    """Return one of the batches."""
+    """Return batch ``number`` of joined batches."""
     take = _Group(number, x.axes[0].cell)
     return reader.applied(take, [x], f"batch_{number}", (Axis(True), *x.axes[1:]))
 
 
 class _Group:
-    """Every so many images, from one on; a class, so that layers with it can be copied and pickled."""
+    """Function that takes every ``step``-th image, starting at ``first``.
+
+    It is a class so that layers with it can be copied and pickled.
+    """
 
     __name__ = "batch"
 

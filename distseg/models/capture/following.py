@@ -1,4 +1,4 @@
-"""How sizes follow others, found by comparing them in several traces of a network."""
+"""Rules by which sizes follow other sizes, found by comparing several traces of a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Size = tuple[int, ...]
 
 
 class Sized(Protocol):
-    """A map; ``sizes``: its places in each trace."""
+    """Object with ``sizes``, the size of a map in each trace."""
 
     sizes: tuple[Size, ...]
 
@@ -20,11 +20,13 @@ T = TypeVar("T", bound=Sized)
 
 
 def followed(sizes: Sequence[Size], first: T, maps: Iterable[T]) -> tuple[T, list[Follow]] | None:
-    """Return a map and how ``sizes`` follow its own: always the same, those of some map, or by a fraction of them; None if there is none.
+    """Return a map, and the rules by which ``sizes`` follow its size.
+
+    A size may be constant, equal to the map's, or a fraction of it. Return None if no rule fits.
 
     Args:
-        first: the map that is preferred among those with equal rules.
-        maps: in the order in which they are made, the image first.
+        first: the map that is preferred among those with equally simple rules.
+        maps: all maps in the order in which they are made, the image first.
     """
     if len(set(sizes)) == 1:
         return first, [Follow(0, n) for n in sizes[0]]
@@ -40,7 +42,7 @@ def followed(sizes: Sequence[Size], first: T, maps: Iterable[T]) -> tuple[T, lis
 
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
-    """Return how intricate rules are: the simplest ones are meant, others may fit by chance."""
+    """Return how complicated rules are: simple rules are likely meant, others may fit by chance."""
     return sum(
         rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0)
         for rule in found[1]
@@ -48,7 +50,7 @@ def _effort(found: tuple[Sized, list[Follow]]) -> int:
 
 
 def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the simplest rule by which numbers follow others."""
+    """Return the simplest rule by which ``after`` follows ``before``; None if there is none."""
     if len(set(after)) == 1:
         return Follow(0, after[0])
     if (found := _multiple(before, after)) is not None:
@@ -62,16 +64,14 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
 
 
 def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the rule by which numbers are the next, or the last, multiples of some number beside others."""
+    """Return the rule that rounds ``before`` to multiples of a number; None if none fits."""
     if len({m - n for n, m in zip(before, after)}) == 1:
         return None
     for unit in range(2, _LARGEST_MULTIPLE + 1):
         if any(m % unit for m in after):
             continue
-        least, most = (
-            max(m - n for n, m in zip(before, after)),
-            min(m + unit - n for n, m in zip(before, after)) - 1,
-        )
+        least = max(m - n for n, m in zip(before, after))
+        most = min(m + unit - n for n, m in zip(before, after)) - 1
         if least <= most:
             plus = next((n for n in (unit - 1, 0) if least <= n <= most), least)
             return Follow(plus=plus, over=unit, unit=unit)

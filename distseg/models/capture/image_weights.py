@@ -1,7 +1,8 @@
-"""Convolutions whose weights are computed of the image, as hyper-networks, conditional convolutions and modulated ones have them.
+"""Convolutions whose weights are computed from the image, as in hyper-networks and StyleGAN2.
 
-The user's code has images side by side in the channels, (1, N * C, H, W), and a group of channels for each. Here the windows of an image become channels,
-which its weights, a vector of the image, are multiplied with.
+User code has the images side by side in the channels, (1, N * C, H, W), with a group of channels
+for each. Here, the windows of an image become channels, which are multiplied with the image's
+weights.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def convolved(
     dilation: Any,
     groups: Any,
 ) -> Value:
-    """Return what a convolution makes of each image by a weight of its own."""
+    """Return the convolution of each image with its own weight."""
     folded = (
         isinstance(weight, Value)
         and not x.vector
@@ -93,10 +94,10 @@ def _padding(
 
 
 class _Weighted:
-    """Windows of each image by its weights.
+    """Function that multiplies the windows of each image with the image's weights.
 
     Args:
-        groups: of the channels of an image.
+        groups: number of groups of an image's channels.
     """
 
     __name__ = "conv"

@@ -1,4 +1,4 @@
-"""The functions that make a tensor of their own where others change one in place."""
+"""Functions that return a new tensor, for functions that work in place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _property(name: str, x: Tensor, *_) -> Tensor:
 
 
 def out_of_place(function: Callable) -> Callable:
-    """Return the function that makes what one in place makes."""
+    """Return the function that computes the same as an in-place function in a new tensor."""
     name = getattr(function, "__name__", "")
-    if name == "__get__":  # of a property, which can't be copied
+    if name == "__get__":  # a property's getter cannot be copied
         return partial(_property, function.__self__.__name__)
     if is_in_place(name) and name.startswith("__i"):
         return getattr(Tensor, f"__{name[3:]}")

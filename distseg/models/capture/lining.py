@@ -1,7 +1,9 @@
-"""Calls that make lines of maps, and put lines back at the places of maps: what rules in :mod:`distseg.models.capture.rules` are written with.
+"""Functions for rules of calls that reduce maps to lines, and that spread lines over maps.
 
-A function of lines and vectors alone is computed of all of them (:class:`distseg.models.lines.OfLines`). Beside a map, or a line across it, a line is a map that
-is alike along the dims that it has none of.
+A line is a vector whose length follows the size of the map, such as a mean over columns. A function
+of lines and vectors alone is computed on whole lines (:class:`distseg.models.lines.OfLines`). If a
+line is combined with a map, or with a line along another dim, it is repeated along the missing
+dims.
 """
 
 from __future__ import annotations
@@ -20,26 +22,29 @@ if TYPE_CHECKING:
 
 
 def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims of the image that dims of a map have places of."""
+    """Return the spatial dims of the image along the given dims of the tensor."""
     return tuple(sorted(d for o in over for d in x.axes[o].places))
 
 
 def takes_lines(x: Value, over: Sequence[int]) -> bool:
-    """Tell that a statistic of a map over dims leaves a line: places of some dims of the image are among them, but not those of all."""
+    """Return True if a statistic over these dims reduces some spatial dims, but not all."""
     return not x.vector and 0 < len(places_along_dims(x, over)) < x.dims
 
 
 def of_lines(
     reader: "Reader", x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel over the places of some dims, with dims of length 1 in their place."""
+    """Return a statistic of each channel over some spatial dims, which become of length 1."""
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
         raise reader.refusal(
             f"takes rows or columns of {x!r} together, in which images or channels lie along them"
         )
     gone = places_along_dims(x, over)
     kept = [d for d in range(x.dims) if d not in gone]
-    stays = lambda o: bool(x.axes[o].places) and not set(x.axes[o].places) & set(gone)
+
+    def stays(o):
+        return bool(x.axes[o].places) and not set(x.axes[o].places) & set(gone)
+
     order = [*(o for o in range(x.rank) if not stays(o)), *(o for o in range(x.rank) if stays(o))]
     axes = tuple(
         _line_axis(x.axes[o]) if stays(o) else x.axes[o]._replace(places=()) for o in order
@@ -53,7 +58,7 @@ def _line_axis(axis: Axis) -> Axis:
 
 
 def turned_line(reader: "Reader", x: Value, order: Sequence[int]) -> Value:
-    """Return a line, or a vector, whose dims come in another order."""
+    """Return a line or a vector with its dims in another order."""
     axes = tuple(x.axes[d] for d in order)
     moved = [d for d in order if not x.axes[d].lone and not x.axes[d].batch]
     if moved == sorted(moved) and not any(axis.batch and not axis.lone for axis in axes):
@@ -62,7 +67,10 @@ def turned_line(reader: "Reader", x: Value, order: Sequence[int]) -> Value:
 
 
 class Turned:
-    """``torch.permute`` in one order; a class, so that layers with it can be copied and pickled."""
+    """Function that permutes dims in one order.
+
+    It is a class so that layers with it can be copied and pickled.
+    """
 
     __name__ = "permute"
 
@@ -74,7 +82,10 @@ class Turned:
 
 
 def lines_spread(reader: "Reader", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments of a function of single cells, with lines at the places of the maps that they are joined with, or of lines across them."""
+    """Return the arguments of a pointwise function, with lines repeated over the map.
+
+    The map is one of the arguments, or the product of lines along different dims.
+    """
     values = list(dict.fromkeys(found_in((args, kwargs), Value)))
     if not any(x.line for x in values):
         return args, kwargs
@@ -88,7 +99,10 @@ def lines_spread(reader: "Reader", args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def _across(values: Sequence[Value]) -> Axes | None:
-    """Return the axes of the map that lines make together; None of lines along the same dims, or some of them."""
+    """Return the axes of the map that several lines span together.
+
+    Return None if the lines do not cover all spatial dims.
+    """
     rank, found = max(x.rank for x in values), []
     for back in range(rank, 0, -1):
         there = {x.axes[-back] for x in values if x.rank >= back} - {Axis()}
@@ -101,10 +115,11 @@ def _across(values: Sequence[Value]) -> Axes | None:
 
 
 def line_at(reader: "Reader", x: Value, like: Value, target: Axes) -> Value:
-    """Return a line at all places of a map, with the dims of ``target`` by broadcasting.
+    """Return a line repeated over all places of a map.
 
     Args:
-        like: a map of its size.
+        like: a map of the size that the line follows.
+        target: axes of the result.
     """
     if x.sizes != like.sizes:
         raise reader.refusal(f"joins {like!r} and {x!r}, which is of a map of another size")
@@ -124,7 +139,7 @@ def line_at(reader: "Reader", x: Value, like: Value, target: Axes) -> Value:
 
 
 def _fits(axis: Axis, beside: Axis) -> bool:
-    """Tell that a dim of a line can be broadcast to the places of a map along another."""
+    """Return True if a dim of a line can be broadcast to a dim of a map."""
     if not beside.places:
         return not axis.whole
     return (
@@ -137,7 +152,7 @@ def _fits(axis: Axis, beside: Axis) -> bool:
 
 
 def expanded_line(reader: "Reader", x: Value, target: Axes) -> Value:
-    """Return a line as the map that a call expands it to."""
+    """Return the map to which a call expands a line."""
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
             f"makes {reader.call.shapes[0]} of {x!r}: spread over all places of a map it is known"
@@ -146,7 +161,10 @@ def expanded_line(reader: "Reader", x: Value, target: Axes) -> Value:
 
 
 def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
-    """Return the dims of a map that a pooling makes of length 1, where it leaves the others as they are; none where it is another."""
+    """Return the dims that a pooling reduces to length 1 if it leaves the others unchanged.
+
+    Return an empty tuple for any other pooling.
+    """
     made = [c.shapes[0][2:] for c in reader.current]
     gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]
     stays = all(
@@ -161,7 +179,11 @@ def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
 def rows_taken(
     reader: "Reader", x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
-    """Return the same of a pooling by a kernel, which is to be as long as the image along those dims, and of length 1 along the others."""
+    """Return the dims that a pooling with this kernel reduces to length 1.
+
+    The kernel must be as long as the image along them, and of length 1 along the other dims. Return
+    an empty tuple for any other pooling.
+    """
     over = rows_pooled(reader, x)
     for n, size in enumerate(x.sizes):
         each = [reader.each(of_trace(setting, n)) for setting in (kernel, padding, dilation)]
@@ -174,7 +196,10 @@ def rows_taken(
 
 
 def told_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
-    """Return a whole number, or a slice, that follows the sizes of a map, as functions of lines are told it; None where no sum of sizes gives it."""
+    """Return a whole number or a slice as an expression of the map's size.
+
+    Return None if it is not a sum of sizes.
+    """
     if all(isinstance(x, slice) for x in each):
         ends = [[getattr(x, end) for x in each] for end in ("start", "stop", "step")]
         told = [end[0] if len(set(end)) == 1 else told_by_size(end, sizes) for end in ends]
@@ -190,7 +215,7 @@ def told_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def of_trace(tree: Any, number: int) -> Any:
-    """Return a setting as it was in one trace."""
+    """Return the value of a setting in one trace."""
     if isinstance(tree, tuple):
         return tuple(of_trace(x, number) for x in tree)
     return tree.each[number] if isinstance(tree, Sizes) else tree

@@ -1,6 +1,7 @@
-"""Numbers that the user's code makes of the image's size, as in ``x.sum((2, 3)) / (h * w)``: what they are of images of any size.
+"""Numbers that user code computes from the image's size, as in ``x.sum((2, 3)) / (h * w)``.
 
-Python works such a number out, so that its value alone is seen, one in each trace. It is known where one rule of sizes gives all of them.
+Python computes them outside PyTorch, so that a trace shows only their values. A number is supported
+if one rule gives its value in all traces.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 
 _POWERS = (1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25, -0.25)
 _CLOSE = 1e-13
-_LARGEST = (
-    64  # denominator that a number in the code is taken for, rather than for an error of rounding
-)
+# Largest denominator for which a factor counts as exact, not as a rounded number.
+_LARGEST = 64
 
 
 @dataclass(frozen=True)
 class Rule:
-    """(factor * base ** inner + plus) ** power, or its logarithm, where the base is the product of sizes along ``dims``."""
+    """Formula (factor * base ** inner + plus) ** power, or with ``log`` its logarithm.
+
+    The base is the product of the sizes along ``dims``.
+    """
 
     dims: tuple[int, ...]
     factor: float
@@ -46,7 +49,7 @@ class Rule:
 
 
 def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | None:
-    """Return the simplest rule by which numbers follow sizes; None if there is none."""
+    """Return the simplest rule that gives the numbers of all sizes; None if there is none."""
     whole = range(len(sizes[0]))
     every = list(chain.from_iterable(combinations(whole, n) for n in (len(whole), *whole[1:])))
     kinds = [(p, 1.0, False) for p in _POWERS] + [(1.0, 1.0, True)]
@@ -62,7 +65,7 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
 def _fitted(
     numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
 ) -> Rule | None:
-    """Return the rule of one kind that gives the first of some numbers; ``plain``: nothing is added."""
+    """Return a rule like ``like`` with a fitted factor, and a fitted ``plus`` unless ``plain``."""
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
     try:
         linear = [(math.exp(n) if like.log else n) ** (1 / like.power) for n in numbers]
@@ -82,7 +85,7 @@ def _fitted(
 
 
 def _at(rule: Rule, size: Sequence[int]) -> float:
-    """Return what a rule says of a size; no number where it says nothing."""
+    """Return the value of a rule for a size; NaN if the formula is undefined."""
     try:
         found = rule(size)
     except (ArithmeticError, ValueError):
@@ -91,7 +94,7 @@ def _at(rule: Rule, size: Sequence[int]) -> float:
 
 
 def _rounded(n: float) -> float:
-    """Return a fraction of small numbers that is as good as ``n``, or ``n``."""
+    """Return the nearest fraction with a small denominator if it is within rounding, else ``n``."""
     near = float(Fraction(n).limit_denominator(_LARGEST)) if math.isfinite(n) else n
     return near if abs(n - near) < 1e-9 * min(1, abs(n)) else n
 
@@ -101,7 +104,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def measured(reader: "Reader", args: tuple) -> tuple:
-    """Return arguments of a function of single cells, in which vectors stand for numbers that follow the image's size."""
+    """Return pointwise arguments, with vectors for numbers that follow the image's size."""
     each = [_numbers(reader, x) for x in args]
     if not any(each):
         return args
@@ -113,7 +116,7 @@ def measured(reader: "Reader", args: tuple) -> tuple:
 
 
 def _numbers(reader: "Reader", x: Any) -> Sizes | None:
-    """Return what an argument is in each trace, where that is a number that follows sizes."""
+    """Return an argument's number in each trace; None if it is no number, or always the same."""
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
     if (
@@ -129,7 +132,7 @@ def _numbers(reader: "Reader", x: Any) -> Sizes | None:
 
 
 def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value | None:
-    """Return a number for each image, which has the dims of the value ``like``; None where no rule gives it."""
+    """Return a vector of the number, with the rank of ``like``; None if no rule gives it."""
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
     axes = tuple(Axis(d == batch) for d in range(like.rank))
     if like.axes[batch].mixed:

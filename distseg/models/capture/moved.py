@@ -1,4 +1,7 @@
-"""Calls that take, add or leave out places of the image: slices, crops and paddings, by numbers that may follow its size."""
+"""Functions for rules of calls that add or remove places of the image: slices, crops and paddings.
+
+Their settings may follow the image's size.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from distseg.tiling.resize import in_front
 
 Size = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
-"""Along each dim of the image, the places that are added in front and behind; below zero: left out."""
+"""For each spatial dim, the places added in front and at the end; negative numbers remove."""
 
 
 def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
-    """Return the dim of the image that lies along a dim of the user's tensor; None where channels do.
+    """Return the spatial dim along a dim of the user's tensor; None for a dim of channels.
 
     Args:
-        what: the call does with places, for the error where the dim is more than one of the image's.
+        what: words for what the call does, for the error if the dim mixes several.
     """
     axis = x.axes[dim]
     if axis.of_channels:
@@ -43,7 +46,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     """Return the part of a map that slices take.
 
     Args:
-        wanted: by dim of the image, the slice of it in each trace.
+        wanted: for each spatial dim, the slice in each trace.
     """
     each = {
         d: [range(size[d])[part] for part, size in zip(parts, x.sizes)]
@@ -87,17 +90,22 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
             "takes every so many places of the image, from a place that depends on the image's "
             "size: that is not known here"
         )
-    sides = [
-        tuple((-rest[d][n].start, rest[d][n].stop - size[d]) if d in rest else (0, 0) for d in range(reader.dims))
-        for n, size in enumerate(x.sizes)
-    ]  # fmt: skip
+    sides = []
+    for n, size in enumerate(x.sizes):
+        taken = {d: ranges[n] for d, ranges in rest.items()}
+        sides.append(
+            tuple(
+                (-taken[d].start, taken[d].stop - size[d]) if d in taken else (0, 0)
+                for d in range(reader.dims)
+            )
+        )
     return fitted(reader, x, sides) if rest else x
 
 
 def _fixed(
     ranges: Sequence[range], parts: Sequence[slice], x: Value, d: int
 ) -> tuple[int, int, int] | None:
-    """Return (start, behind, step) if these are the same in all traces."""
+    """Return (start, places left out at the end, step) if these are equal in all traces."""
     behind = [size[d] - part.indices(size[d])[1] for part, size in zip(parts, x.sizes)]
     found = {(r.start, b, r.step) for r, b in zip(ranges, behind)}
     return found.pop() if len(found) == 1 else None
@@ -106,7 +114,13 @@ def _fixed(
 def fitted(
     reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0
 ) -> Value:
-    """Return a map with places added or left out; ``sides``: how many, in each trace."""
+    """Return a map with places added or removed.
+
+    Args:
+        sides: for each trace and dim, the number of places to add in front and behind; negative
+            numbers remove places.
+        mode: padding mode of ``F.pad``; ``value`` is the number for constant padding.
+    """
     if not any(n for pairs in sides for pair in pairs for n in pair):
         return x
     if mode == "circular":
@@ -141,7 +155,7 @@ def fitted(
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
-    """Return what of the places that are added, or left out, along a dim lies in front."""
+    """Return the rule for how many of the added or removed places lie in front."""
     for side in ("half", "larger half", pairs[0][0], "all"):
         if all(in_front(side, a + b) == a for a, b in pairs):
             return side
@@ -154,7 +168,10 @@ def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
 
 
 def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Value:
-    """Return a map, in any form, with a padding as of ``F.pad``: numbers for its last dim first."""
+    """Return the result of ``F.pad`` for a map with any order of dims.
+
+    The numbers in ``pad`` begin with the last dim.
+    """
     each = [of_trace(pad, n) for n in range(len(x.sizes))]
     if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):
         raise reader.refusal(f"has a padding {pad}, which is none of {x!r}")
@@ -184,7 +201,7 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
 
 
 def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
-    """Return the part of the image that an index takes, and the index of what is left to take of it."""
+    """Return the part of the image that an index takes, and the index left to apply to it."""
     rest, wanted, dim = list(index), {}, 0
     for at, entry in enumerate(index):
         if entry is None:
@@ -212,7 +229,7 @@ def _place(reader: Reader, x: Value, dim: int) -> int:
 
 
 def differences(reader: Reader, x: Value, n: Any, dim: Any) -> Value:
-    """Return what ``torch.diff`` makes along a dim of the image."""
+    """Return the result of ``torch.diff`` along a spatial dim."""
     (dim,) = reader.dims_of(dim, x)
     place = _place(reader, x, dim)
     for _ in range(n):

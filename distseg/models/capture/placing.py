@@ -1,4 +1,7 @@
-"""Finds what a network's code computes of the image's size and of parameters alone, and makes maps and vectors of it (:mod:`distseg.models.capture.positions`)."""
+"""Search for tensors that user code computes from the image's size and parameters alone.
+
+They become maps and vectors (:mod:`distseg.models.capture.positions`).
+"""
 
 from __future__ import annotations
 
@@ -53,10 +56,12 @@ _JOINING = {"cat", "concat", "concatenate", "stack"}
 
 
 def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan | None:
-    """Return how a tensor is made of the image's size and of parameters; None where it depends on the image's values, or on neither its size nor numbers that follow it.
+    """Return the plan that computes a tensor from the image's size and parameters.
+
+    Return None if it depends on the image's values, or does not depend on its size.
 
     Args:
-        sizes: of the map whose places it has.
+        sizes: size in each trace of the map whose places the tensor has.
     """
     numbers: set[int] = set()
     if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
@@ -71,7 +76,7 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
 
 
 def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
-    """Add the calls that a tensor comes of; return False if it comes of the image."""
+    """Add the calls that a tensor depends on; return False if it depends on the image's values."""
     if x.call in numbers:
         return True
     if x == IMAGE:
@@ -84,7 +89,7 @@ def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
 
 
 def _follows(reader: Reader, number: int) -> bool:
-    """Return True if a call has other numbers with other images."""
+    """Return True if a call's arguments or shapes differ between traces."""
     first, *others = (trace.calls[number] for trace in reader.traces)
     return any(
         (call.args, call.kwargs, call.shapes) != (first.args, first.kwargs, first.shapes)
@@ -93,7 +98,7 @@ def _follows(reader: Reader, number: int) -> bool:
 
 
 def _looked_at(call: Called) -> list[Made]:
-    """Return the tensors of which a call looks at more than type and size."""
+    """Return the tensors of which a call uses more than type and size."""
     given = found_in((call.args, call.kwargs), Made)
     if call.name in MOVES:
         return found_in(call.args[:1], Made)
@@ -114,7 +119,10 @@ def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, .
 
 
 def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | None:
-    """Return the dim of the image that lengths are those of; -1: all of them together."""
+    """Return the spatial dim that has these lengths; -1 for the product of all spatial dims.
+
+    Return None if neither fits.
+    """
     if not sizes:
         return None
     along = [*zip(*sizes)]
@@ -137,7 +145,7 @@ def _product(size: Sequence[int]) -> int:
 
 
 def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> bool:
-    """Return True if a part of what a call makes is made of that part of its arguments."""
+    """Return True if a part of a call's result depends on that part of its arguments alone."""
     call, mine = reader.traces[0].calls[number], labels[Made(number)]
     if not _looked_at(call) or len(call.shapes) != 1:
         return False
@@ -156,7 +164,7 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
 
 
 def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments of a function of single cells, with what follows the image's size as values."""
+    """Return pointwise arguments, with values for those that follow the image's size."""
     maps = found_in((args, kwargs), Value)
     if not maps or reader.source is None:
         return args, kwargs
@@ -166,14 +174,17 @@ def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, di
     ]
     if beside.rank < max(ranks, default=0):
         return args, kwargs
-    there = lambda tree, way: _placed(reader, tree, beside, way)  # noqa: E731
+
+    def there(tree, way):
+        return _placed(reader, tree, beside, way)
+
     return tuple(there(x, ("args", n)) for n, x in enumerate(args)), {
         key: there(x, ("kwargs", key)) for key, x in kwargs.items()
     }
 
 
 def joined_positions(reader: Reader, tensors: tuple) -> tuple:
-    """Return tensors that are joined along channels, with what follows the image's size as values."""
+    """Return tensors to concatenate, with values for those that follow the image's size."""
     maps = [x for x in tensors if isinstance(x, Value)]
     if not maps or reader.source is None:
         return tensors
@@ -181,12 +192,12 @@ def joined_positions(reader: Reader, tensors: tuple) -> tuple:
 
 
 def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = False) -> Any:
-    """Return the value of a tensor, or of a number, that follows the image's size; all else as it is.
+    """Return the value of an argument that follows the image's size, else the argument.
 
     Args:
-        beside: a value that it is joined with.
-        way: to the argument of the call at hand, for a number.
-        joined: it has channels of its own, as many as it likes.
+        beside: a value that it is combined with.
+        way: for a number, its position among the current call's arguments.
+        joined: True for a concatenation, in which numbers of channels may differ.
     """
     if (
         isinstance(x, Sizes)
@@ -211,7 +222,7 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = Fa
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return maps of all sizes, the one that is joined first."""
+    """Return one map of each size; that of ``beside`` comes first."""
     maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
 
@@ -219,7 +230,7 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
 def _aligned(
     reader: Reader, labels: Labels, x: Made, like: Value, beside: Value, joined: bool
 ) -> tuple[Axis, ...] | None:
-    """Return the axes of a tensor beside those of a value; None where they do not fit."""
+    """Return the axes of a tensor, aligned with those of ``beside``; None if they do not match."""
     lengths = list(zip(*(t.calls[x.call].shapes[x.part] for t in reader.traces)))
     missing = beside.rank - len(lengths)
     if missing < 0:
@@ -259,7 +270,7 @@ def _aligned(
 
 
 def _check_batch(reader: Reader, plan: Plan) -> None:
-    """Refuse values that follow the number of images in the batch, beside the image's size."""
+    """Refuse values that depend on the number of images in the batch."""
     for trace, size in zip(reader.traces, reader.sizes):
         alone = reader.source(size)
         if alone.batch == trace.batch or len(alone.calls) != len(trace.calls):
@@ -281,7 +292,7 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
 
 
 def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> Value:
-    """Return the value of a plan, with these axes, where maps are like another."""
+    """Return the value of a plan, with these axes, at the places of the map ``like``."""
     key = plan.wanted, like.sizes, axes
     if key not in reader.positions:
         _check_batch(reader, plan)
@@ -292,7 +303,10 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
                 names.setdefault(kept.name.replace(".", "_"), kept)
         users = {own: kept.name for own, kept in names.items()}
         source = reader.source
-        make = lambda found: Positions(_Calls(source), plan, axes, users, found)  # noqa: E731
+
+        def make(found):
+            return Positions(_Calls(source), plan, axes, users, found)
+
         made = reader.emit(
             make, [like, reader.values[IMAGE]], names, axes=axes, sizes=like.sizes, what="places"
         )
@@ -301,7 +315,7 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """The calls of a forward pass on an image of a size."""
+    """Function that returns the calls of a forward pass for an image size."""
 
     def __init__(self, source):
         self._source = source

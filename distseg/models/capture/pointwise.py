@@ -1,4 +1,4 @@
-"""The names of functions that look at single cells of tensors that are broadcast."""
+"""Names of pointwise functions, whose tensor arguments are broadcast."""
 
 POINTWISE = {
     *(

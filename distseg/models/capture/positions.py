@@ -1,7 +1,9 @@
-"""Values that the user's code makes for each place of the image of nothing but its size and parameters: coordinates, encodings, learned positions.
+"""Values for each place of the image that user code computes from its size and parameters alone.
 
-They are made by the user's own calls for the size of the whole image, and a part of the image takes its places of them. Functions of single cells, and those
-that leave places where they are, are computed of the part alone: of ``sin(torch.arange(h)[:, None] / scales)`` only the numbers 0 .. h - 1 are there as a whole.
+Examples are coordinates, positional encodings and learned positions. The user's calls run for the
+size of the whole image, and a tile takes its part of the result. Pointwise calls, and calls that do
+not move places, run on that part alone. For example, of ``sin(torch.arange(h)[:, None] / scales)``
+only the numbers 0 .. h - 1 are computed as a whole.
 """
 
 from __future__ import annotations
@@ -23,29 +25,32 @@ from distseg.models.meta import found_in
 from distseg.models.resize import LooksAtSize
 
 Labels = tuple[int | None, ...]
-"""Of each dim of a tensor the dim of the image that lies along it."""
+"""For each dim of a tensor, the spatial dim along it; -1 for all together, None for others."""
 
 
 class Number(NamedTuple):
-    """A number among the arguments of a call: the way to it."""
+    """Position of a number among the arguments of a call."""
 
     call: int
     way: tuple
 
     def of(self, calls: Sequence[Called]) -> float:
-        """Return it, of a pass."""
+        """Return the number in one pass."""
         kind, key = self.way
         return getattr(calls[self.call], kind)[key]
 
 
 class Marked(NamedTuple):
-    """The places that an assignment's index takes: of each dim of the image that it says something of, which entry does."""
+    """Places that an assignment's index takes.
+
+    ``entries`` are pairs (spatial dim, position in the index).
+    """
 
     call: int
     entries: tuple[tuple[int, int], ...]
 
     def mask(self, calls: Sequence[Called], d: int, n: int) -> Tensor:
-        """Return which of n places along a dim are taken."""
+        """Return a mask of n places, True where the index takes a place along a dim."""
         index, found = calls[self.call].args[1], torch.zeros(n, dtype=torch.bool)
         for place, entry in self.entries:
             if place == d:
@@ -59,10 +64,10 @@ class Plan:
     """Recipe for a tensor of positions.
 
     Attributes:
-        wanted: the tensor, or a number, or a mask.
-        calls: the numbers of the calls that it takes, in order.
-        labels: of what they make.
-        cellwise: those that may be computed of a part of their arguments.
+        wanted: the tensor, number or mask to compute.
+        calls: numbers of the calls that it depends on, in order.
+        labels: for each result of these calls, the spatial dim along each of its dims.
+        cellwise: calls that can be computed on a part of their arguments.
     """
 
     wanted: Made | Number | Marked
@@ -72,13 +77,16 @@ class Plan:
 
 
 class Positions(LooksAtSize):
-    """Values of the places of a map, alike in all images: (N, ?, *size), (N, ?, *image) -> (N, C, *size), or a vector where the image's size alone says them.
+    """Layer that computes values for each place of a map, equal in all images.
+
+    It maps (N, ?, *size) and the image (N, ?, *image) to (N, C, *size), or to a vector if the
+    values do not differ between places.
 
     Args:
-        source: the calls of the user's forward pass on an image of a size.
-        axes: of the result, beside the map that it is joined with; the user's tensor has length 1 where it is alike along a dim.
-        names: of parameters and buffers in the user's module, by their names here.
-        tensors: these, by their names here.
+        source: function that returns the calls of the user's forward pass for an image size.
+        axes: axes of the result. The user's tensor has length 1 along dims in which it is constant.
+        names: for each name of a parameter or buffer in this layer, its name in the user's module.
+        tensors: parameters and buffers, by their names in this layer.
     """
 
     def __init__(
@@ -90,12 +98,8 @@ class Positions(LooksAtSize):
         tensors: Mapping[str, Tensor],
     ):
         super().__init__()
-        self.source, self.plan, self.axes, self.names = (
-            source,
-            plan,
-            axes,
-            {user: own for own, user in names.items()},
-        )
+        self.source, self.plan, self.axes = source, plan, axes
+        self.names = {user: own for own, user in names.items()}
         register(self, tensors)
 
     def forward(self, x: Tensor, image: Tensor) -> Tensor:
@@ -106,10 +110,15 @@ class Positions(LooksAtSize):
     def part(
         self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]
     ) -> Tensor:
-        """Return the values of some ``places`` of a map of this size, in type and batch like ``x``."""
-        wide = torch.is_autocast_enabled(
-            x.device.type
-        )  # half precision has no whole numbers beyond 256
+        """Return the values at some ``places`` of a map, with the type and batch size of ``x``.
+
+        Args:
+            image: size of the whole image.
+            size: size of the whole map.
+            places: for each dim, the range of places.
+        """
+        # Half precision cannot represent all whole numbers above 256.
+        wide = torch.is_autocast_enabled(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
             y = _Values(self, self.source(tuple(image)), x, size, places).cut(self.plan.wanted)
         dtype = (
@@ -153,7 +162,7 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """Results of the calls of a plan for one image, at all places or at those of a part."""
+    """Results of a plan's calls for one image size, at all places or at a part of them."""
 
     def __init__(
         self,
@@ -163,19 +172,13 @@ class _Values:
         size: Sequence[int],
         places: Sequence[range],
     ):
-        self.layer, self.plan, self.calls, self.like, self.size, self.places = (
-            layer,
-            layer.plan,
-            calls,
-            like,
-            tuple(size),
-            places,
-        )
+        self.layer, self.plan, self.calls = layer, layer.plan, calls
+        self.like, self.size, self.places = like, tuple(size), places
         self._whole: dict[int, list[Tensor]] = {}
         self._cut: dict[int, list[Tensor]] = {}
 
     def _mask(self, marked: Marked) -> Tensor:
-        """Return a mask of the places that are wanted, which broadcasts with the layer's axes."""
+        """Return a mask of the wanted places, which broadcasts with the layer's axes."""
         found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
         for dim, axis in enumerate(self.layer.axes):
             for d in axis.places:
@@ -188,7 +191,7 @@ class _Values:
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
-        """Return the part of a tensor at the places that are wanted."""
+        """Return the part of a tensor at the wanted places."""
         if isinstance(x, Marked):
             return self._mask(x)
         if isinstance(x, Number):
@@ -201,7 +204,7 @@ class _Values:
             return self._cut[x.call][x.part]
         y = self.whole(x)
         for dim, place in enumerate(self.plan.labels[x]):
-            if place is not None and place < 0:  # all dims of the image in one
+            if place is not None and place < 0:  # all spatial dims in one
                 y = y.unflatten(dim, self.size)[
                     (
                         *(slice(None) for _ in range(dim)),
@@ -221,14 +224,12 @@ class _Values:
     def _made(self, number: int, of: Callable[[Made], Tensor]) -> list[Tensor]:
         call = self.calls[number]
         if (found := self._of_type(call, of)) is None:
-            args, kwargs = (
-                self._filled(call.args, of),
-                {
-                    key: self._filled(value, of)
-                    for key, value in call.kwargs.items()
-                    if key not in _SETTINGS
-                },
-            )
+            args = self._filled(call.args, of)
+            kwargs = {
+                key: self._filled(value, of)
+                for key, value in call.kwargs.items()
+                if key not in _SETTINGS
+            }
             if call.name in FACTORIES and not call.name.startswith("new_"):
                 kwargs["device"] = self.like.device
             found = [
@@ -238,7 +239,7 @@ class _Values:
         return found if call.graded else [y.detach() for y in found]
 
     def _of_type(self, call: Called, of: Callable[[Made], Tensor]) -> list[Tensor] | None:
-        """Return what a call makes that looks at nothing but the type of one of its arguments."""
+        """Return the result of a call that uses only an argument's type; None for other calls."""
         kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
         if call.name in MOVES:
             (x,) = self._filled(call.args[:1], of)
@@ -271,7 +272,7 @@ _SETTINGS = ("device", "pin_memory", "requires_grad", "memory_format")
 
 
 def _fill(call: Called) -> Any:
-    """Return the number that a tensor is filled with; None of other calls."""
+    """Return the number with which a call fills a tensor; None for other calls."""
     if call.name in ("full_like", "full", "new_full"):
         return (
             call.kwargs["fill_value"]

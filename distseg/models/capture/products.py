@@ -1,4 +1,7 @@
-"""Products of matrices of maps: over channels by the place, over all places by a sum (channel attention), but not between places (attention)."""
+"""Matrix products of maps: over channels at each place, or over all places (channel attention).
+
+Products between places, as in attention over the image, are refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ BETWEEN_PLACES = (
 
 
 def matmul(reader: Reader, a: Any, b: Any) -> Value:
-    """Return ``a @ b`` of maps, vectors, parameters."""
+    """Return ``a @ b`` for maps, vectors and parameters."""
     return _summed(reader, a, b) or reader.formula((a, b), {})
 
 
@@ -40,7 +43,7 @@ def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> t
 
 
 def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
-    """Return ``a @ b`` where that sums over all places; None where it is over channels, at each place."""
+    """Return ``a @ b`` if it sums over all places; None if it sums over channels at each place."""
     x = a if isinstance(a, Value) else reader.value(b)
     if not isinstance(a, Value) or not isinstance(b, Value):
         shape = reader.shape_of(b if x is a else a)
@@ -78,7 +81,7 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
 
 
 def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
-    """Return a sum of products by Einstein's convention."""
+    """Return the result of ``torch.einsum``."""
     labels, written = _spelled(reader, equation, operands)
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
@@ -107,10 +110,10 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
 
 
 def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
-    """Return the distances of the vectors of one to those of the other, as ``torch.cdist``.
+    """Return the distances between two sets of vectors, as ``torch.cdist`` does.
 
-    Of many vectors PyTorch computes them by another formula than of few. An image has many, but
-    a part of it may not.
+    PyTorch uses another formula for many vectors than for few. An image has many, but a tile may
+    have few.
     """
     axes = [reader.axes_of(x) for x in (a, b)]
     if places_of(axes[0][-2:-1]) and places_of(axes[1][-2:-1]):
@@ -129,7 +132,7 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
 
 
 def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with a letter for each dim that dots stand for."""
+    """Return the letters of each operand and of the result, with the ellipsis spelled out."""
     read, arrow, written = equation.replace(" ", "").partition("->")
     labels = read.split(",")
     if len(labels) != len(operands):
@@ -148,10 +151,10 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
 def _axes_of_labels(
     reader: Reader, labels: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, Axis]:
-    """Return what each label's dim is.
+    """Return the axis of each letter.
 
     Raises:
-        CanNotCapture: two maps have different dims by one label, or one place has two.
+        CanNotCapture: a letter has different dims in two maps, or one place has two letters.
     """
     found: dict[str, Axis] = {}
     for letters, x in zip(labels, operands):
@@ -162,7 +165,7 @@ def _axes_of_labels(
                     f"is told {letters} of {x!r}: a letter of its own for each dim is known"
                 )
             for label, axis in zip(letters, x.axes):
-                if found.get(label, Axis()) == Axis():  # of length 1, and so broadcast
+                if found.get(label, Axis()) == Axis():  # of length 1, so it is broadcast
                     found[label] = axis
                 elif axis not in (Axis(), found[label]):
                     raise reader.refusal(
@@ -197,7 +200,7 @@ def _axes_of_labels(
 def _pair(
     labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]
 ) -> tuple[str, Value, Value] | None:
-    """Return the heads, and the two maps, of a sum of products that is one of matrices; None of any other."""
+    """Return (heads, a, b) if a sum of products is a matrix product of two maps; else None."""
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
         return None
     if any(len(set(letters)) < len(letters) for letters in labels):

@@ -1,7 +1,8 @@
-"""Calls that take statistics of the image: what rules in :mod:`distseg.models.capture.rules` are written with.
+"""Functions for rules of calls that compute statistics over the image.
 
-A statistic over all places is a layer that makes a vector of the image (:class:`distseg.models.layers.Mean` and its kinds). One over places and channels
-together is that, and the same function of the vector.
+A statistic over all places is a layer whose output is a vector of the image
+(:class:`distseg.models.layers.Mean` and others). A statistic over places and channels applies the
+same function to that vector.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def reduced(
     what: str,
     part: int = 0,
 ) -> Value:
-    """Return a statistic over dims of channels, of all places, or of both.
+    """Return a statistic over dims of channels, over all places, or over both.
 
     Args:
-        args: those of the call, for channels alone.
-        make: gives the layer that takes it over all places.
-        of_channels: takes it of a vector over ``dim``; None: over places and channels together it is not known.
-        what: the statistic, for errors; ``part``: which of the call's results it is.
+        args: arguments of the call if it reduces channels alone.
+        make: function that makes the layer for the statistic over all places.
+        of_channels: function that reduces the dims ``dim`` of a vector; None if a statistic over
+            places and channels is not supported.
+        what: name of the statistic, for errors.
+        part: number of the call's result.
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -63,7 +66,10 @@ def reduced(
 def over_places(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel over the places that lie along some dims, with dims of length 1 in their place: of all of them a vector, else a line."""
+    """Return a statistic of each channel over some spatial dims, which become of length 1.
+
+    The result is a vector if they are all spatial dims, else a line.
+    """
     return (
         of_lines(reader, x, over, make, what)
         if takes_lines(x, over)
@@ -72,7 +78,7 @@ def over_places(
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
-    """Return the dims that a statistic is taken over, among which are all places."""
+    """Return the dims of a statistic; refuse it if some spatial dim is not among them."""
     over = reader.dims_of(dim, x)
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
         raise reader.refusal(
@@ -83,17 +89,17 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
 
 
 def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str = "") -> Value:
-    """Return a statistic of each channel over all places, with dims of length 1 in their place."""
+    """Return a statistic of each channel over all places, which become dims of length 1."""
     return reader.emit(lambda _: make(), [x], axes=without_places(x.axes), what=what)
 
 
 def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
-    """Return the axes with dims of length 1."""
+    """Return axes in which the given dims have length 1."""
     return tuple(axis._replace(cell=1) if d in dims else axis for d, axis in enumerate(axes))
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return a vector with the dims that the call's result has."""
+    """Return a vector with the axes of the call's result."""
     axes = reader.made(vector, part)
     made = replace(vector, axes=axes)
     if not made.vector or _lengths(axes) != _lengths(vector.axes):
@@ -104,14 +110,17 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
 
 
 def _lengths(axes: Axes) -> list[tuple]:
-    """Return what lies along each dim but those of length 1."""
+    """Return the content of each dim, without dims of length 1."""
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 
 def variance(
     reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance"
 ) -> Value:
-    """Return the variance over all places, perhaps with some dims of channels, with dims of length 1 in their place."""
+    """Return the variance over all places, and over channels if they are among the dims.
+
+    The reduced dims stay with length 1.
+    """
     x = reader.value(x)
     over = reader.dims_of(dim, x)
     rest = [d for d in over if x.axes[d].cell != 1]
@@ -123,7 +132,8 @@ def variance(
     if any(axis.batch and axis.mixed for axis in x.axes) or max(
         [d for d in kept if x.axes[d].cell != 1], default=-1
     ) > min(rest):
-        x = turned(reader, x, [*kept, *over])  # channels that are taken together lie side by side
+        # Channels that are reduced together must be adjacent.
+        x = turned(reader, x, [*kept, *over])
     groups = 1
     for d in kept:
         groups *= made[d].cell
@@ -133,13 +143,16 @@ def variance(
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square root, whose gradient is 0 where it is 0."""
+    """Return the square root; its gradient at 0 is 0, not infinite."""
     some = x > 0
     return x.where(some, 1).sqrt() * some
 
 
 def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
-    """Return the softmax over all places, perhaps with some channels, by the logarithm of the sum of exponentials."""
+    """Return the softmax over places, and over channels if ``dim`` contains them.
+
+    It is computed as exp(x - logsumexp(x)); with ``log``, its logarithm is returned.
+    """
     over = reader.dims_of(dim, x)
     total = over_places(reader, x, over, LogSumExp, "total")
     rest = tuple(d for d in over if x.axes[d].cell != 1)
@@ -154,7 +167,7 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 
 
 def beside(reader: Reader, *values: Value) -> tuple:
-    """Return values that are joined cell by cell, with lines among them at the places of the maps."""
+    """Return values that are combined pointwise, with lines repeated over the maps."""
     return lines_spread(reader, values, {})[0]
 
 
@@ -167,7 +180,10 @@ def _share(x: Tensor, total: Tensor) -> Tensor:
 
 
 def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
-    """Return the norm over all places, perhaps with some channels, with dims of length 1 in their place."""
+    """Return the norm over places, and over channels if ``dim`` contains them.
+
+    The reduced dims stay with length 1.
+    """
     over = reader.dims_of(dim, x)
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if p in (float("inf"), float("-inf")):
@@ -198,7 +214,7 @@ def _less_than_nothing(x: Tensor) -> Tensor:
 
 
 class _Power:
-    """Powers of what numbers are without their sign."""
+    """Function abs(x) ** p."""
 
     __name__ = "power"
 
@@ -210,7 +226,7 @@ class _Power:
 
 
 class _Root(_Power):
-    """Roots, whose gradient is 0 where they are of 0."""
+    """Function x ** (1 / p); its gradient at 0 is 0."""
 
     __name__ = "root"
 
@@ -222,7 +238,7 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Return the same statistic of a vector over some of its channels."""
+    """Return a vector reduced by ``function`` over some of its channels."""
     if not rest:
         return vector
     if function is None:
@@ -235,10 +251,13 @@ def _then(
 
 
 def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value:
-    """Return sums over all places of products of the channels of two maps, a vector with these axes.
+    """Return the sums over all places of the products of two maps' channels.
+
+    The result is a vector with the given axes.
 
     Args:
-        a: its channels lie as (heads, I); ``b``: as (heads, J).
+        a: map with channels (heads, I).
+        b: map with channels (heads, J).
     """
     if a.sizes != b.sizes:
         raise reader.refusal(f"multiplies {a!r} with {b!r}, whose places are not alike")
@@ -254,7 +273,7 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
 
 
 def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
-    """Return the k largest values, or the least ones, over a dim that is all places, in its place."""
+    """Return the k largest, or smallest, values over a dim that has all places."""
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
         raise reader.refusal(

@@ -1,7 +1,8 @@
-"""Reshapes that cut dims of the image into blocks of places, or join blocks to dims: space to channels and back.
+"""Reshapes between places and channels: space to depth and back.
 
-A tensor's dims are, row by row in memory, a list of pieces: images, channels and dims of the image. A reshape keeps their order. Where it cuts a dim of the
-image behind every k-th place, the places of a block become channels, and where channels follow a dim of the image in one new dim, they become places of it::
+In memory order, a tensor's dims are a list of pieces: images, channels and spatial dims. A reshape
+keeps their order. If it splits a spatial dim into blocks of k places, the places of a block become
+channels. If it joins a spatial dim with channels that follow it, the channels become places::
 
     (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2)      blocks of 2 x 2 places as channels (2, 2)
     (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2)      the way back
@@ -21,16 +22,16 @@ from distseg.models.capture.values import Value
 from distseg.models.moving import Blocks, Windows
 
 Lengths = tuple[int, ...]
-"""Of a dim in each trace."""
+"""Length of a dim in each trace."""
 
 
 @dataclass
 class _Piece:
-    """Factor of a dim: images of the batch, a number of channels, or a dim of the image (``place``).
+    """Factor of a dim: images of the batch, channels, or a spatial dim (``place``).
 
     Attributes:
-        lengths: in each trace.
-        inner: it is the places of a block, and no longer a dim of the image.
+        lengths: length in each trace.
+        inner: True for the places within a block, which become channels.
     """
 
     lengths: Lengths
@@ -40,7 +41,7 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return a value in the form that the call gives it."""
+    """Return a value with the shape that the call gives it."""
     try:
         axes = reader.made(x)
     except CanNotCapture:
@@ -48,7 +49,7 @@ def reshaped(reader: Reader, x: Value) -> Value:
     if axes is not None and (
         order_of(axes) == order_of(x.axes) if not x.line else _in_order(axes) == _in_order(x.axes)
     ):
-        return replace(x, axes=axes)  # no number moves
+        return replace(x, axes=axes)  # memory order is unchanged
     if (
         x.rank > 2
         and x.axes[0].cell > 1
@@ -56,7 +57,7 @@ def reshaped(reader: Reader, x: Value) -> Value:
         and x.axes[1] == Axis(True)
         and axes == (Axis(True, x.axes[0].cell), *x.axes[2:])
     ):
-        return replace(x, axes=axes, joined=True)  # batches that were stacked
+        return replace(x, axes=axes, joined=True)  # stacked batches become joined ones
     made = None if x.vector else regrouped(reader, x)
     if made is None:
         raise not_reshaped(reader, x)
@@ -64,13 +65,16 @@ def reshaped(reader: Reader, x: Value) -> Value:
 
 
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
-    """Return the dims of a line before its images; those behind them lie as they are, row by row, whatever their lengths."""
+    """Return the dims of a line that come before its images.
+
+    The dims after the images keep their order in memory, whatever their lengths.
+    """
     dims = [axis for axis in axes if axis != Axis()]
     return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
 
 
 def regrouped(reader: Reader, x: Value) -> Value | None:
-    """Return a map in the form that the call at hand gives it; None where blocks of places are not what it makes."""
+    """Return a map with the shape that the call gives it; None if it does not make blocks."""
     wanted = list(zip(*(call.shapes[0] for call in reader.current)))
     groups = _grouped(_pieces(reader, x), wanted)
     if groups is None:
@@ -91,7 +95,7 @@ def _pieces(reader: Reader, x: Value) -> list[_Piece]:
 
 
 def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_Piece]] | None:
-    """Return the pieces of each new dim; None where a dim of the image is cut otherwise than into blocks of so many places."""
+    """Return the pieces of each new dim; None if a spatial dim is not split into equal blocks."""
     left, groups = list(reversed(pieces)), []
     for lengths in wanted:
         group: list[_Piece] = []
@@ -128,7 +132,7 @@ def _quotient(large: Lengths, small: Lengths) -> Lengths | None:
 
 
 def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
-    """Return the map with the places of blocks as channels; each piece is a dim of its own."""
+    """Return the map with the places of blocks as channels, and a dim for each piece."""
     pieces = [piece for group in groups for piece in group]
     inner = [
         math.prod(p.lengths[0] for p in pieces if p.inner and p.place == d)
@@ -137,9 +141,8 @@ def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
     if math.prod(inner) > 1:
         sizes = tuple(tuple(n // k for n, k in zip(size, inner)) for size in x.sizes)
         of_channels = [p for p in pieces if p.place is None and not p.batch]
-        of_blocks = sorted(
-            (p for p in pieces if p.inner), key=lambda p: p.place
-        )  # as the layer has them: behind all others, by dim
+        # The layer Windows puts the places of blocks after all channels, ordered by dim.
+        of_blocks = sorted((p for p in pieces if p.inner), key=lambda p: p.place)
         order = [
             *(p for p in pieces if p.batch),
             *of_channels,
@@ -169,7 +172,10 @@ def _axis(piece: _Piece) -> Axis:
 
 
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
-    """Return the map with channels that follow a dim of the image as places of it, and pieces joined to the new dims."""
+    """Return the map with its pieces joined to the new dims.
+
+    Channels that follow a spatial dim within a new dim become places.
+    """
     cells, along, made = [], [], []
     for group in groups:
         last, axis = None, Axis()

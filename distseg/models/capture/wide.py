@@ -1,7 +1,7 @@
-"""Runs the user's code in float64, in which results are compared, although it may ask for float32 or make tensors of it.
+"""Execution of user code in float64 even where it asks for float32.
 
-Precision is a setting of the run: ``x.float()``, ``torch.ones(3)`` and constants of NumPy are float32 in a run in float32, and so they are
-float64 in a run in float64.
+Precision is a setting of the run: ``x.float()``, ``torch.ones(3)`` and NumPy constants are float32
+in a run in float32. Results are compared in float64, so they become float64 there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distseg.models.meta import found_in
 
 
 def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """Return a call that makes float64 where the user's makes float32."""
+    """Return a call in which float32 is replaced by float64."""
     name = getattr(function, "__name__", "")
     if name == "float" and function is Tensor.float:
         return Tensor.to, (args[0], torch.float64), {}
@@ -27,17 +27,20 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 
 
 def widened(result: Any, *given: Any) -> Any:
-    """Return the result of a call in float64, if it is a tensor of float32 made of nothing but numbers.
+    """Return a result in float64 if it is a float32 tensor made of numbers alone.
 
     Args:
-        given: what the function was called with.
+        given: arguments of the function.
     """
     narrow = isinstance(result, Tensor) and result.dtype == torch.float32
     return result.double() if narrow and not found_in(given, Tensor) else result
 
 
 def call_wide(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Return what a call makes; tensors of float32 among those of float64, as constants of NumPy, become float64 first."""
+    """Return the result of a call in float64.
+
+    If float32 tensors, such as NumPy constants, are mixed with float64 ones, they are cast first.
+    """
     if (
         len({x.dtype for x in found_in((args, kwargs), Tensor)} & {torch.float32, torch.float64})
         > 1

@@ -372,11 +372,9 @@ class _Recorder(TorchFunctionMode):
             f"{name}.{own}".lstrip(".") for name, m in norms.items() for own in m._buffers
         }
         self._autocast = torch.is_autocast_enabled("cpu")
-        self._drawn: list[bool] | None = (
-            # of the call at hand: whether the numbers of each draw are there to be looked at; None
-            # between calls
-            None
-        )
+        # For each draw of the current call, True if user code can read the drawn numbers; None
+        # between calls.
+        self._drawn: list[bool] | None = None
         self._know(image, IMAGE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._know(tensor, Kept(name))

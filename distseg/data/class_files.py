@@ -58,17 +58,20 @@ def paths_of(
     check_name(name, "a class map is named after its image")
     if probabilities and "hdf5" not in formats:
         raise ValueError(
-            f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: add hdf5, or leave probabilities out"
+            f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: "
+            "add hdf5, or leave probabilities out"
         )
     if "tiff" in formats:
         if len(size) != 2:
             raise ValueError(
-                f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of predict.formats"
+                f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of "
+                "predict.formats"
             )
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
         raise ValueError(
-            f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, for a PNG: add hdf5 to predict.formats"
+            f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, "
+            "for a PNG: add hdf5 to predict.formats"
         )
     return [folder / f"{name}{_SUFFIXES[form]}" for form in formats if form != "png" or drawn]
 
@@ -102,7 +105,8 @@ def _identity_in(path: Path) -> str:
         found = None
     if not isinstance(found, str):
         raise FileExistsError(
-            f"{path} is there and is no class map that distseg wrote: move it, or name another --output"
+            f"{path} is there and is no class map that distseg wrote: move it, or name another "
+            "--output"
         )
     return found
 

@@ -69,7 +69,8 @@ class PartialMap:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink() or folder.exists() and not folder.is_dir():
             raise FileExistsError(
-                f"{folder} is a link or no folder, where distseg keeps a result on its way: remove it, or name another --output"
+                f"{folder} is a link or no folder, where distseg keeps a result on its way: "
+                "remove it, or name another --output"
             )
         folder.mkdir(exist_ok=True)
         self._lock = locked(folder / "lock", folder)

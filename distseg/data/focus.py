@@ -26,11 +26,13 @@ class Focus:
     def __init__(self, store: Store, split: str, name: str):
         if name not in store.classes:
             raise ValueError(
-                f"data.focus_class is {name!r}, which is no class of {store.path}: choose {', '.join(store.classes)}"
+                f"data.focus_class is {name!r}, which is no class of {store.path}: choose "
+                f"{', '.join(store.classes)}"
             )
         if store.of_images:
             raise ValueError(
-                f"data.focus_class is {name!r}, but {store.path} has a label for each image, so that its crops have no pixels of a class: leave it out"
+                f"data.focus_class is {name!r}, but {store.path} has a label for each image, so "
+                "that its crops have no pixels of a class: leave it out"
             )
         self._blocks = lru_cache(_IMAGES_KEPT)(self._read_weights)
         self._store, self._class = store, store.classes.index(name)
@@ -38,7 +40,8 @@ class Focus:
         self._weights = np.cumsum([self._blocks(image)[0][-1] for image in self._names])
         if not self._names or not self._weights[-1]:
             raise ValueError(
-                f"data.focus_class is {name!r}, of which the split {split!r} of {store.path} has no pixel: choose another class"
+                f"data.focus_class is {name!r}, of which the split {split!r} of {store.path} has "
+                "no pixel: choose another class"
             )
 
     def pixel(self, image: float, block: float, pixel: float) -> tuple[str, tuple[int, ...]]:

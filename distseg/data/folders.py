@@ -22,7 +22,8 @@ _MEANT = {
 }
 # Of files that hold images, or masks, but have no reader.
 _OTHERS = frozenset(
-    ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k .jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef .nii "
+    ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k "
+    ".jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef .nii "
     ".npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga .vrt .xcf .zarr".split()
 )
 
@@ -138,7 +139,8 @@ def _refuse_loose_files(root: Path, folders: list[str]) -> None:
     )
     if loose:
         raise ValueError(
-            f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): move these into a folder"
+            f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): "
+            "move these into a folder"
         )
 
 
@@ -153,8 +155,10 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
                 else "move its images to where they are read, or the folder elsewhere"
             )
             raise ValueError(
-                f"{entry.path} holds images, but would not be read: of folders are read {', '.join(SPLITS)}, "
-                f"right in the folder of images, and those of the same names in that of masks: {repair}"
+                f"{entry.path} holds images, but would not be read: of folders are read "
+                f"{', '.join(SPLITS)}, "
+                "right in the folder of images, and those of the same names in that of masks: "
+                f"{repair}"
             )
 
 

@@ -50,7 +50,8 @@ def prepare_labelled(
     )
     if not classes and len(names) == 1:
         raise ValueError(
-            f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is nothing to learn: give images of others too, or name them all by --classes"
+            f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is "
+            "nothing to learn: give images of others too, or name them all by --classes"
         )
     labels = [_label(label, path, names) for path, label, _ in found]
     prefix = {
@@ -84,7 +85,8 @@ def prepare_labelled(
     print("\n".join([summary(store), *notes_on_pairs(pairs)]))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):
         print(
-            f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if they measure something, give it a name, --classes NAME"
+            f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if "
+            "they measure something, give it a name, --classes NAME"
         )
     return store
 
@@ -106,7 +108,8 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
     if set(there) & set(SPLITS):
         if other := sorted(set(there) - set(SPLITS)):
             raise ValueError(
-                f"{root} has the folders {', '.join(sorted(set(there) & set(SPLITS)))}, which are splits, and {other[0]} beside them: put the classes into the splits"
+                f"{root} has the folders {', '.join(sorted(set(there) & set(SPLITS)))}, which are "
+                f"splits, and {other[0]} beside them: put the classes into the splits"
             )
         return [
             (path, label, split)
@@ -115,7 +118,8 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
         ]
     if not there:
         raise ValueError(
-            f"{root} has no folders: images with a label each lie in folders named after their classes, or have a table: --labels FILE.csv"
+            f"{root} has no folders: images with a label each lie in folders named after their "
+            "classes, or have a table: --labels FILE.csv"
         )
     return [(path, label, None) for label in there for path in image_files(root / label).values()]
 
@@ -129,14 +133,16 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         text = table.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(
-            f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): write it anew, such as by iconv -f LATIN1 -t UTF-8"
+            f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): write it anew, such as by "
+            "iconv -f LATIN1 -t UTF-8"
         ) from None
     with io.StringIO(text, newline="") as file:
         lines = csv.DictReader(file, skipinitialspace=True)
         columns = lines.fieldnames or []
         if not {"image", "label"} <= set(columns) <= set(_COLUMNS):
             raise ValueError(
-                f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of labels has image, label and perhaps split"
+                f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of "
+                "labels has image, label and perhaps split"
             )
         found, seen = [], set()
         for number, line in enumerate(lines, 2):
@@ -149,13 +155,15 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
                 )
             if not label or "split" in columns and split not in SPLITS:
                 raise ValueError(
-                    f"{table}, line {number}: {'a split is train, val or test, got ' + repr(split) if label else 'the label is empty'}"
+                    f"{table}, line {number}: "
+                    f"{'a split is train, val or test, got ' + repr(split) if label else 'the label is empty'}"
                 )
             seen.add(files[name])
             found.append((files[name], label, split))
     if left := sorted(set(files.values()) - seen):
         raise ValueError(
-            f"{len(left)} images of {root} have no line in {table}, such as {left[0].name}: give each a label, or move them elsewhere"
+            f"{len(left)} images of {root} have no line in {table}, such as {left[0].name}: give "
+            "each a label, or move them elsewhere"
         )
     return found
 
@@ -164,11 +172,13 @@ def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
     if len(classes) > 1:
         if label not in classes:
             raise ValueError(
-                f"{path} has the label {label!r}, which is none of the classes {', '.join(classes)}: add it to --classes, or correct it"
+                f"{path} has the label {label!r}, which is none of the classes "
+                f"{', '.join(classes)}: add it to --classes, or correct it"
             )
         return classes.index(label)
     if (value := _number(label)) == math.inf:
         raise ValueError(
-            f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are numbers: name all classes, or correct it"
+            f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are "
+            "numbers: name all classes, or correct it"
         )
     return value

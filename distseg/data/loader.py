@@ -232,7 +232,8 @@ class StepLoader:
         for name in self.store.split(self.split):
             if not self.store.has_labels(name) and not self.store.of_images:
                 raise ValueError(
-                    f"image {name!r} of the split {self.split!r} of {self.store.path} has no labels: prepare the store with masks"
+                    f"image {name!r} of the split {self.split!r} of {self.store.path} has no "
+                    "labels: prepare the store with masks"
                 )
             try:
                 check_grid(

@@ -78,7 +78,8 @@ def check_train(splits: Sequence[str], images: Path) -> None:
     """
     if "train" not in splits:
         raise ValueError(
-            f"none of the {len(splits)} images of {images} is in the split 'train', from which the store takes mean and deviation of each band: put one there"
+            f"none of the {len(splits)} images of {images} is in the split 'train', from which "
+            "the store takes mean and deviation of each band: put one there"
         )
 
 
@@ -114,7 +115,8 @@ def opened(
         labels = open_mask(mask, len(reader.size))
         if labels.size != reader.size:
             raise ValueError(
-                f"{image} has {Size(reader.size)} pixels, but its mask {mask} has {Size(labels.size)}: they must lie on each other"
+                f"{image} has {Size(reader.size)} pixels, but its mask {mask} has "
+                f"{Size(labels.size)}: they must lie on each other"
             )
     return Pair(
         image.stem,
@@ -148,7 +150,8 @@ def check_alike(pairs: list[Pair]) -> None:
             other, a = first.setdefault(what, (pair, b)) if b is not None else (pair, b)
             if a != b:
                 raise ValueError(
-                    f"the images differ in their {what}: {other.image} has {a}, {pair.image} has {b}; convert them to one form"
+                    f"the images differ in their {what}: {other.image} has {a}, {pair.image} has "
+                    f"{b}; convert them to one form"
                 )
         if known.setdefault(pair.name, pair) is not pair:
             raise ValueError(

@@ -143,7 +143,8 @@ def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
     for path in [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]:
         if os.path.samestat(there, os.stat(path)):
             raise ValueError(
-                f"the store {output} would replace {path}, which it is made of: choose another name for the store"
+                f"the store {output} would replace {path}, which it is made of: choose another "
+                "name for the store"
             )
 
 
@@ -157,7 +158,8 @@ def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
 def _check_nodata(value: int | float | None, pair: Pair) -> None:
     if value is not None and fitting(value, pair.dtype) is None:
         raise ValueError(
-            f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can be that: "
+            f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can be "
+            "that: "
             "leave it out, or name another number"
         )
 
@@ -209,8 +211,11 @@ def copy_image(
     shown.advance()
     if alpha is None and image.opacity.doubtful:
         raise ValueError(
-            f"{pair.image}: its band {image.alpha + 1} is marked as transparency, but {image.opacity.between:.0%} of its pixels are between transparent and opaque, "
-            "as those of a measured band are (GDAL marks the fourth band of bytes so unless it is told otherwise): say --alpha band to keep it as a band, or --alpha mask if it is transparency"
+            f"{pair.image}: its band {image.alpha + 1} is marked as transparency, but "
+            f"{image.opacity.between:.0%} of its pixels are between transparent and opaque, "
+            "as those of a measured band are (GDAL marks the fourth band of bytes so unless it is "
+            "told otherwise): say --alpha band to keep it as a band, or --alpha mask if it is "
+            "transparency"
         )
     return held
 
@@ -289,7 +294,8 @@ def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:
     if files:
         names = some([repr(name) for name in files], most=5)
         notes.append(
-            f"note: not read, though like images or masks by name: {names} ({len(files)} in all); what is read: {' '.join(SUFFIXES)}"
+            f"note: not read, though like images or masks by name: {names} ({len(files)} in all); "
+            f"what is read: {' '.join(SUFFIXES)}"
         )
     return notes
 

@@ -178,10 +178,12 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
 def _check(store: Store, names: list[str], data: DataConfig) -> None:
     if data.crop is None and data.focus_class is not None:
         raise ValueError(
-            f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set data.crop, or leave it out"
+            f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set "
+            "data.crop, or leave it out"
         )
     for name in names:
         if data.crop is not None and len(data.crop) != len(store.size(name)):
             raise ValueError(
-                f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims ({Size(store.size(name))})"
+                f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims "
+                f"({Size(store.size(name))})"
             )

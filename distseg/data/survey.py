@@ -70,7 +70,8 @@ class Survey:
         unknown = [name for name in self.absent if name not in self.classes]
         if unknown:
             raise ValueError(
-                f"--absent names {unknown[0]}, which is no class: there are {', '.join(self.classes)}"
+                f"--absent names {unknown[0]}, which is no class: there are "
+                f"{', '.join(self.classes)}"
             )
         wanted = [k for k, name in enumerate(self.classes) if name not in self.absent]
         missing = [k for k in wanted if not any(self._holds(split, k) for split in self._splits)]
@@ -98,8 +99,10 @@ class Survey:
                 _listed(self._seen(others)),
             )
             raise ValueError(
-                f"the masks of the split {split} hold {here}, those of {' and '.join(others)} {there}: in {split} no pixel is {name}, "
-                f"and {self.ignore} is ignored. Give all masks the same values, or, if {name} is not in {split} indeed, "
+                f"the masks of the split {split} hold {here}, those of {' and '.join(others)} "
+                f"{there}: in {split} no pixel is {name}, "
+                f"and {self.ignore} is ignored. Give all masks the same values, or, if {name} is "
+                f"not in {split} indeed, "
                 f"say so: --absent {name}"
             )
 

@@ -80,12 +80,14 @@ def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[
         return []
     if "tiff" not in formats:
         return [
-            f"note: {there[0]} says where on earth it lies (CRS, transform), which only class maps as TIFF keep for other programs: add tiff to predict.formats"
+            f"note: {there[0]} says where on earth it lies (CRS, transform), which only class "
+            "maps as TIFF keep for other programs: add tiff to predict.formats"
         ]
     if not elsewhere:
         return []
     return [
-        f"note: {elsewhere[0]} says of no place on earth where it lies (CRS, transform), as {len(there)} of the {len(placed)} images do: class maps of such images have none"
+        f"note: {elsewhere[0]} says of no place on earth where it lies (CRS, transform), as "
+        f"{len(there)} of the {len(placed)} images do: class maps of such images have none"
     ]
 
 

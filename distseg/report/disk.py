@@ -104,7 +104,8 @@ def check_replaceable(path: Path) -> None:
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(
-            f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, which no file may replace: choose another output"
+            f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, which no file may "
+            "replace: choose another output"
         )
 
 

@@ -125,7 +125,8 @@ def read_log(path: str | Path) -> list[dict]:
     for number, (line, entry) in enumerate(zip(lines[:-1], entries), 1):
         if entry is None:
             raise ValueError(
-                f"{path}, line {number} is not a JSON object: {line[:60]!r}; remove the line, or give a log that distseg wrote"
+                f"{path}, line {number} is not a JSON object: {line[:60]!r}; remove the line, or "
+                "give a log that distseg wrote"
             )
     return [entry for entry in entries if entry is not None]
 
@@ -165,7 +166,8 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
         kept_as = _free(path.parent)[0]
         shutil.copyfile(path, kept_as)
         print(
-            f"distseg: {path} is damaged in line {', '.join(map(str, lines[:5]))}, which is left out; the file as it was is {kept_as.name}",
+            f"distseg: {path} is damaged in line {', '.join(map(str, lines[:5]))}, which is left "
+            f"out; the file as it was is {kept_as.name}",
             file=sys.stderr,
         )
 
@@ -173,7 +175,8 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
 def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
     if missing := [n for n in range(1, step + 1) if n not in there]:
         print(
-            f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the first is step {missing[0]}): the curves will have a gap",
+            f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the "
+            f"first is step {missing[0]}): the curves will have a gap",
             file=sys.stderr,
         )
 
@@ -199,7 +202,8 @@ def _event_writer(folder: Path, resumed_step: int | None):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         print(
-            f"tensorboard is not installed (pip install tensorboard): {FILE} is written, event files are not",
+            f"tensorboard is not installed (pip install tensorboard): {FILE} is written, event "
+            "files are not",
             file=sys.stderr,
         )
         return None

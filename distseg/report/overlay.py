@@ -199,18 +199,21 @@ def _check(
 ) -> None:
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
-            f"the image is {image.dtype} of shape {image.shape}, but uint8 (H, W, 3) is drawn: choose three bands and scale them to 0..255"
+            f"the image is {image.dtype} of shape {image.shape}, but uint8 (H, W, 3) is drawn: "
+            "choose three bands and scale them to 0..255"
         )
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is None:
             continue
         if labels.shape != image.shape[:2]:
             raise ValueError(
-                f"the {name} has shape {labels.shape}, but the image has {image.shape[:2]} pixels: give the same window of both"
+                f"the {name} has shape {labels.shape}, but the image has {image.shape[:2]} "
+                "pixels: give the same window of both"
             )
         values = labels[labels != ignore] if name == "truth" else labels
         if values.size and not 0 <= values.min() <= values.max() < len(classes):
             raise ValueError(
-                f"the {name} has labels {values.min()} to {values.max()}, but the {len(classes)} classes are 0 to {len(classes) - 1}: "
+                f"the {name} has labels {values.min()} to {values.max()}, but the {len(classes)} "
+                f"classes are 0 to {len(classes) - 1}: "
                 "name all classes, or set ignore to the label of pixels without one"
             )

@@ -176,7 +176,8 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
     for row in rows:
         if not {"processes", "speedup"} <= set(row):
             raise ValueError(
-                f"a row of a scaling plot needs processes and speedup, got {', '.join(row) or 'nothing'}"
+                "a row of a scaling plot needs processes and speedup, got "
+                f"{', '.join(row) or 'nothing'}"
             )
     counts = sorted({row["processes"] for row in rows})
     with new_figure(output, (6.0, 4.6), layout="constrained") as figure:

@@ -37,7 +37,8 @@ def prepare_gigapixel(
     """
     if len(size) != 2 or size[1] % 2:
         raise ValueError(
-            f"the image is its right half and that half's mirror image, so its size is HxW with an even W, got {Size(size)}"
+            "the image is its right half and that half's mirror image, so its size is HxW with "
+            f"an even W, got {Size(size)}"
         )
     earth = Earth((size[0], size[1] // 2))
     with StoreWriter(

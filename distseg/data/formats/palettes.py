@@ -26,7 +26,8 @@ def class_colours(
             chosen, where = found, path
         elif not np.array_equal(found, chosen):
             return chosen, [
-                f"note: {path} has other colours in its palette than {where}, whose colours class maps get"
+                f"note: {path} has other colours in its palette than {where}, whose colours class "
+                "maps get"
             ]
     return chosen, []
 

@@ -24,7 +24,8 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
     stored, claimed = os.path.getsize(path), -(-Size(size).volume * pixel_bits // 8)
     if claimed > stored * packed:
         raise ValueError(
-            f"{path} says that it has {Size(size)} pixels, {si(claimed, 'B')}, but a file of {stored} bytes "
+            f"{path} says that it has {Size(size)} pixels, {si(claimed, 'B')}, but a file of "
+            f"{stored} bytes "
             f"holds at most {si(stored * packed, 'B')}: it is damaged, or no image"
         )
 
@@ -40,7 +41,8 @@ def check_memory(path: Path, what: str, needed: int) -> None:
     """
     if needed > (free := free_memory()):
         raise ValueError(
-            f"{path}: {what} decoded at once, which takes {si(needed, 'B')} of memory, but {si(free, 'B')} are free: "
+            f"{path}: {what} decoded at once, which takes {si(needed, 'B')} of memory, but "
+            f"{si(free, 'B')} are free: "
             "convert it to tiled TIFF or npy, which are read in parts"
         )
 

@@ -97,7 +97,8 @@ def _opened(
     reader.place = with_world_file(reader.place, path)
     if reader.place is None and pam.has_place(path):
         reader.notes += (
-            "lies at a place that only the file beside it says (.aux.xml), which class maps do not get: write it into the file, such as with 'gdal_translate'",
+            "lies at a place that only the file beside it says (.aux.xml), which class maps do "
+            "not get: write it into the file, such as with 'gdal_translate'",
         )
     return reader
 
@@ -113,7 +114,8 @@ def _take_nodata_beside(reader: Reader) -> None:
         reader.sources.append(pam.beside(reader.path))
     elif values:
         reader.notes += (
-            f"has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: {', '.join(values)}",
+            "has another number for no data in each band, as the file beside it says (.aux.xml): "
+            f"they are not read: {', '.join(values)}",
         )
 
 
@@ -134,7 +136,8 @@ def _tiff() -> ModuleType:
         import tifffile  # noqa: F401
     except ImportError as e:
         raise ValueError(
-            f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile imagecodecs"
+            f"TIFF files are read by tifffile and imagecodecs ({e}): pip install tifffile "
+            "imagecodecs"
         ) from e
     from distseg.data.formats import tiff
 
@@ -147,12 +150,14 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     reader = _opened(path, dims, palette=True)
     if reader.lossy:
         raise ValueError(
-            f"{path} is a mask in {reader.lossy}, which changes numbers, so that labels are not those that were drawn: "
+            f"{path} is a mask in {reader.lossy}, which changes numbers, so that labels are not "
+            "those that were drawn: "
             "write the masks anew, as PNG, or as TIFF without it"
         )
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
-            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole numbers, the labels: "
+            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole "
+            "numbers, the labels: "
             "convert colours to the numbers of the classes"
         )
     return reader
@@ -172,7 +177,8 @@ class NpyReader(Reader):
             array = array[None]
         if array.ndim != dims + 1:
             raise ValueError(
-                f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has {dims} or, with bands first, {dims + 1}"
+                f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has "
+                f"{dims} or, with bands first, {dims + 1}"
             )
         if array.shape[-1] <= _MOST_TRAILING_BANDS < array.shape[0]:
             array = np.moveaxis(array, -1, 0)
@@ -189,7 +195,8 @@ def _mapped(path: Path) -> np.ndarray:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
             raise ValueError(
-                f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store plain numbers"
+                f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store "
+                "plain numbers"
             )
         shape, by_columns, dtype = _HEADERS[version](file)
         if dtype.hasobject or dtype.kind not in "biuf":
@@ -339,9 +346,11 @@ def _refuse_lost_bits(path: Path, image) -> None:
     form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(
-            f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF or npy"
+            f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF "
+            "or npy"
         )
     if form in ("L;2", "L;4"):
         raise ValueError(
-            f"{path} has {form[2:]} bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits"
+            f"{path} has {form[2:]} bits a pixel, which Pillow would stretch to 0 to 255: convert "
+            "it to 8 bits"
         )

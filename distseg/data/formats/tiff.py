@@ -67,7 +67,8 @@ class Mask:
                 f"{Size(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
             )
             raise ValueError(
-                f"{path} has a validity mask of {said}, but the image has {Size(size)} pixels, and one band says where there is data: write it anew, or remove it"
+                f"{path} has a validity mask of {said}, but the image has {Size(size)} pixels, "
+                "and one band says where there is data: write it anew, or remove it"
             )
         segments.try_first()
         self._segments = segments

@@ -38,17 +38,20 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
     for other in others:
         if _pixels(other) > _pixels(image):
             raise ValueError(
-                f"{path} holds {_told(image)} first, and a larger image, {_told(other)}: write the one that is meant into a file of its own"
+                f"{path} holds {_told(image)} first, and a larger image, {_told(other)}: write "
+                "the one that is meant into a file of its own"
             )
     masks = [series for kind, series in parts if kind & MASK and not kind & REDUCED]
     if (count := sum(len(series.pages) for series in masks)) > 1:
         raise ValueError(
-            f"{path} has {count} masks of full size, of which one can be read: write the image and its mask into a file of their own"
+            f"{path} has {count} masks of full size, of which one can be read: write the image "
+            "and its mask into a file of their own"
         )
     more = f"{len(others)} more images" if len(others) > 1 else "one more image"
     notes = (
         (
-            f"has {more}, which {'are' if len(others) > 1 else 'is'} not read: {', '.join(map(_told, others))}",
+            f"has {more}, which {'are' if len(others) > 1 else 'is'} not read: "
+            f"{', '.join(map(_told, others))}",
         )
         if others
         else ()
@@ -70,7 +73,8 @@ def _by_kind(
         return
     if series.kind not in _BY_LIKENESS:
         raise ValueError(
-            f"{path} names pages of one image that are full images, reduced ones or masks: write each into a file of its own"
+            f"{path} names pages of one image that are full images, reduced ones or masks: write "
+            "each into a file of its own"
         )
     for kind, pages in there.items():
         form = series.keyframe

@@ -122,7 +122,8 @@ class Segments:
             )
         if len(self._pages_axes) > 1:
             raise ValueError(
-                f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}: store it uncompressed, or as npy"
+                f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}: "
+                "store it uncompressed, or as npy"
             )
 
     def _check_form(self) -> None:
@@ -134,7 +135,8 @@ class Segments:
         kind = getattr(layout.compression, "name", layout.compression)
         if layout.predictor != 1 and layout.compression in _NEVER_PREDICTED:
             raise ValueError(
-                f"{self.path} has a predictor, but no compression that knows one, so that programs read it in different ways: {convert}"
+                f"{self.path} has a predictor, but no compression that knows one, so that "
+                f"programs read it in different ways: {convert}"
             )
         if (
             layout.compression == packed.LERC
@@ -142,7 +144,8 @@ class Segments:
             and self._file.byteorder == ">"
         ):
             raise ValueError(
-                f"{self.path} has real numbers in LERC and is big-endian, which libtiff writes wrongly: write it little-endian"
+                f"{self.path} has real numbers in LERC and is big-endian, which libtiff writes "
+                "wrongly: write it little-endian"
             )
         if layout.compression in TIFF.IMAGE_COMPRESSIONS and not packed.says_size(
             layout.compression
@@ -351,7 +354,8 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
     axes = "".join(a for a, _ in kept)
     if set(axes) - set(BANDS + "ZYX") or sum(a in BANDS for a in axes) > 1:
         raise ValueError(
-            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has space and one axis of bands: "
+            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has space "
+            "and one axis of bands: "
             "write one file for each entry of the others"
         )
     return axes, [n for _, n in kept]

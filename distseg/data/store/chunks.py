@@ -169,7 +169,8 @@ class ChunkReader:
         data = os.pread(self._handle, 8 * self.chunks, sums.at)
         if digest(data) != sums.digest:
             raise Damage(
-                f"{self._path} is damaged: the checksums of the {self._what} are not those that were written: {AGAIN}"
+                f"{self._path} is damaged: the checksums of the {self._what} are not those that "
+                f"were written: {AGAIN}"
             )
         return np.frombuffer(data, "<u8").reshape(self.grid)
 
@@ -205,7 +206,8 @@ class ChunkReader:
         if least > file_size:
             shape = "x".join(map(str, self.shape))
             raise Damage(
-                f"{self._path} is damaged: the {self._what}, {shape} of {self.dtype}, take {least} bytes at least, "
+                f"{self._path} is damaged: the {self._what}, {shape} of {self.dtype}, take "
+                f"{least} bytes at least, "
                 f"but the file has {file_size}: {AGAIN}"
             )
 

@@ -52,7 +52,8 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
             raise ValueError(f"{path} is unfinished, its writer was stopped: {made_by}") from None
         if "locking flag values don't match" in str(e):
             raise ValueError(
-                f"{path} is held open with locks by this same process: close it first, or open it with locking=False"
+                f"{path} is held open with locks by this same process: close it first, or open it "
+                "with locking=False"
             ) from None
         raise ValueError(f"{path} is damaged or cut off ({e}): copy it again; {made_by}") from e
 
@@ -109,7 +110,8 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
         link = root.links.get_info(coded).type
         if link != h5py.h5l.TYPE_HARD:
             raise ValueError(
-                f"{file.filename}: {path} is {_LINKS.get(link, 'a link')}, which is not followed: {_ITSELF}"
+                f"{file.filename}: {path} is {_LINKS.get(link, 'a link')}, which is not followed: "
+                f"{_ITSELF}"
             )
     return h5py.h5o.open(root, coded)
 

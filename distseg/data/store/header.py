@@ -239,12 +239,14 @@ def _read(path: str, file: h5py.File) -> Header:
     known = file.attrs
     if "format" not in known or _plain(known["format"]) != layout.FORMAT:
         raise _Told(
-            f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from images"
+            f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from "
+            "images"
         )
     version = _plain(known["version"])
     if version > layout.MASKED:
         raise _Told(
-            f"{path} is a store of version {version}, this distseg reads up to {layout.MASKED}: update distseg"
+            f"{path} is a store of version {version}, this distseg reads up to {layout.MASKED}: "
+            "update distseg"
         )
     if not ("complete" in known and bool(_plain(known["complete"]))):
         raise _Told(f"{path} is unfinished, its writer was stopped: prepare it anew")

@@ -117,7 +117,8 @@ class ImageWriter:
         """The image's line in the index, and the checksums of its chunks, which begin at ``first``; ValueError unless all is written."""
         if self.missing:
             raise ValueError(
-                f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never written"
+                f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never "
+                "written"
             )
         labels, totals = self.counts is not None, self.counts.totals if self.counts else None
         known = self.name, self.split, self.size, self.dtype, labels, totals
@@ -154,23 +155,28 @@ class ImageWriter:
             or min(box.size) < 1
         ):
             raise ValueError(
-                f"image {self.name!r}: the block {box} is empty or outside an image of {Size(self.size)}"
+                f"image {self.name!r}: the block {box} is empty or outside an image of "
+                f"{Size(self.size)}"
             )
         if box.pixels > self.missing:
             raise ValueError(
-                f"image {self.name!r}: some of the block {box} is written already: write each pixel once"
+                f"image {self.name!r}: some of the block {box} is written already: write each "
+                "pixel once"
             )
         if pixels.shape != (len(self.bands), *box.size):
             raise ValueError(
-                f"image {self.name!r}: pixels of the block {box} have the shape {(len(self.bands), *box.size)}, got {pixels.shape}"
+                f"image {self.name!r}: pixels of the block {box} have the shape "
+                f"{(len(self.bands), *box.size)}, got {pixels.shape}"
             )
         if (labels is None) != (self.counts is None):
             raise ValueError(
-                f"image {self.name!r} was added {'without' if self.counts is None else 'with'} labels: write it so"
+                f"image {self.name!r} was added {'without' if self.counts is None else 'with'} "
+                "labels: write it so"
             )
         if labels is not None and labels.shape != box.size:
             raise ValueError(
-                f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got {labels.shape}"
+                f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got "
+                f"{labels.shape}"
             )
         if valid is not None and (not self.masked or valid.shape != box.size):
             what = (
@@ -183,13 +189,16 @@ class ImageWriter:
     def _check_pixels(self, box: Box, pixels: np.ndarray, missing: np.ndarray | None) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):
             raise ValueError(
-                f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it was added with"
+                f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it "
+                "was added with"
             )
         if (bad := first_bad(pixels, missing)) is not None:
             band, *inside = bad
             raise ValueError(
-                f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at {position(box, inside)}: "
-                f"replace it by a number, and label the pixel as ignored, or say that it stands for no data: --nodata={pixels[bad]}"
+                f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at "
+                f"{position(box, inside)}: "
+                "replace it by a number, and label the pixel as ignored, or say that it stands "
+                f"for no data: --nodata={pixels[bad]}"
             )
 
     def _check_labels(self, box: Box, labels: np.ndarray) -> None:
@@ -201,8 +210,10 @@ class ImageWriter:
             names = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes))
             value = labels[tuple(inside)]
             raise ValueError(
-                f"image {self.name!r}: label {value} at {position(box, inside)} is no class: there are {names}, and "
-                f"{self.ignore} is ignored; map other values to these (--values={value}={self.ignore})"
+                f"image {self.name!r}: label {value} at {position(box, inside)} is no class: "
+                f"there are {names}, and "
+                f"{self.ignore} is ignored; map other values to these "
+                f"(--values={value}={self.ignore})"
             )
 
 

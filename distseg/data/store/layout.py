@@ -82,6 +82,7 @@ def check_name(name: str, where: str) -> None:
     )  # the last: bytes that are no UTF-8
     if name in ("", ".", "..") or "/" in name or unfit:
         raise ValueError(
-            f"{where}: the name of an image is UTF-8, not empty, no '.' or '..', and has no '/' or control characters, "
+            f"{where}: the name of an image is UTF-8, not empty, no '.' or '..', and has no '/' "
+            "or control characters, "
             f"got {name!r}: rename it"
         )

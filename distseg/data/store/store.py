@@ -67,7 +67,8 @@ class Store:
         if constants is not None:
             if len(constants[0]) != self.bands:
                 raise ValueError(
-                    f"{self.path} has {self.bands} bands, but the network was trained on {len(constants[0])}: choose a store like the one it was trained on"
+                    f"{self.path} has {self.bands} bands, but the network was trained on "
+                    f"{len(constants[0])}: choose a store like the one it was trained on"
                 )
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
         self.provenance, self._images, self._sums_at = found.provenance, found.images, found.sums_at
@@ -115,7 +116,8 @@ class Store:
         found = self._entry(name).label
         if found is None:
             raise ValueError(
-                f"image {name!r} of {self.path} has no label of the whole image: prepare the store with labels of images"
+                f"image {name!r} of {self.path} has no label of the whole image: prepare the "
+                "store with labels of images"
             )
         return found
 
@@ -194,7 +196,8 @@ class Store:
         table = found.read(Box.whole(found.shape))
         if self.version > 1 and layout.digest(table) != self._entry(name).digests["counts"]:
             raise Damage(
-                f"{self.path} is damaged: the counts of image {name!r} are not those that were written: {AGAIN}"
+                f"{self.path} is damaged: the counts of image {name!r} are not those that were "
+                f"written: {AGAIN}"
             )
         return table.astype(np.int64)
 
@@ -272,11 +275,13 @@ class Store:
             if entry.labels or entry.nodata is not None or (entry.valid and entry.missing):
                 what = "labels of pixels" if entry.labels else "pixels without data"
                 raise ValueError(
-                    f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, which have no mean: leave data.shrink out"
+                    f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, "
+                    "which have no mean: leave data.shrink out"
                 )
             if min(entry.size) < self.shrink:
                 raise ValueError(
-                    f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {Size(entry.size)} pixels: nothing of it is left"
+                    f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has "
+                    f"{Size(entry.size)} pixels: nothing of it is left"
                 )
 
     def _check_size(self) -> None:
@@ -312,13 +317,15 @@ class Store:
         size = self.size(name)
         if len(box.start) != len(size) or not Box.whole(size).contains(box):
             raise ValueError(
-                f"image {name!r} of {self.path} has {Size(size)} pixels, the box {box} reaches beyond them"
+                f"image {name!r} of {self.path} has {Size(size)} pixels, the box {box} reaches "
+                "beyond them"
             )
 
     def _check_labelled(self, name: str) -> None:
         if not self.has_labels(name):
             raise ValueError(
-                f"image {name!r} of {self.path} has no labels: prepare the store with masks to train or evaluate on it"
+                f"image {name!r} of {self.path} has no labels: prepare the store with masks to "
+                "train or evaluate on it"
             )
 
 

@@ -80,12 +80,15 @@ class StoreWriter:
             or not all(self.classes)
         ):
             raise ValueError(
-                f"a store has 2 to 255 classes (or one, where it has numbers, which it names) with different names, got {self.classes}: name the background too"
+                "a store has 2 to 255 classes (or one, where it has numbers, which it names) "
+                f"with different names, got {self.classes}: name the background too"
             )
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
-                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored pixels are no class: "
-                f"give a number from {len(self.classes)} to 255, and where masks have {self.ignore} for such pixels, "
+                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored "
+                "pixels are no class: "
+                f"give a number from {len(self.classes)} to 255, and where masks have "
+                f"{self.ignore} for such pixels, "
                 f"say what it stands for: --ignore 255 --values={self.ignore}=255"
             )
         if not self.bands:
@@ -129,7 +132,8 @@ class StoreWriter:
         layout.check_name(name, str(self.path))
         if np.dtype(dtype).kind not in "iuf":
             raise ValueError(
-                f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: convert them"
+                f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: "
+                "convert them"
             )
         if min(size, default=0) < 1:
             raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
@@ -157,7 +161,8 @@ class StoreWriter:
         )
         if of_pixels and (of_images or one):
             raise ValueError(
-                f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of whole images, and not both: make a store of each"
+                f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of "
+                "whole images, and not both: make a store of each"
             )
         if label is not None and not (
             math.isfinite(label) if one else label in range(len(self.classes))
@@ -173,12 +178,14 @@ class StoreWriter:
         index, sums = self._entries()
         if not any(image.split == "train" for image in index):
             raise ValueError(
-                "no image is in the split 'train', from which the store takes mean and deviation of each band: put one there"
+                "no image is in the split 'train', from which the store takes mean and deviation "
+                "of each band: put one there"
             )
         for band, pixels in zip(self.bands, self.moments.pixels):
             if not pixels:
                 raise ValueError(
-                    f"band {band} has no data in any pixel of the split 'train': leave the band out, "
+                    f"band {band} has no data in any pixel of the split 'train': leave the band "
+                    "out, "
                     "or say which number stands for no data (--nodata)"
                 )
         known = (

@@ -1,4 +1,4 @@
-"""The closing lines of a command: what came out, where it lies, and what to type next."""
+"""Closing lines of a command: the result, its path, and the next command to type."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ def closing_of_training(
     """Return the closing lines of ``distseg train``.
 
     Args:
-        run: ``train.output``.
-        epochs: epochs and optimizer ``steps`` that the run has behind it; ``seconds`` are this job's.
-        best: ``checkpoint`` (a path), ``epoch`` and ``validation`` of the best checkpoint; None
-            where no checkpoint was validated.
+        run: the folder of the run, ``train.output``.
+        epochs: epochs that the run has completed, over all its jobs.
+        steps: optimizer steps that the run has completed, over all its jobs.
+        seconds: duration of this job.
+        best: ``checkpoint`` (a path), ``epoch`` and ``validation`` (scores by name) of the best
+            checkpoint; None if no checkpoint was validated.
         splits: the splits of the store.
     """
     done = f"{_many(epochs, 'epoch')}, {_many(steps, 'step')} in {duration(seconds)}"
@@ -41,8 +43,9 @@ def closing_of_evaluation(
 
     Args:
         run: the folder of the run.
-        scores: of the network; ``beside``: of the colour baseline, if there is one.
-        output: the file with the scores, if one was written.
+        scores: scores of the network by name.
+        beside: scores of the per-pixel baseline by name; None without a baseline.
+        output: the file with all scores; None if no file was written.
     """
     line = best_score(scores)
     if beside is not None:
@@ -67,15 +70,17 @@ def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) 
 
 
 def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[str]:
-    """Return what class maps do not say of where on earth images lie.
+    """Return a note if some class maps lack the georeference (CRS, transform) of their image.
 
     Args:
-        placed: of each image, whether its file says where it lies.
-        formats: of the class maps.
+        placed: True or False by image name: does the image file have a georeference?
+        formats: the formats of the class maps, ``predict.formats``.
+
+    Returns:
+        One note, or an empty list if no image has a georeference or no class map lacks one.
     """
-    there, elsewhere = (
-        [name for name, known in placed.items() if known is wanted] for wanted in (True, False)
-    )
+    there = [name for name, known in placed.items() if known]
+    elsewhere = [name for name, known in placed.items() if not known]
     if not there:
         return []
     if "tiff" not in formats:
@@ -92,7 +97,7 @@ def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[
 
 
 def best_score(scores: Mapping) -> str:
-    """Return the score that checkpoints are chosen by, in words: "mean IoU 0.512"."""
+    """Return RMSE, mean IoU or accuracy, the first that exists, in words: "mean IoU 0.512"."""
     for name, words in (("rmse", "RMSE"), ("mean_iou", "mean IoU"), ("accuracy", "accuracy")):
         if scores.get(name) is not None:
             return f"{words} {scores[name]:.3f}"

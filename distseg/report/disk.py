@@ -1,7 +1,10 @@
-"""Files that are whole or not there: written under another name, brought to the disk, renamed; and words for a full disk.
+"""Atomic writes of files, lock files, and clear messages for a full disk.
 
-Names that others could guess are never followed to somewhere else: in a shared folder a link of that name may have been
-planted.
+A file is written under a temporary name in the same folder, flushed to the disk, and renamed. So a
+reader finds either the complete file or none.
+
+Links are never followed where another user could predict the name of a file: in a shared folder
+such a link may have been planted.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ _MAKE_ROOM = "make room, or choose another output"
 
 
 class NoRoom(OSError):
-    """A file for which the disk has no room: the message names it, and what is free."""
+    """Error for a full disk. The message names the file and the free bytes."""
 
 
 def to_disk(path: Path) -> None:
-    """Do not return before a file, or what a folder lists, survives a loss of power."""
+    """Flush a file or the entries of a folder to the disk, to survive a loss of power."""
     with _held(path) as handle:
         os.fsync(handle)
 
@@ -52,20 +55,25 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def free_bytes(path: Path) -> int:
-    """What this user may still write on the disk of ``path``, which need not be there yet."""
+    """Return the bytes that this user may still write on the disk of ``path``.
+
+    ``path`` need not exist: its nearest existing parent folder counts.
+    """
     path = Path(path).absolute()
     found = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
     return found.f_bavail * found.f_frsize
 
 
 def require_disk_space(path: Path, needed: int, what: str) -> None:
-    """Refuse to begin what the disk of ``path`` has no room for.
+    """Raise an error if the disk of ``path`` has less than ``needed`` free bytes.
 
     Args:
-        what: is written, such as ``a checkpoint``.
+        path: the file to be written; it need not exist.
+        needed: size of the file in bytes.
+        what: content of the file for the message, such as ``a checkpoint``.
 
     Raises:
-        NoRoom: naming the file, what is needed, and what is free.
+        NoRoom: naming the file, the needed bytes and the free bytes.
     """
     if needed > (free := free_bytes(path)):
         sizes = f"it takes {si(needed, 'B')}, {si(free, 'B')} are free"
@@ -74,11 +82,16 @@ def require_disk_space(path: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Iterator[None]:
-    """Whatever a library throws inside because a disk is full becomes :class:`NoRoom` for ``path``.
+    """Convert any error of the block that means a full disk into :class:`NoRoom` for ``path``.
 
     Args:
-        written: what has grown so far.
-        needed: bytes that all of it may take, where that is known.
+        path: the file that the message names.
+        written: the file that grows in the block; its size is part of the message.
+        needed: the most bytes that the file may take; 0 if unknown.
+
+    Raises:
+        NoRoom: the disk is full, the quota is used up, or the file exceeds the largest allowed
+            size.
     """
     try:
         yield
@@ -97,7 +110,9 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to put a file in the place of what is none. A link is judged by what it leads to, though the link itself is replaced.
+    """Raise an error if ``path`` exists and is not a file.
+
+    A link to a file is accepted; writing then replaces the link itself.
 
     Raises:
         FileExistsError: ``path`` is a folder, a pipe or a device.
@@ -111,14 +126,16 @@ def check_replaceable(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """The name under which to write ``path``, which appears, or is replaced, when the block ends without an error.
+    """Yield a temporary name to write to; rename it to ``path`` if the block ends without an error.
 
-    The name is new, nobody's link, and in the same folder. The file has the mode that the umask gives, whatever library
-    wrote it.
+    The temporary file lies in the same folder. Its name is random and new, so it cannot be a
+    planted link. The final file has the permissions that the umask gives, whichever library wrote
+    it.
 
     Raises:
-        NoRoom: the disk is full; nothing is left behind, and an earlier ``path`` is as it was.
-        FileExistsError: ``path`` is there, and no file.
+        NoRoom: the disk is full; the temporary file is removed, and an existing ``path`` is
+            unchanged.
+        FileExistsError: ``path`` exists and is not a file.
     """
     path = Path(path)
     check_replaceable(path)
@@ -130,9 +147,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield growing
             os.chmod(growing, mode)
             to_disk(growing)
-            with _held(
-                path.parent
-            ) as folder:  # before: once the file is there, another process may rename the folder
+            # Open the folder first: once the file is there, another process may rename the folder.
+            with _held(path.parent) as folder:
                 os.replace(growing, path)
                 os.fsync(folder)
     finally:
@@ -140,10 +156,14 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def opened_plain(path: Path, flags: int = os.O_RDWR) -> int:
-    """A file descriptor of the plain file ``path``, made where ``flags`` say so; a link or a device is refused, never followed.
+    """Open the plain file ``path`` without following links, and return its file descriptor.
+
+    Args:
+        path: the file.
+        flags: flags of ``os.open``; ``os.O_CREAT`` creates the file.
 
     Raises:
-        FileExistsError: something else than a plain file has the name.
+        FileExistsError: ``path`` is a link, a folder, a pipe or a device.
     """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -158,11 +178,17 @@ def opened_plain(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def locked(path: Path, what: Path) -> IO:
-    """A file that keeps other processes out of ``what`` as long as it is open, on file systems that have locks.
+    """Return the open lock file ``path``; its lock lasts until the file is closed.
+
+    On file systems without locks the file is returned unlocked.
+
+    Args:
+        path: the lock file, created if missing.
+        what: the file or folder that the lock protects, for the message.
 
     Raises:
-        BlockingIOError: another process is at work on it.
-        FileExistsError: ``path`` is a link or another thing than a plain file.
+        BlockingIOError: another process holds the lock.
+        FileExistsError: ``path`` is a link or not a plain file.
     """
     while True:
         lock = os.fdopen(opened_plain(path, os.O_RDWR | os.O_CREAT), "r+b")
@@ -177,7 +203,8 @@ def locked(path: Path, what: Path) -> IO:
             return lock
         if _is_still(path, lock.fileno()):
             return lock
-        lock.close()  # whoever held it has renamed or removed it meanwhile
+        # The previous owner renamed or removed the file between our open and our lock: try again.
+        lock.close()
 
 
 def _is_still(path: Path, handle: int) -> bool:
@@ -187,12 +214,10 @@ def _is_still(path: Path, handle: int) -> bool:
 
 
 def _begun(path: Path) -> tuple[Path, int]:
-    """A new empty file for ``path`` to grow in, and the mode that the umask gives it."""
-    name = (
-        path.name
-        if len(os.fsencode(path.name)) < 200
-        else f"{zlib.crc32(os.fsencode(path.name)):08x}{path.suffix}"
-    )
+    """Create an empty temporary file for ``path``; return its name and the mode by the umask."""
+    name = path.name
+    if len(os.fsencode(name)) >= 200:  # the temporary name must stay below 255 bytes
+        name = f"{zlib.crc32(os.fsencode(name)):08x}{path.suffix}"
     growing = path.with_name(f".{name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.writing")
     handle = os.open(growing, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
     mode = stat.S_IMODE(os.fstat(handle).st_mode)
@@ -204,7 +229,10 @@ _cleared: set[Path] = set()
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove what killed jobs left of files on their way; once a process and folder, which may hold many files."""
+    """Remove temporary files that killed jobs left in ``folder``.
+
+    Each process does this once per folder, since a folder may hold many files.
+    """
     if folder in _cleared:
         return
     _cleared.add(folder)
@@ -216,7 +244,11 @@ def _clear_stale(folder: Path) -> None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Nobody has touched it for an hour, or for a minute since the process of this machine that made it ended."""
+    """Return True if a temporary file is abandoned.
+
+    A file is abandoned if it has not changed for an hour. One minute is enough if its process ran
+    on this machine and has ended.
+    """
     found = _GROWING.fullmatch(path.name)
     if not found:
         return False
@@ -229,13 +261,16 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # the process exists and belongs to another user
         pass
     return True
 
 
 def _full(error: Exception) -> int | None:
-    """The code of a full disk in an error, which libraries may hide in their words."""
+    """Return the errno of a full disk if ``error`` means one, else None.
+
+    Libraries may hide the errno in the text of another exception.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in _FULL else None
     return next((code for code in _FULL if os.strerror(code) in str(error)), None)

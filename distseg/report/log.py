@@ -1,11 +1,14 @@
-"""The log of a run: one JSON object a line in ``log.jsonl``, so that a killed run leaves whole lines and any tool can read them.
+"""Log of a run: one JSON object per line in ``log.jsonl``.
+
+A killed run leaves complete lines, and any tool can read them::
 
     {"kind": "step", "step": 12, "epoch": 0, "time": 1700000000.123, "loss": 0.69, "lr": 0.001}
-    {"kind": "validation", "step": 40, "epoch": 0, "time": ..., "loss": 0.5, "iou": {"land": 0.97, "lake": null}}
+    {"kind": "validation", "step": 40, "epoch": 0, "time": ..., "loss": 0.5, "iou": {"lake": null}}
 
-``step`` counts the optimizer steps that are done, ``time`` is Unix time in seconds. A number that is not finite is written as
-null. A run that resumes at step n drops the lines of later steps: the file reads as if the run had never stopped. The curves
-of ``distseg plot`` are drawn from the fields ``loss``, ``lr`` and ``iou``.
+``step`` is the number of completed optimizer steps, ``time`` is Unix time in seconds. A number that
+is not finite is written as null. A run that resumes at step n removes the lines of later steps, so
+that the file reads as if the run had never stopped. ``distseg plot`` draws its curves from the
+fields ``loss``, ``lr`` and ``iou``.
 """
 
 from __future__ import annotations
@@ -29,17 +32,21 @@ EVENTS = "tensorboard"
 
 
 class SilentLog:
-    """Writes nothing: the log of the ranks that do not write."""
+    """Log that writes nothing, for ranks that do not write. It defines the interface of a log."""
 
     def write(self, kind: str, step: int, epoch: int, **fields: Any) -> None:
         """Append one line.
 
         Args:
             kind: ``start``, ``step``, ``validation`` or ``end``.
-            fields: numbers, texts, and lists and dicts of them; tensors and arrays become numbers and lists.
+            step: number of completed optimizer steps.
+            epoch: number of completed epochs.
+            fields: numbers, texts, and lists and dicts of these; tensors and arrays become numbers
+                and lists.
         """
 
     def close(self) -> None:
+        """Close the files of the log."""
         pass
 
     def __enter__(self) -> "SilentLog":
@@ -50,13 +57,16 @@ class SilentLog:
 
 
 class RunLog(SilentLog):
-    """``log.jsonl`` in a folder, and TensorBoard's event files beside it where the tensorboard package is installed.
+    """Log that writes ``log.jsonl`` and, if tensorboard is installed, TensorBoard event files.
 
     Args:
-        folder: made if it is not there.
-        resumed_step: optimizer steps that the resumed checkpoint has behind it: later lines go. None for a new run,
-            which keeps the log of an earlier one in the same folder as ``log.1.jsonl``, ``log.2.jsonl``, ...
-        revalidates: the checkpoint does not know yet of the validation after that step, which comes again.
+        folder: the folder of the run, created if missing.
+        tensorboard: also write event files, in the subfolder ``tensorboard``.
+        resumed_step: optimizer steps of the resumed checkpoint; lines of later steps are removed.
+            None for a new run, which renames an earlier log in the folder to ``log.1.jsonl``,
+            ``log.2.jsonl``, ...
+        revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
+            written before that validation; its old line is removed.
     """
 
     def __init__(
@@ -104,15 +114,18 @@ def open_log(
     resumed_step: int | None = None,
     revalidates: bool = False,
 ) -> SilentLog:
-    """A :class:`RunLog` on the one rank that is ``enabled``, a :class:`SilentLog` on the others."""
+    """Return a :class:`RunLog` if ``enabled`` (on one rank), else a :class:`SilentLog`."""
     return RunLog(folder, tensorboard, resumed_step, revalidates) if enabled else SilentLog()
 
 
 def read_log(path: str | Path) -> list[dict]:
-    """The lines of a log (or of the log in a run's folder). A last line that was cut by a kill is left out.
+    """Return the lines of a log, one dict per line; leave out a last line that a kill cut off.
+
+    Args:
+        path: the log file, or the folder of its run.
 
     Raises:
-        ValueError: no such file, or a line that is not JSON.
+        ValueError: the file does not exist, or a line is not a JSON object.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -140,28 +153,28 @@ def _parse(line: str | bytes) -> dict | None:
 
 
 def _truncate(path: Path, step: int, revalidates: bool) -> None:
-    """Keep the whole lines up to ``step``, that of a validation which comes again left out. The new file replaces the old at once: a kill
-    leaves one or the other."""
+    """Keep the lines up to ``step``; with ``revalidates`` drop the validation at that step.
+
+    The new file replaces the old one atomically, so a kill leaves one of the two.
+    """
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries = [_parse(line) for line in lines]
-    _keep_damaged(
-        path, [number for number, entry in enumerate(entries[:-1], 1) if entry is None]
-    )  # the last one may be cut by a kill
-    again = lambda entry: (
-        revalidates and entry.get("step") == step and entry.get("kind") == "validation"
-    )  # noqa: E731
-    kept = [
-        (line, entry)
-        for line, entry in zip(lines, entries)
-        if entry is not None and entry.get("step", 0) <= step and not again(entry)
-    ]
+    # A kill may have cut the last line: that is no damage.
+    _keep_damaged(path, [number for number, entry in enumerate(entries[:-1], 1) if entry is None])
+    kept = []
+    for line, entry in zip(lines, entries):
+        if entry is None or entry.get("step", 0) > step:
+            continue
+        at_step = entry.get("step") == step and entry.get("kind") == "validation"
+        if not (revalidates and at_step):
+            kept.append((line, entry))
     _tell_gaps(path, step, {entry.get("step") for _, entry in kept if entry.get("kind") == "step"})
     with atomic_write(path) as growing:
         growing.write_bytes(b"".join(line + b"\n" for line, _ in kept))
 
 
 def _keep_damaged(path: Path, lines: list[int]) -> None:
-    """Keep a log with damaged lines beside the one that goes on without them."""
+    """Keep a copy of a log with damaged lines; the run continues its log without these lines."""
     if lines:
         kept_as = _free(path.parent)[0]
         shutil.copyfile(path, kept_as)
@@ -173,6 +186,7 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
 
 
 def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
+    """Warn about steps up to ``step`` that have no line in the log."""
     if missing := [n for n in range(1, step + 1) if n not in there]:
         print(
             f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the "
@@ -182,7 +196,7 @@ def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename an earlier run's log and event files with the first number that is free."""
+    """Rename the log and the event files of an earlier run, with the first free number."""
     if not (folder / FILE).exists():
         return
     log, events = _free(folder)
@@ -192,7 +206,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, Path]:
-    """Names that nothing has yet, for a log and its event files."""
+    """Return two unused names, for a log and for its event files."""
     pairs = ((folder / f"log.{n}.jsonl", folder / f"{EVENTS}.{n}") for n in count(1))
     return next(pair for pair in pairs if not any(path.exists() for path in pair))
 
@@ -213,7 +227,10 @@ def _event_writer(folder: Path, resumed_step: int | None):
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's types: tensors and arrays as numbers and lists, numbers that are not finite as None."""
+    """Return ``value`` in types that JSON can hold.
+
+    Tensors and arrays become numbers and lists. Numbers that are not finite become None.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
@@ -226,7 +243,7 @@ def plain(value: Any) -> Any:
 
 
 def scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The numbers of nested fields with TensorBoard's tags: ``('validation/iou/lake', 0.7)``."""
+    """Yield (tag, value) for every number in nested dicts: ``('validation/iou/lake', 0.7)``."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from scalars(f"{tag}/{key}", inner)

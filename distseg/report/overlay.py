@@ -1,7 +1,8 @@
-"""A picture of one segmented image: the image, its labels, the prediction and where they differ, pixel for pixel.
+"""Picture of one segmented image: the image, its labels, the prediction and the errors.
 
-A panel has a whole number of figure pixels per (shrunken) image pixel, so nothing is blurred. Large images are shrunk
-such that rare classes stay visible (shrink.py); the figures in the titles are of the full images.
+Each panel draws an image pixel as a whole number of figure pixels, so nothing is blurred. Large
+images are shrunk first, in a way that keeps rare classes visible (:mod:`distseg.report.shrink`).
+The scores in the titles are those of the full images.
 """
 
 from __future__ import annotations
@@ -28,17 +29,22 @@ def plot_overlay(
     ignore: int = 255,
     title: str = "",
 ) -> None:
-    """Draw image, truth, prediction and errors; without truth, image and prediction.
+    """Draw image, truth, prediction and errors; without truth, draw image and prediction.
 
     Args:
         image: (H, W, 3) uint8.
-        truth, prediction: (H, W) class numbers; ``ignore`` marks pixels without a label in the truth.
-        classes: names in the order of the numbers.
-        colors: one a class (``#rrggbb`` or three ints); None gives nature's to names like ocean, land and lake.
+        truth: (H, W) class numbers, ``ignore`` for pixels without a label; None if there are no
+            labels.
+        prediction: (H, W) class numbers.
+        classes: names in the order of the class numbers.
+        colors: one colour per class (``#rrggbb`` or three ints in 0..255); None chooses natural
+            colors for names such as ocean, land and lake.
         output: the file to write, such as ``overlay.png``.
+        ignore: the number in ``truth`` for pixels without a label.
+        title: text before the scores; it may be empty.
 
     Raises:
-        ValueError: sizes that differ, or labels that are no class.
+        ValueError: the sizes differ, or a label is not a class.
     """
     _check(image, truth, prediction, classes, ignore)
     number, block = len(classes), block_size(image.shape)
@@ -75,7 +81,16 @@ def plot_overlay(
 def iou_per_class(
     truth: np.ndarray, prediction: np.ndarray, number: int, ignore: int = 255
 ) -> list[float]:
-    """Intersection over union of each class over the labelled pixels; NaN for a class that neither map has."""
+    """Return the intersection over union of each class over the labelled pixels.
+
+    A class that neither map contains has NaN.
+
+    Args:
+        truth: (H, W) class numbers, ``ignore`` for pixels without a label.
+        prediction: (H, W) class numbers.
+        number: number of classes.
+        ignore: the number in ``truth`` for pixels without a label.
+    """
     valid = truth != ignore
     pairs = truth[valid].astype(np.int64) * number + prediction[valid]
     confusion = np.bincount(pairs, minlength=number * number).reshape(number, number)
@@ -86,7 +101,7 @@ def iou_per_class(
 def iou_text(
     truth: np.ndarray, prediction: np.ndarray, classes: Sequence[str], ignore: int = 255
 ) -> str:
-    """``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``."""
+    """Return the scores in words: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``."""
     values = iou_per_class(truth, prediction, len(classes), ignore)
     present = [v for v in values if not math.isnan(v)]
     parts = [
@@ -99,7 +114,7 @@ def iou_text(
 def _error_panel(
     small: np.ndarray, truth: np.ndarray, prediction: np.ndarray, ignore: int
 ) -> tuple[str, np.ndarray]:
-    """The errors over a pale grey image, and their share."""
+    """Return a panel's title and its pixels: the errors drawn over a pale grey image."""
     valid = truth != ignore
     wrong = valid & (truth != prediction)
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
@@ -111,7 +126,12 @@ def _error_panel(
 
 
 def _columns(panels: int, aspect: float) -> int:
-    """Columns of panels (width / height = aspect) that bring the whole picture nearest to 1.6."""
+    """Return the number of panel columns that brings the picture's aspect ratio nearest to 1.6.
+
+    Args:
+        panels: number of panels.
+        aspect: width / height of one panel.
+    """
     return min(
         (c for c in (1, 2, 4) if c <= panels),
         key=lambda c: abs(math.log(c * aspect / -(-panels // c) / 1.6)),
@@ -125,7 +145,7 @@ def _draw(
     note: str,
     output: str | Path,
 ) -> None:
-    """Lay the panels out in figure pixels, a title above and the legend below."""
+    """Draw the panels on a grid in figure pixels, with a title above and a legend below."""
     height, width = (n * max(1, 640 // max(panels[0][1].shape)) for n in panels[0][1].shape[:2])
     columns, gap = _columns(len(panels), width / height), 24
     rows, total_width = -(-len(panels) // columns), columns * (width + gap) + gap
@@ -176,8 +196,9 @@ def _legend(
         for name, color in entries
     ]
     figure.legend(
-        handles=patches, loc="center left", bbox_to_anchor=anchor, ncols=len(patches), fontsize=points, borderaxespad=0,
-        borderpad=0, handlelength=1.2, handleheight=1.0, columnspacing=1.6,
+        handles=patches, loc="center left", bbox_to_anchor=anchor, ncols=len(patches),
+        fontsize=points, borderaxespad=0, borderpad=0, handlelength=1.2, handleheight=1.0,
+        columnspacing=1.6,
     )  # fmt: skip
 
 
@@ -186,7 +207,7 @@ def _rgb(color: str) -> np.ndarray:
 
 
 def _labels(labels: np.ndarray, ignore: int, number: int) -> np.ndarray:
-    """Labels with ``ignore`` as one more class, the last."""
+    """Return ``labels`` with ``ignore`` replaced by ``number``, one more class at the end."""
     return np.where(labels == ignore, number, labels)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of runs and benchmarks: training curves, the overlay of one segmented image, scaling against the ideal."""
+"""Pictures of runs and benchmarks: training curves, one segmented image, and scaling."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from distseg.report.style import FAINT, INK, PALETTE, new_figure
 __all__ = ["plot_curves", "plot_overlay", "plot_scaling", "smooth"]
 
 _STYLES = ("-", "--", ":", "-.")
+_OF_IMAGES = ("accuracy", "auc", "mae", "rmse")  # scores of networks that label whole images
 
 
 def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
-    """Loss (raw and smoothed), validation IoU per class, or scores of whole images, and learning rate over optimizer steps, of one run or several.
+    """Draw loss, validation scores and learning rate of one or several runs over optimizer steps.
+
+    The loss is drawn raw and smoothed. The validation scores are the IoU of each class, or the
+    scores of networks that label whole images.
 
     Args:
-        log_paths: logs, or folders of runs.
+        log_paths: log files, or folders of runs.
+        output: the file to write, such as ``curves.png``.
 
     Raises:
-        ValueError: no path, no such log, or a log without a step.
+        ValueError: no path is given, a log does not exist, or a log has no step.
     """
     if not log_paths:
         raise ValueError("no log to draw: give the folder of at least one run (train.output)")
@@ -58,7 +63,17 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
 def series(
     log: list[dict], kind: str, field: str, key: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a field (of one ``key`` of a dict), where the log has it; null is NaN."""
+    """Return the steps and the values of a field, from the lines of one kind that have it.
+
+    Args:
+        log: the lines of a log.
+        kind: ``step`` or ``validation``.
+        field: name of the field.
+        key: a key of the field if that is a dict, such as a class name.
+
+    Returns:
+        Steps (n,) and values (n,) float64; null becomes NaN.
+    """
     lines = [line for line in log if line["kind"] == kind and field in line]
     values = [line[field] if key is None else (line[field] or {}).get(key) for line in lines]
     return np.array([line["step"] for line in lines]), np.array(
@@ -67,7 +82,10 @@ def series(
 
 
 def smooth(values: np.ndarray, span: float) -> np.ndarray:
-    """Exponential mean over about ``span`` values, without the pull to zero at the start; NaN counts nowhere."""
+    """Return the exponential moving average over about ``span`` values.
+
+    The average is bias-corrected, so it does not start near zero. NaN values are skipped.
+    """
     keep = 1 - 2 / (span + 1)
     total, weight, means = 0.0, 0.0, []
     for value in values:
@@ -78,7 +96,7 @@ def smooth(values: np.ndarray, span: float) -> np.ndarray:
 
 
 def _run_names(paths: Sequence[str | Path]) -> list[str]:
-    """The runs' folders; with their parents where two have the same name."""
+    """Return the names of the runs' folders; whole paths if two runs have the same name."""
     folders = [path.parent if path.suffix == ".jsonl" else path for path in map(Path, paths)]
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
@@ -123,7 +141,7 @@ def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
 
 
 def _stretch(axis, losses: list[np.ndarray]) -> None:
-    """A logarithmic axis where the loss falls by more than a factor of 20; else from zero, without the outliers of the start."""
+    """Set a logarithmic axis if the largest loss is over 20 times the median, else start at 0."""
     values = np.concatenate(losses)
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 20 * np.median(values):
@@ -147,16 +165,14 @@ def _draw_validation(axis, logs: list[list[dict]], names: list[str]) -> None:
             text = f"{name}: {label}" if len(logs) > 1 else label
             last = f" {iou[-1]:.3f}" if len(iou) and np.isfinite(iou[-1]) else ""
             axis.plot(
-                steps, iou, linestyle=_STYLES[index % len(_STYLES)], color=PALETTE[number % len(PALETTE)],
-                marker="o", markersize=3.5, linewidth=1.6, label=text + last,
+                steps, iou, label=text + last,
+                linestyle=_STYLES[index % len(_STYLES)], color=PALETTE[number % len(PALETTE)],
+                marker="o", markersize=3.5, linewidth=1.6,
             )  # fmt: skip
     if of_images and "rmse" in of_images:
         axis.set(title="Validation error")
     else:
         axis.set(title="Validation" if of_images else "Validation IoU", ylim=(-0.02, 1.02))
-
-
-_OF_IMAGES = ("accuracy", "auc", "mae", "rmse")  # what is told of networks for whole images
 
 
 def _draw_rate(axis, logs: list[list[dict]], names: list[str]) -> None:
@@ -168,10 +184,16 @@ def _draw_rate(axis, logs: list[list[dict]], names: list[str]) -> None:
 
 
 def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Speed-up") -> None:
-    """Measured speed-up against the ideal line, with the parallel efficiency at each point.
+    """Draw measured speed-up beside the ideal line, with the parallel efficiency at each point.
 
     Args:
-        rows: ``processes`` and ``speedup`` (median), if known ``low`` and ``high`` (the range), and ``series`` (one line each).
+        rows: dicts with ``processes`` and ``speedup`` (median); optionally ``low`` and ``high``
+            (the range) and ``series`` (rows of one series form one line).
+        output: the file to write, such as ``scaling.png``.
+        title: title of the picture.
+
+    Raises:
+        ValueError: a row lacks ``processes`` or ``speedup``.
     """
     for row in rows:
         if not {"processes", "speedup"} <= set(row):
@@ -200,6 +222,7 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
 
 
 def _draw_series(axis, rows: list[Mapping], name: str, color: str) -> None:
+    """Draw one series with its range as error bars, and the efficiency in percent at each point."""
     from matplotlib.patheffects import withStroke
 
     rows = sorted(rows, key=lambda row: row["processes"])

@@ -1,6 +1,7 @@
-"""Progress of long work: a bar for a person at a terminal, a line now and then for a batch job's log, nothing on other ranks.
+"""Progress of long work: a bar on a terminal, a line now and then in a batch job's log.
 
-The factory :func:`progress` chooses once; the work itself then reads the same on every rank::
+The function :func:`progress` chooses the form once. The work itself then reads the same on every
+rank, and all ranks but one stay silent::
 
     with progress(len(batches), "step", "epoch 3", enabled=mesh.rank == 0) as bar:
         for batch in batches:
@@ -21,13 +22,19 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class SilentProgress:
-    """Shows nothing: the progress of the ranks that do not talk."""
+    """Progress that shows nothing, for silent ranks. It defines the interface of a progress."""
 
     def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
-        """``n`` more units of work are done, in all ``pixels`` pixels; ``fields`` are shown beside them (loss)."""
+        """Count ``n`` more finished units of work.
+
+        Args:
+            n: number of units; 0 adds pixels only.
+            pixels: pixels in these units together, for the rate.
+            fields: values to show, such as ``loss=0.35``.
+        """
 
     def partly(self, share: float) -> None:
-        """This share of the next unit is done, where one takes long."""
+        """Show that the next unit is done to this share, between 0 and 1, if a unit takes long."""
 
     def __enter__(self) -> "SilentProgress":
         return self
@@ -37,7 +44,15 @@ class SilentProgress:
 
 
 class Progress(SilentProgress):
-    """Counts work, pixels and seconds, and puts them in words; its children say where the words go."""
+    """Counter of work, pixels and seconds. Subclasses define how the text is shown.
+
+    Args:
+        total: units of work.
+        unit: name of a unit in the singular, such as ``step``.
+        label: name of the work, such as ``epoch 3``.
+        stream: where to write; stderr by default.
+        clock: returns seconds.
+    """
 
     def __init__(
         self,
@@ -70,7 +85,7 @@ class Progress(SilentProgress):
         return self._clock() - self._start
 
     def details(self) -> list[str]:
-        """The rate, then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``."""
+        """Return the rate and then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``."""
         rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
         rate += [f"{self.share:.0%} of the next {self.unit}"] if self.share else []
         return rate + [
@@ -78,6 +93,7 @@ class Progress(SilentProgress):
         ]
 
     def count(self) -> str:
+        """Return the finished and the total units: ``'120/400 steps'``."""
         return f"{self.done}/{self.total} {self.unit}s"
 
     def _show(self) -> None:
@@ -88,7 +104,7 @@ class Progress(SilentProgress):
 
 
 class LineProgress(Progress):
-    """A plain line at most every 10 s, and one at the end."""
+    """Progress as plain lines: at most one every 10 s, and one at the end."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -123,9 +139,12 @@ class LineProgress(Progress):
 
 
 class BarProgress(Progress):
-    """A tqdm bar that ends as one line."""
+    """Progress as a tqdm bar; its last state stays as one line."""
 
-    _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}s [{elapsed}<{remaining}{postfix}]"
+    _FORMAT = (
+        "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}s "
+        "[{elapsed}<{remaining}{postfix}]"
+    )
 
     def __init__(self, *args, **kwargs):
         from tqdm import tqdm
@@ -145,20 +164,22 @@ class BarProgress(Progress):
         self._bar.update(self.done - self._bar.n)
 
     def _finish(self) -> None:
-        self._bar.close()  # which draws it once more
+        self._bar.close()  # close() draws the final state
 
 
 def progress(
     total: int, unit: str, label: str, enabled: bool = True, stream: TextIO | None = None
 ) -> SilentProgress:
-    """The progress that fits: silent where not ``enabled``, a bar at a terminal, lines elsewhere (or without tqdm).
+    """Return the progress to use: silent, a bar, or lines.
+
+    It is silent unless ``enabled``. It is a bar if the stream is a terminal and tqdm is installed.
 
     Args:
         total: units of work.
-        unit: what is counted, in the singular (``step``, ``tile``).
-        label: what the work is (``epoch 3``).
-        enabled: true on the one rank that talks.
-        stream: stderr by default.
+        unit: name of a unit in the singular, such as ``step`` or ``tile``.
+        label: name of the work, such as ``epoch 3``.
+        enabled: True on the one rank that shows progress.
+        stream: where to write; stderr by default.
     """
     if not enabled:
         return SilentProgress()

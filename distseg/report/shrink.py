@@ -1,8 +1,8 @@
-"""Large images and label maps made small enough to draw, by blocks of pixels.
+"""Shrink large images and label maps by blocks of pixels, so that they can be drawn.
 
-The most frequent class of a block would rub out lakes and rivers. So a block shows the class that stands out in it:
-largest (pixels in the block) / sqrt(pixels in the image). In a map that is 0.5% lake and 30% land, an eighth of a block
-is enough for a lake.
+The most frequent class of a block would hide lakes and rivers. So a block shows the class with the
+largest (pixels of the class in the block) / sqrt(pixels of the class in the image). If 0.5% of a
+map is lake and 30% is land, an eighth of a block is enough for a lake.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PANEL = 960  # longest side of a drawn map, in pixels
 
 
 def block_size(shape: Sequence[int]) -> int:
-    """Image pixels per side of a drawn pixel."""
+    """Return the side of a block: the image pixels per drawn pixel along each dim."""
     return -(-max(shape[:2]) // PANEL)
 
 
 def _block_sums(values: np.ndarray, block: int) -> np.ndarray:
-    """(H, W, ...) -> sums over blocks; the last ones may be smaller."""
+    """Return the sums of ``values`` (H, W, ...) over blocks; blocks at the end may be smaller."""
     for dim in (0, 1):
         values = np.add.reduceat(
             values, np.arange(0, values.shape[dim], block), axis=dim, dtype=np.int64
@@ -30,14 +30,19 @@ def _block_sums(values: np.ndarray, block: int) -> np.ndarray:
 
 
 def shrink_image(image: np.ndarray) -> np.ndarray:
-    """(H, W, 3) uint8 -> the mean of each block, uint8."""
+    """Return the mean of each block of ``image`` (H, W, 3) uint8, as uint8."""
     block = block_size(image.shape)
     pixels = _block_sums(np.ones(image.shape[:2], np.uint8), block)
     return (_block_sums(image, block) / pixels[..., None]).round().astype(np.uint8)
 
 
 def shrink_labels(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(H, W) -> the class that stands out in each block. ``counts``: pixels of each class in the image, (K,)."""
+    """Return one class for each block of ``labels`` (H, W), favouring rare classes.
+
+    Args:
+        labels: (H, W) class numbers.
+        counts: (K,) pixels of each class in the whole image.
+    """
     best, winner = None, None
     for number, count in enumerate(counts):
         score = _block_sums(labels == number, block_size(labels.shape)) / math.sqrt(max(count, 1))

@@ -1,7 +1,7 @@
-"""How all pictures of distseg look: one place for matplotlib, its settings and the colours.
+"""Style of all pictures of distseg: the import of matplotlib, its settings and the colours.
 
-matplotlib is imported at the first picture only. Figures are made without pyplot, so no display is needed and a
-notebook's own figures are left alone.
+matplotlib is imported with the first picture. Figures are made without pyplot, so no display is
+needed and the figures of a notebook are left alone.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Sequence
 
 import numpy as np
 
-# Okabe and Ito: told apart by colour-blind readers too.
+# Palette of Okabe and Ito, which colour-blind readers can distinguish too.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A3D9A", "#333333")
 
-# Classes whose names say how they look in nature. Their lightness differs, so they are told apart without colour as well.
+# Colours of classes that have one in nature. Their lightness differs, so they differ in grey too.
 NATURAL = {
-    "ocean": "#163E6C", "sea": "#163E6C", "water": "#2F6FA8", "lake": "#00B4E6", "river": "#00B4E6",
-    "land": "#DCD0A0", "soil": "#B08D57", "forest": "#2E6B3E", "grass": "#A9C46C", "crop": "#D9B23D",
+    "ocean": "#163E6C", "sea": "#163E6C", "water": "#2F6FA8",
+    "lake": "#00B4E6", "river": "#00B4E6",
+    "land": "#DCD0A0", "soil": "#B08D57", "forest": "#2E6B3E",
+    "grass": "#A9C46C", "crop": "#D9B23D",
     "snow": "#F4F7FA", "ice": "#DDEBF2", "cloud": "#FFFFFF", "road": "#555555", "building": "#B5533C",
     "urban": "#B5533C", "background": "#D9D9D9",
 }  # fmt: skip
@@ -29,25 +31,37 @@ INK = "#222222"
 FAINT = "#777777"
 
 SETTINGS = {
-    "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": "#AAAAAA",
-    "xtick.color": "#555555", "ytick.color": "#555555", "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E8E8E8",
-    "legend.frameon": False, "legend.fontsize": 9, "lines.solid_capstyle": "round", "figure.facecolor": "white",
+    "font.family": "sans-serif", "font.size": 10, "text.color": INK,
+    "axes.labelcolor": INK, "axes.edgecolor": "#AAAAAA",
+    "xtick.color": "#555555", "ytick.color": "#555555",
+    "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#E8E8E8",
+    "legend.frameon": False, "legend.fontsize": 9,
+    "lines.solid_capstyle": "round", "figure.facecolor": "white",
 }  # fmt: skip
 
 
 def need_matplotlib() -> None:
+    """Raise an ImportError with the line to install if matplotlib cannot be imported."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
         raise ImportError(
-            f"pictures need matplotlib, which can not be imported ({e}): pip install matplotlib"
+            f"pictures need matplotlib, which cannot be imported ({e}): pip install matplotlib"
         ) from e
 
 
 @contextmanager
 def new_figure(output: str | Path, size: tuple[float, float], dpi: int = 150, **options):
-    """A figure of ``size`` inches, saved to ``output`` (its ending chooses the format) when the block ends without error."""
+    """Yield a new figure, and save it to ``output`` if the block ends without an error.
+
+    Args:
+        output: the file to write; its ending chooses the format.
+        size: width and height in inches.
+        dpi: pixels per inch.
+        options: further arguments of ``matplotlib.figure.Figure``.
+    """
     need_matplotlib()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -61,7 +75,16 @@ def new_figure(output: str | Path, size: tuple[float, float], dpi: int = 150, **
 
 
 def class_colors(classes: Sequence[str], colors: Sequence | None = None) -> np.ndarray:
-    """One colour a class, uint8 (K, 3): the given ones (``#rrggbb``, names or three ints 0..255), else nature's or the palette's."""
+    """Return one colour per class, (K, 3) uint8.
+
+    Args:
+        classes: names of the K classes.
+        colors: one colour per class (``#rrggbb``, a name, or three ints in 0..255). None chooses
+            natural colours for names such as ocean, and colours of the palette for all others.
+
+    Raises:
+        ValueError: the number of colours is not the number of classes.
+    """
     from PIL.ImageColor import getrgb
 
     if colors is not None and len(colors) != len(classes):

@@ -1,6 +1,7 @@
 """Tables of results, for a terminal and for a markdown page.
 
-Rows are dicts. A column of numbers stands right, with the same decimals in all its cells where one width suits them all::
+Rows are dicts. A column of numbers is aligned at the right. Its cells have the same number of
+decimals if that suits all of them::
 
     model             parameters  halo  time [s]
     ---------------  -----------  ----  --------
@@ -22,7 +23,12 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)? ?[^\s\d]{0,6}")  # also
 
 
 def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
-    """Aligned text with a ruled header. ``columns`` chooses and orders; by default every key, in order of appearance."""
+    """Return the rows as aligned text with a ruled header.
+
+    Args:
+        rows: dicts with values by column name; a missing value is shown as ``-``.
+        columns: the columns and their order; by default all keys in order of appearance.
+    """
     names, cells, rights = _layout(rows, columns)
     if not names:
         return "(no rows)"
@@ -34,7 +40,12 @@ def table(rows: Rows, columns: Sequence[str] | None = None) -> str:
 
 
 def markdown_table(rows: Rows, columns: Sequence[str] | None = None) -> str:
-    """The same table for a markdown page."""
+    """Return the rows as a markdown table.
+
+    Args:
+        rows: dicts with values by column name; a missing value is shown as ``-``.
+        columns: the columns and their order; by default all keys in order of appearance.
+    """
     names, cells, rights = _layout(rows, columns)
     lines = [names, ["---:" if right else "---" for right in rights], *cells]
     return "\n".join(
@@ -56,7 +67,11 @@ def _pad(text: str, width: int, right: bool) -> str:
 
 
 def format_column(values: Sequence[Any]) -> list[str]:
-    """The cells of a column: floats with common decimals if that shows at least two digits of each, else by themselves."""
+    """Return the cells of a column as text.
+
+    Floats get the same number of decimals if that shows at least two digits of each float.
+    Otherwise each one is formatted by :func:`format_value`.
+    """
     sizes = [abs(v) for v in values if _is_finite_float(v) and v]
     decimals = max(0, 3 - math.floor(math.log10(max(sizes)))) if sizes else 0
     common = bool(sizes) and max(sizes) < 1e6 and min(sizes) >= 10.0 ** (1 - decimals)
@@ -66,7 +81,10 @@ def format_column(values: Sequence[Any]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """One cell: thousands separated, floats with four significant digits, ``-`` for None and NaN."""
+    """Return one cell as text.
+
+    Thousands are separated, floats have four significant digits, None and NaN are ``-``.
+    """
     if value is None or value != value:
         return MISSING
     if isinstance(value, bool):

@@ -329,7 +329,7 @@ def test_two_images_of_one_name(tmp_path):
 @pytest.mark.parametrize("name, meant", dict(valid="val", validation="val", Train="train", training="train", testing="test").items())
 def test_a_split_of_another_name_is_refused(tmp_path, name, meant):
     folder(tmp_path / "i/test", a=RGB), folder(tmp_path / "i" / name / "more", b=RGB)
-    refused(tmp_path, f"i/{name} holds images, but would not be read: of folders are read train, val, test, .*: rename it {meant}", {}, dict(a=MASK))
+    refused(tmp_path, f"i/{name} holds images, but would not be read: only the folders train, val, test directly .*: rename it {meant}", {}, dict(a=MASK))
 
 
 @pytest.mark.parametrize("place", ["i/city", "m/city", "i/train/city", "m/test"])

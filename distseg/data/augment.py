@@ -1,7 +1,7 @@
-"""Augmentation that commutes with cutting windows: turns as index maps, and colours pixel by pixel.
+"""Augmentation that commutes with cutting windows: turns, flips and per-pixel colour changes.
 
-So a rank that computes one window of an augmented image reads that window only, and all ranks together see exactly what
-one rank would see that turns the whole image.
+A rank that computes one window of an augmented image reads that window only. All ranks together see
+exactly what one rank would see that augments the whole image.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class Turn:
-    """``quarters`` turns by 90 degrees, as ``np.rot90`` does, of the last two dims; then mirrored along the dims of ``flips``."""
+    """Rotation of the last two dims by ``quarters`` x 90 degrees, then a flip along some dims.
+
+    The rotation is that of ``np.rot90``. ``flips`` has one bool per dim.
+    """
 
     flips: tuple[bool, ...]
     quarters: int = 0
 
     @classmethod
     def none(cls, dims: int) -> "Turn":
+        """Return the turn that changes nothing."""
         return cls((False,) * dims)
 
     def size(self, size) -> tuple[int, ...]:
-        """The size of a turned crop; its own inverse."""
+        """Return the size of a crop after the turn; applied twice, it returns the first size."""
         size = tuple(size)
         return (*size[:-2], size[-1], size[-2]) if self.quarters % 2 else size
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """Turn the last dims of an array: (*size) or (C, *size) -> contiguous."""
+        """Return an array (*size) or (C, *size) with its last dims turned, contiguous in memory."""
         if self.quarters:
             array = np.rot90(array, self.quarters, axes=(-2, -1))
         dims = len(self.flips)
@@ -39,7 +43,12 @@ class Turn:
         )
 
     def source(self, box: Box, size) -> Box:
-        """The box of a crop of ``size`` whose turned content is ``box`` of the turned crop."""
+        """Return the box of the unturned crop whose content the turn moves to ``box``.
+
+        Args:
+            box: a box of the turned crop.
+            size: the size of the crop before the turn.
+        """
         box = _mirrored(box, self.size(size), self.flips)
         for quarters_left in reversed(range(self.quarters)):
             box = _turned_back(box, Turn(self.flips, quarters_left).size(size))
@@ -48,19 +57,25 @@ class Turn:
 
 @dataclass(frozen=True)
 class Colour:
-    """Other light, another sensor: each band of a normalised image times a gain, plus an offset in standard deviations."""
+    """Change of light or sensor: a gain and an offset for each band of a normalised image.
+
+    The offset is in standard deviations of the band.
+    """
 
     gains: tuple[float, ...]
     offsets: tuple[float, ...]
 
     @classmethod
     def of(cls, uniform: np.ndarray, strength: float = 0.25) -> "Colour":
-        """From 2 x bands numbers in [0, 1): gains in exp(+- strength), offsets in +- strength."""
+        """Return the change for 2 x bands random numbers in [0, 1).
+
+        The gains lie in exp(-strength) .. exp(strength), the offsets in -strength .. strength.
+        """
         gains, offsets = (2 * uniform - 1).reshape(2, -1) * strength
         return cls(tuple(np.exp(gains)), tuple(offsets))
 
     def apply(self, pixels: np.ndarray) -> np.ndarray:
-        """(C, *size) float32."""
+        """Return ``pixels`` (C, *size) float32 times the gains plus the offsets."""
         gains, offsets = (
             np.asarray(v, dtype=np.float32).reshape(-1, *(1,) * (pixels.ndim - 1))
             for v in (self.gains, self.offsets)
@@ -69,6 +84,7 @@ class Colour:
 
 
 def _mirrored(box: Box, size, flips) -> Box:
+    """Return the box that covers the same pixels after a flip of an image of ``size``."""
     ranges = [
         (n - b, n - a) if flip else (a, b)
         for a, b, n, flip in zip(box.start, box.stop, size, flips)
@@ -77,7 +93,10 @@ def _mirrored(box: Box, size, flips) -> Box:
 
 
 def _turned_back(box: Box, size) -> Box:
-    """Undo one quarter turn: pixel (i, j) of the turned image is pixel (j, width - 1 - i) of one of ``size``."""
+    """Undo one quarter turn of a box.
+
+    Pixel (i, j) of the turned image is pixel (j, width - 1 - i) of the image of ``size``.
+    """
     *outer, (i0, i1), (j0, j1) = zip(box.start, box.stop)
     ranges = [*outer, (j0, j1), (size[-1] - i1, size[-1] - i0)]
     return Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))

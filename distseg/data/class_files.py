@@ -1,7 +1,9 @@
-"""Class maps that are whole: HDF5, tiled TIFF and PNG, each with the identity of what it was made from, the classes' colours, the number
-that stands for no data, and, as far as its format can, where on earth it lies.
+"""Files of finished class maps: HDF5, tiled TIFF and PNG.
 
-By its identity a result is told to be there already; a file without one is somebody else's and is not overwritten.
+Each file holds the class numbers, the classes' colours, the number for pixels without data and, if
+its format can, the georeference. It also holds an identity: a digest of everything that the result
+depends on. The identity shows that a result already exists. A file without an identity was not
+written by distseg and is never overwritten.
 """
 
 from __future__ import annotations
@@ -23,15 +25,22 @@ from distseg.data.store.layout import check_name
 from distseg.report.disk import atomic_write
 from distseg.tiling.tile import Box, strips
 
-_EDGE = 256  # of chunks and TIFF tiles
-_LARGEST_PNG = 1 << 28  # pixels, which Pillow takes at once
+_EDGE = 256  # pixels along each side of an HDF5 chunk and of a TIFF tile
+_LARGEST_PNG = 1 << 28  # pixels; Pillow needs all of them in memory
 _KEY = "distseg_identity"
 _NO_DATA = (154, 154, 154)  # a grey
 
 
 @dataclass(frozen=True)
 class Classes:
-    """What the numbers of a class map mean: names and ``colours``, (K, 3) uint8; ``nodata`` stands for pixels without data. And its ``place``."""
+    """Meaning of the numbers of a class map.
+
+    Attributes:
+        names: names in the order of the class numbers.
+        colours: (K, 3) uint8, one per class.
+        nodata: the number of pixels without data.
+        place: the georeference of the image, if it has one.
+    """
 
     names: list[str]
     colours: np.ndarray
@@ -40,7 +49,7 @@ class Classes:
 
     @property
     def palette(self) -> np.ndarray:
-        """The colour of each number, (256, 3) uint8; black where none has it."""
+        """The colour of each number, (256, 3) uint8; black for unused numbers."""
         found = np.zeros((256, 3), np.uint8)
         found[self.nodata] = _NO_DATA
         found[: len(self.colours)] = self.colours
@@ -50,10 +59,19 @@ class Classes:
 def paths_of(
     folder: Path, name: str, formats: Sequence[str], size: Sequence[int], probabilities: bool
 ) -> list[Path]:
-    """The files of an image's result. A PNG of a volume or a giant is left out.
+    """Return the paths of an image's class maps, one per format.
+
+    A PNG of a volume or of a very large image is left out.
+
+    Args:
+        folder: the folder for results.
+        name: the name of the image.
+        formats: ``predict.formats``: some of hdf5, tiff and png.
+        size: the size of the image.
+        probabilities: True if probabilities are written too.
 
     Raises:
-        ValueError: a format that can't hold the result, or whose package is missing; a name that would lead out of the folder.
+        ValueError: a format cannot hold the result, or the name would lead out of the folder.
     """
     check_name(name, "a class map is named after its image")
     if probabilities and "hdf5" not in formats:
@@ -61,12 +79,11 @@ def paths_of(
             f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: "
             "add hdf5, or leave probabilities out"
         )
-    if "tiff" in formats:
-        if len(size) != 2:
-            raise ValueError(
-                f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of "
-                "predict.formats"
-            )
+    if "tiff" in formats and len(size) != 2:
+        raise ValueError(
+            f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of "
+            "predict.formats"
+        )
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
         raise ValueError(
@@ -83,16 +100,24 @@ def write(
     identity: str,
     advance: Callable[[int], None],
 ) -> None:
-    """``arrays``: classes (*size) uint8 and perhaps probabilities (C, *size) float16; ``advance`` is told the pixels that are written."""
+    """Write a class map atomically, in the format of the path's ending.
+
+    Args:
+        path: the file to write.
+        arrays: ``classes`` (*size) uint8 and optionally ``probabilities`` (C, *size) float16.
+        classes: the meaning of the class numbers.
+        identity: the identity of the result.
+        advance: called with the number of pixels after each write.
+    """
     with atomic_write(path) as growing:
         _WRITE[path.suffix](growing, arrays, classes, identity, advance)
 
 
 def are_there(paths: Sequence[Path], identity: str) -> bool:
-    """Whether each of these files is there and of this identity.
+    """Return True if each of these files exists and has this identity.
 
     Raises:
-        FileExistsError: one is there that is no class map of ours.
+        FileExistsError: one of the paths exists and is not a class map of distseg.
     """
     found = [_identity_in(path) for path in paths if os.path.lexists(path)]
     return len(found) == len(paths) and all(other == identity for other in found)
@@ -101,7 +126,7 @@ def are_there(paths: Sequence[Path], identity: str) -> bool:
 def _identity_in(path: Path) -> str:
     try:
         found = _READ[path.suffix](path) if path.is_file() else None
-    except Exception:  # whatever a decoder throws: not ours
+    except Exception:  # a decoder may raise anything: then the file is not ours
         found = None
     if not isinstance(found, str):
         raise FileExistsError(
@@ -123,13 +148,12 @@ def _write_hdf5(
         chunks = tuple(min(_EDGE, n) for n in found.shape)
         f.attrs["class_names"] = classes.names
         f.attrs["class_colours"] = classes.colours
-        f.attrs["nodata"] = np.uint8(classes.nodata)  # of classes; of probabilities nan
+        f.attrs["nodata"] = np.uint8(classes.nodata)  # in classes; probabilities have nan
         if classes.place is not None:
             f.attrs["geotiff_tags"] = json.dumps(classes.place.to_json())
             if (transform := classes.place.transform) is not None:
-                f.attrs["transform"] = (
-                    transform  # x = a column + b row + c, y = d column + e row + f
-                )
+                # x = a column + b row + c, y = d column + e row + f
+                f.attrs["transform"] = transform
         f.attrs[_KEY] = identity
         f.create_dataset(
             "classes",
@@ -207,7 +231,7 @@ def _read_tiff(path: Path) -> str | None:
 
 
 def _tifffile() -> ModuleType:
-    """Import what writes TIFF, a quarter of a second's work, once it is needed."""
+    """Import tifffile only when it is needed, since that takes a quarter of a second."""
     import tifffile
 
     return tifffile
@@ -216,7 +240,7 @@ def _tifffile() -> ModuleType:
 def _write_png(
     path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
 ) -> None:
-    """A pixel a pixel, in the classes' colours."""
+    """Write a palette PNG of the classes' colours, one pixel per image pixel."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

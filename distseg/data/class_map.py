@@ -1,9 +1,11 @@
-"""A class map on its way to disk, tile by tile: what is there survives an interruption, and half of it never looks like the whole.
+"""A class map that grows on the disk tile by tile and survives an interruption.
 
-While it grows it is a folder ``NAME.partial`` of plain arrays and a record of the tiles that are done, with a checksum of
-each. A tile is recorded once its pixels are on the disk; whoever takes the folder up again computes those anew that are not
-what the record says. When all tiles are there the result is packed into files (:mod:`distseg.data.class_files`), each of
-which takes its name in one step.
+While it grows it is a folder ``NAME.partial``. The folder holds plain arrays, and a record with a
+checksum of each finished tile. A tile is recorded only after its pixels are on the disk. A later
+process that takes the folder over computes missing tiles, and those whose pixels do not match their
+checksum. When all tiles are finished, the result is packed into files
+(:mod:`distseg.data.class_files`), each by an atomic write. So a partial result never looks like a
+complete one.
 """
 
 from __future__ import annotations
@@ -24,12 +26,19 @@ from distseg.data.formats.mapped import let_go
 from distseg.report.disk import NoRoom, locked, opened_plain, require_disk_space, room_told
 from distseg.tiling.tile import Box
 
-_FLUSH = 2.0  # seconds after which what was written goes to the disk and into the record
-_DONE = 1 << 32  # in the record, beside a tile's checksum
+_FLUSH = 2.0  # seconds between flushes
+_DONE = 1 << 32  # bit in the record that marks a tile as finished, above its 32-bit checksum
 
 
 def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: int) -> str:
-    """A digest of all that a result depends on: what it is ``about``, as JSON, and how the image is cut."""
+    """Return a digest of everything that a result depends on.
+
+    Args:
+        about: settings and inputs, in types that JSON can hold.
+        size: the size of the image.
+        tiles: the tiles of the image.
+        likely: number of channels of probabilities; 0 for none.
+    """
     cut = [(tile.start, tile.stop) for tile in tiles]
     return hashlib.sha256(
         json.dumps([about, size, cut, likely], sort_keys=True, default=int).encode()
@@ -37,29 +46,29 @@ def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: 
 
 
 class PartialMap:
-    """The arrays of one image: ``classes`` (*size) uint8 and, with ``likely`` channels, ``probabilities`` (likely, *size) float16.
+    """Arrays of one image: ``classes`` (*size) uint8 and optionally ``probabilities``.
+
+    The probabilities are (likely, *size) float16.
 
     Args:
-        folder: made, or taken up where one of the same ``identity`` is there; one of another identity is begun anew.
-        identity: of the result, by :func:`identity_of`.
-        tiles: of the image, in order.
+        folder: created if missing. A folder with the same ``identity`` is taken over, a folder with
+            another identity is emptied.
+        identity: the identity of the result, from :func:`identity_of`.
+        size: the size of the image.
+        tiles: the tiles of the image, in order.
+        likely: number of channels of probabilities; 0 for none.
 
     Raises:
-        BlockingIOError: another process is at work on it.
-        FileExistsError: a link, or another thing than our own, has the name of the folder or of a file in it.
-        NoRoom: the disk has no room for the arrays, before anything is computed.
+        BlockingIOError: another process is writing this map.
+        FileExistsError: the folder, or a file in it, is a link or something else than ours.
+        NoRoom: the disk has too few free bytes for the arrays. Nothing has been computed then.
     """
 
     def __init__(
         self, folder: Path, identity: str, size: tuple[int, ...], tiles: list[Box], likely: int = 0
     ):
-        self.folder, self.identity, self.size, self.tiles, self.likely = (
-            folder,
-            identity,
-            size,
-            tiles,
-            likely,
-        )
+        self.folder, self.identity = folder, identity
+        self.size, self.tiles, self.likely = size, tiles, likely
         pixels = int(np.prod(size))
         self._bytes = {
             "classes": pixels,
@@ -81,20 +90,26 @@ class PartialMap:
         self._arrays = {"classes": self._map("classes", np.uint8, size)}
         if likely:
             self._arrays["probabilities"] = self._map("probabilities", np.float16, (likely, *size))
-        self._waiting: dict[int, int] = {}  # tiles that are written, and their checksums
+        self._waiting: dict[int, int] = {}  # checksums of tiles that are written but not recorded
         self._flushed = time.monotonic()
         if self.taken_up:
             self._forget_damaged()
 
     @property
     def missing(self) -> list[int]:
-        """The numbers of the tiles that are not done."""
+        """The indices of the tiles that are not finished."""
         return [int(i) for i in np.flatnonzero(self._record == 0)]
 
     def write(
         self, number: int, classes: np.ndarray, probabilities: np.ndarray | None = None
     ) -> None:
-        """Tile ``number``: (*tile.size) uint8, (likely, *tile.size) float16."""
+        """Write tile ``number``; it is recorded with the next flush.
+
+        Args:
+            number: index of the tile.
+            classes: (*tile.size) uint8.
+            probabilities: (likely, *tile.size) float16; None if ``likely`` is 0.
+        """
         at = self.tiles[number].slices
         self._arrays["classes"][at] = classes
         if self.likely:
@@ -104,7 +119,7 @@ class PartialMap:
             self.flush()
 
     def flush(self) -> None:
-        """First the pixels to the disk, then their tiles into the record."""
+        """Flush the pixels to the disk, and then record their tiles as finished."""
         for array in self._arrays.values():
             array.flush()
         self._leave_memory()
@@ -119,7 +134,13 @@ class PartialMap:
         classes: class_files.Classes,
         advance: Callable[[int], None] = lambda pixels: None,
     ) -> None:
-        """Write the result to files, by the format of each one's ending, and remove the folder."""
+        """Write the finished result to files and remove the folder.
+
+        Args:
+            paths: files to write; each ending chooses the format.
+            classes: the meaning of the class numbers.
+            advance: called with the number of pixels after each write.
+        """
         self.flush()
         assert not self.missing
 
@@ -130,19 +151,23 @@ class PartialMap:
         for path in paths:
             class_files.write(path, self._arrays, classes, self.identity, packed)
         self._clear()
-        self._unmap()  # network file systems keep files that are open
+        self._unmap()  # network file systems keep open files in the folder
         self._lock.close()
-        shutil.rmtree(self.folder, ignore_errors=True)  # unless another process has begun
+        # This fails, and shall, if another process has begun a new map in the folder.
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Leave what there is to whoever takes it up."""
+        """Flush and close the arrays; the folder stays for a later process."""
         if self._arrays:
             self.flush()
         self._unmap()
         self._lock.close()
 
     def _clear(self) -> None:
-        """First the identity: what is left counts for nothing without it."""
+        """Remove the files of the folder.
+
+        The identity goes first: without it the remaining files are ignored.
+        """
         for name in ("identity", "done", "classes", "probabilities"):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -155,21 +180,21 @@ class PartialMap:
             return np.memmap(file, dtype, "r+", shape=shape)
 
     def _sum(self, number: int) -> int:
-        """Of a tile as it is in the arrays; never 0, which says that it is not done."""
+        """Return the checksum of a tile in the arrays; it is never 0, which means unfinished."""
         at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
         for array in self._arrays.values():
             found = zlib.crc32(np.ascontiguousarray(array[(..., *at)]), found)
         return _DONE | found
 
     def _forget_damaged(self) -> None:
-        """Tiles that are not what the record says count as missing: they are computed anew."""
+        """Mark tiles as missing if their pixels do not match the recorded checksum."""
         for number in np.flatnonzero(self._record):
             if int(self._record[number]) != self._sum(int(number)):
                 self._record[number] = 0
         self._leave_memory()
 
     def _leave_memory(self) -> None:
-        """What is on the disk need not stay in this process's memory."""
+        """Release the pages of the mapped arrays from this process's memory."""
         for array in self._arrays.values():
             let_go(array)
 
@@ -198,15 +223,14 @@ class PartialMap:
             with room_told(self.folder, needed=needed):
                 for name, count in self._bytes.items():
                     self._make(name, count)
-                self._make(
-                    "identity", 0, self.identity.encode()
-                )  # last: without it the folder counts for nothing
+                # The identity comes last: without it the folder is ignored.
+                self._make("identity", 0, self.identity.encode())
         except NoRoom:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
     def _make(self, name: str, count: int, content: bytes = b"") -> None:
-        """A file of ``count`` bytes that the disk has room for, or with a content."""
+        """Create a file of ``count`` bytes, reserved on the disk, or a file with ``content``."""
         with os.fdopen(
             opened_plain(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "wb"
         ) as file:

@@ -1,7 +1,11 @@
-"""Finds random pixels of a rare class: the image and the block by counts alone, then the pixel among the block's labels.
+"""Find random pixels of a rare class, reading few labels.
 
-A block counts with the square root of its pixels of the class. With the pixels themselves a few large lakes would crowd
-out all small ones; with every block alike, crops would hold hardly more than a pixel or two of the class.
+The image and the block are drawn from stored counts alone. Then the pixel is drawn from the labels
+of that block.
+
+The weight of a block is the square root of its number of pixels of the class. With the number
+itself, a few large lakes would crowd out all small ones. With equal weights, crops would hardly
+hold more than one or two pixels of the class.
 """
 
 from __future__ import annotations
@@ -13,14 +17,19 @@ import numpy as np
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box
 
-_IMAGES_KEPT = 32
+_IMAGES_KEPT = 32  # images whose weights stay in memory
 
 
 class Focus:
     """Random pixels of one class of a split.
 
+    Args:
+        store: the store.
+        split: the name of the split.
+        name: the name of the class.
+
     Raises:
-        ValueError: a class the store does not have, or of which the split has no pixel.
+        ValueError: the store does not have the class, or the split has no pixel of it.
     """
 
     def __init__(self, store: Store, split: str, name: str):
@@ -45,7 +54,7 @@ class Focus:
             )
 
     def pixel(self, image: float, block: float, pixel: float) -> tuple[str, tuple[int, ...]]:
-        """Image and position for three random numbers in [0, 1)."""
+        """Return the image's name and a pixel's position for three random numbers in [0, 1)."""
         name = self._names[_drawn(self._weights, image)]
         weights, shape = self._blocks(name)
         cell = np.unravel_index(_drawn(weights, block), shape)
@@ -59,11 +68,11 @@ class Focus:
         return name, tuple(int(a + i) for a, i in zip(start, inside))
 
     def _read_weights(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """The weights of the blocks of an image, cumulated, and the blocks along each dim."""
+        """Return the cumulative weights of an image's blocks, and the blocks along each dim."""
         weights = np.sqrt(self._store.block_counts(name)[self._class])
         return weights.cumsum(), weights.shape
 
 
 def _drawn(cumulated: np.ndarray, u: float) -> int:
-    """The index whose share of the total ``u`` falls into."""
+    """Return the index whose share of the total contains ``u`` in [0, 1)."""
     return min(int(np.searchsorted(cumulated, u * cumulated[-1], "right")), len(cumulated) - 1)

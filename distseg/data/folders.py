@@ -1,6 +1,7 @@
-"""Which files of the folders of images and masks are read; what would be left out is refused, or told.
+"""Choose the files to read in folders of images and masks.
 
-A folder ``valid`` beside ``train``, or GIFs among PNGs, would else be missed by nobody.
+Files that would silently be left out are refused or listed. Otherwise nobody would notice a folder
+``valid`` beside ``train``, or GIF files among PNG files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MEANT = {
     "testing": "test",
     **{name: name for name in SPLITS},
 }
-# Of files that hold images, or masks, but have no reader.
+# Endings of image files that distseg cannot read.
 _OTHERS = frozenset(
     ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k "
     ".jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef .nii "
@@ -29,15 +30,19 @@ _OTHERS = frozenset(
 
 
 def split_folders(images: Path) -> list[str]:
-    """The splits that are folders of ``images``; none where it holds the files itself."""
+    """Return the splits that are subfolders of ``images``; empty if it holds the files itself."""
     return [split for split in SPLITS if (images / split).is_dir()]
 
 
 def check_folders(images: Path, masks: Path | None) -> None:
-    """Refuse images that no pair would be made of: beside the folders of splits, or in other folders.
+    """Refuse images that would not be read: beside the folders of splits, or in other folders.
+
+    Args:
+        images: the folder of images.
+        masks: the folder of masks; None if there is none.
 
     Raises:
-        ValueError: naming the first of them.
+        ValueError: naming the first of these images or folders.
     """
     if split_folders(images):
         for root in _roots(images, masks):
@@ -49,7 +54,7 @@ def check_folders(images: Path, masks: Path | None) -> None:
 
 
 def unread(images: Path, masks: Path | None) -> list[str]:
-    """Files that look like images by their names, but that nothing here can read."""
+    """Return files that are images by their name, but that distseg cannot read."""
     return [
         entry.path
         for place in _places(images, masks)
@@ -59,10 +64,14 @@ def unread(images: Path, masks: Path | None) -> list[str]:
 
 
 def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
-    """The files of two folders that have the same name, but for the ending.
+    """Return (image, mask) pairs: files of the two folders with the same name but for the ending.
+
+    Args:
+        images: the folder of images.
+        masks: the folder of masks; None pairs every image with None.
 
     Raises:
-        ValueError: a file without a partner, two of one name, or no image at all.
+        ValueError: a file has no partner, two files have one name, or there is no image.
     """
     left = image_files(images)
     if masks is None:
@@ -79,6 +88,7 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
+    """Return the first ``most`` names in words, and the number of further names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -87,7 +97,7 @@ def _roots(images: Path, masks: Path | None) -> list[Path]:
 
 
 def _places(images: Path, masks: Path | None) -> list[Path]:
-    """All folders that are looked into, those of splits included."""
+    """Return all existing folders that are searched for files, including those of splits."""
     splits = split_folders(images)
     roots = _roots(images, masks)
     places = [*roots, *(root / split for root in roots for split in splits)]
@@ -95,7 +105,7 @@ def _places(images: Path, masks: Path | None) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[os.DirEntry]:
-    """What is in a folder and not hidden, in order of the names."""
+    """Return the entries of a folder that are not hidden, sorted by name."""
     with os.scandir(folder) as entries:
         return sorted(
             (entry for entry in entries if not entry.name.startswith(".")),
@@ -108,7 +118,12 @@ def _suffix(name: str) -> str:
 
 
 def image_files(folder: Path) -> dict[str, Path]:
-    """Stem -> file, in order of the names."""
+    """Return the image files of a folder by name without ending, sorted by name.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: two files differ in their endings only, or there is no image.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     found: dict[str, Path] = {}
@@ -145,7 +160,12 @@ def _refuse_loose_files(root: Path, folders: list[str]) -> None:
 
 
 def _refuse_folders(place: Path, read: set[Path]) -> None:
-    """Refuse a folder inside ``place`` that holds images, unless it is one of ``read``: those that are looked into, or lead to them."""
+    """Refuse a subfolder of ``place`` that holds images and would not be read.
+
+    Args:
+        place: a folder that is searched.
+        read: the folders that are searched, and all their parents.
+    """
     for entry in _listed(place):
         if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):
             meant = _MEANT.get(entry.name.lower())
@@ -155,10 +175,9 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
                 else "move its images to where they are read, or the folder elsewhere"
             )
             raise ValueError(
-                f"{entry.path} holds images, but would not be read: of folders are read "
-                f"{', '.join(SPLITS)}, "
-                "right in the folder of images, and those of the same names in that of masks: "
-                f"{repair}"
+                f"{entry.path} holds images, but would not be read: only the folders "
+                f"{', '.join(SPLITS)} directly in the folder of images, and in that of masks, "
+                f"are read: {repair}"
             )
 
 

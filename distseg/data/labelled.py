@@ -1,4 +1,4 @@
-"""Makes a store of images that have a label each: folders named after classes, or a table of labels."""
+"""Make a store of images with one label each: folders named after classes, or a table."""
 
 from __future__ import annotations
 
@@ -21,19 +21,35 @@ _COLUMNS = ("image", "label", "split")
 
 
 def prepare_labelled(
-    images: str | Path, table: str | Path | None, output: str | Path, classes: Sequence[str] | None = None, splits: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0,
-    overwrite: bool = False, nodata: int | float | None = None, alpha: str | None = None,
-) -> Store:  # fmt: skip
-    """Write the store ``output`` and print what is in it.
+    images: str | Path,
+    table: str | Path | None,
+    output: str | Path,
+    classes: Sequence[str] | None = None,
+    splits: Sequence[float] = (0.8, 0.1, 0.1),
+    seed: int = 0,
+    overwrite: bool = False,
+    nodata: int | float | None = None,
+    alpha: str | None = None,
+) -> Store:
+    """Write the store ``output`` and print a summary of it.
 
     Args:
-        images: a folder. Without a table, of folders named after classes, or of folders train, val, test of these.
-        table: a CSV file with a line an image: ``image`` (its file's name in the folder, with the ending or without), ``label``, and if it likes ``split``.
-        classes: names in the order of their labels; by default those that there are, sorted. One name: labels are numbers, which it names.
-        splits: shares of train, val and test, where the folders or the table do not say; ``seed``: of that choice.
+        images: a folder. Without ``table`` it holds folders named after classes, or folders train,
+            val and test that hold these.
+        table: a CSV file with one line per image: ``image`` (the file's name in the folder, with or
+            without its ending), ``label``, and optionally ``split``.
+        output: the store to write.
+        classes: names in the order of their labels; by default all labels found, sorted. With one
+            name, labels are numbers and the name says what they measure.
+        splits: shares of train, val and test, used if neither folders nor table assign splits.
+        seed: seed of that assignment.
+        overwrite: replace an existing store.
+        nodata: the number that stands for no data; by default each file's own.
+        alpha: what becomes of transparency (:func:`distseg.data.prepare.prepare_folder`).
 
     Raises:
-        ValueError, FileNotFoundError: what is wrong with which file or line. Nothing is left behind.
+        ValueError: a file or line is wrong; the message names it. No store is left behind.
+        FileNotFoundError: a folder or the table does not exist.
     """
     root = Path(images)
     if not root.is_dir():
@@ -54,13 +70,11 @@ def prepare_labelled(
             "nothing to learn: give images of others too, or name them all by --classes"
         )
     labels = [_label(label, path, names) for path, label, _ in found]
-    prefix = {
-        path: f"{label}-{path.stem}" if table is None else path.stem for path, label, _ in found
-    }  # folders may have files of one name
-    pairs = [
-        replace(opened(split, path, None, None, alpha), name=prefix[path])
-        for path, _, split in found
-    ]
+    pairs = []
+    for path, label, split in found:
+        # Folders of different classes may hold files of the same name.
+        name = f"{label}-{path.stem}" if table is None else path.stem
+        pairs.append(replace(opened(split, path, None, None, alpha), name=name))
     check_alike(pairs)
     needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, pair.masked) for pair in pairs)
     writer = StoreWriter(
@@ -92,7 +106,7 @@ def prepare_labelled(
 
 
 def _number(label: str) -> float:
-    """What a label says as a number; of others more than of any."""
+    """Return a label as a number; infinity, which sorts last, if it is not a finite number."""
     try:
         value = float(label)
     except ValueError:
@@ -101,7 +115,7 @@ def _number(label: str) -> float:
 
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
-    """(file, class, split) of each image."""
+    """Return (file, class, split) of each image; the split is None if no folder says it."""
     there = sorted(
         path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
     )
@@ -125,6 +139,7 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
+    """Return (file, label, split) of each line of a table; the split is None if not given."""
     if not table.is_file():
         raise FileNotFoundError(f"there is no table of labels {table}")
     files = {path.name: path for path in image_files(root).values()}
@@ -153,10 +168,11 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
                 raise ValueError(
                     f"{table}, line {number}: image {name!r} has a label already: give one to each"
                 )
-            if not label or "split" in columns and split not in SPLITS:
+            if not label:
+                raise ValueError(f"{table}, line {number}: the label is empty")
+            if "split" in columns and split not in SPLITS:
                 raise ValueError(
-                    f"{table}, line {number}: "
-                    f"{'a split is train, val or test, got ' + repr(split) if label else 'the label is empty'}"
+                    f"{table}, line {number}: a split is train, val or test, got {split!r}"
                 )
             seen.add(files[name])
             found.append((files[name], label, split))
@@ -169,6 +185,7 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
+    """Return the number of a label's class; with a single class, return the label as a number."""
     if len(classes) > 1:
         if label not in classes:
             raise ValueError(

@@ -21,8 +21,8 @@ NATURAL = {
     "lake": "#00B4E6", "river": "#00B4E6",
     "land": "#DCD0A0", "soil": "#B08D57", "forest": "#2E6B3E",
     "grass": "#A9C46C", "crop": "#D9B23D",
-    "snow": "#F4F7FA", "ice": "#DDEBF2", "cloud": "#FFFFFF", "road": "#555555", "building": "#B5533C",
-    "urban": "#B5533C", "background": "#D9D9D9",
+    "snow": "#F4F7FA", "ice": "#DDEBF2", "cloud": "#FFFFFF",
+    "road": "#555555", "building": "#B5533C", "urban": "#B5533C", "background": "#D9D9D9",
 }  # fmt: skip
 
 ERROR = "#D81B60"

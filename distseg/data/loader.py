@@ -1,4 +1,4 @@
-"""What a rank reads for a step: the windows of its tiles, and the labels of the tiles alone."""
+"""Read what one rank needs for a step: the windows of its tiles, and the tiles' labels."""
 
 from __future__ import annotations
 
@@ -26,10 +26,20 @@ def pieces(
     pixels: bool = True,
     labels: bool = True,
 ) -> list[TileBatch]:
-    """What the rank at ``coordinates`` of a ``grid`` of ranks, each with ``per_rank`` tiles, reads of a micro-batch.
+    """Return the tile batches that one rank reads for a micro-batch.
 
-    Samples of one size share a piece per tile; sizes come in the order of their first sample, tiles row by row. ``pixels``, ``labels``:
-    what to read at all.
+    Samples of the same size share one tile batch per tile. Sizes come in the order of their first
+    sample, tiles row by row.
+
+    Args:
+        store: the store.
+        samples: the samples of the micro-batch.
+        grid: ranks along each dim that share an image.
+        per_rank: tiles of each rank along each dim.
+        coordinates: position of this rank in the grid.
+        reach: the receptive field of the network.
+        pixels: read the pixels.
+        labels: read the labels.
     """
     return [
         _read(store, those, place, pixels, labels)
@@ -45,7 +55,18 @@ def blocks(
     stride,
     note_bytes: Callable[[int], None],
 ) -> list[LazyTileBatch]:
-    """The same of a rank with a single tile, cut on the model's ``stride``, read part by part while the step goes on; ``note_bytes`` is told what was read."""
+    """Return the lazy tile batches of a rank with a single tile, for streaming.
+
+    Their parts are read from the store while the step runs.
+
+    Args:
+        store: the store.
+        samples: the samples of the micro-batch.
+        grid: ranks along each dim that share an image.
+        coordinates: position of this rank in the grid.
+        stride: the network's stride, at whose multiples images are cut into tiles.
+        note_bytes: called with the number of bytes of each read.
+    """
 
     def block(those: list[Sample], place: TilePlacement) -> LazyTileBatch:
         def pixels(box: Box) -> torch.Tensor:
@@ -65,6 +86,7 @@ def blocks(
 def _places(
     samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField
 ) -> Iterator[tuple[list[Sample], TilePlacement]]:
+    """Yield (samples of one size, tile placement) for every size and every tile of this rank."""
     positions: dict[tuple[int, ...], list[int]] = {}
     for position, sample in enumerate(samples):
         positions.setdefault(sample.size, []).append(position)
@@ -89,7 +111,7 @@ def _read(
 
 
 def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
-    """(B, bands, *box.size) float32."""
+    """Return normalised, augmented pixels of a box per sample, (B, bands, *box.size) float32."""
     return np.stack(
         [
             _coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box))))
@@ -99,13 +121,20 @@ def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
 
 
 def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
-    """Return the pixels of several boxes of one size of a sample: (boxes, bands, *size) float32."""
+    """Return the pixels of several boxes of one sample, (boxes, bands, *size) float32.
+
+    All boxes have the same size.
+    """
     pixels = store.read_normalised_boxes(sample.image, [_source(sample, box) for box in boxes])
     return _coloured(sample, sample.turn.apply(pixels)).swapaxes(0, 1)
 
 
 def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
-    """(B, *box.size) uint8; of whole images (B, 1, ...), int64 or float32."""
+    """Return the labels of a box of each sample.
+
+    Labels of pixels are (B, *box.size) uint8. Labels of whole images are (B, 1, ...), int64 classes
+    or float32 numbers.
+    """
     if store.of_images:
         return labels_of_images(
             torch.tensor([store.label(s.image) for s in samples]), box, store.ignore
@@ -116,7 +145,14 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 
 def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
-    """What so many pixels and labels of each sample take in the store."""
+    """Return the bytes that pixels and labels of these samples take in the store.
+
+    Args:
+        store: the store.
+        samples: the samples.
+        pixels: number of pixels of each sample.
+        labels: number of labels of each sample, of one byte each.
+    """
     return (
         sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels
         + len(samples) * labels
@@ -128,23 +164,35 @@ def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
 
 
 def _source(sample: Sample, box: Box) -> Box:
-    """Where in the image the content of ``box`` of the turned sample lies."""
+    """Return the box of the image that holds the content of ``box`` of the augmented sample."""
     return sample.turn.source(box, sample.box.size).shifted(sample.box.start)
 
 
 class StepLoader:
-    """The steps of an epoch as one rank reads them.
+    """Loader of the steps of an epoch, as one rank reads them.
 
-    A step has ``groups`` x ``accumulate`` x ``data.images`` samples, in contiguous blocks of a micro-batch: first that of each group, then the next of each.
-    ``steps_read`` counts the steps handed out, ``bytes_read`` what they took from the store.
+    A step has ``groups`` x ``accumulate`` x ``data.images`` samples. They are ordered by
+    micro-batch, and within a micro-batch by group. ``steps_read`` counts the steps handed out,
+    ``bytes_read`` the bytes read from the store.
 
     Args:
-        grid, per_rank, coordinates: ranks that share an image, tiles of each, and which of them this one is.
-        pixels, labels: what this rank reads; in a pipeline the first stage wants the pixels, the last one the labels.
-        streaming: hand out :class:`Block`, which are read part by part.
+        store: the store.
+        split: the split to read.
+        data: the settings of data.
+        seed: seed of order, crops and augmentation.
+        groups: number of sample groups (replicas).
+        group: the group of this rank.
+        accumulate: micro-batches per step.
+        grid: ranks along each dim that share an image.
+        per_rank: tiles of each rank along each dim.
+        coordinates: position of this rank in the grid.
+        reach: the receptive field of the network.
+        pixels: read the pixels; in a pipeline the first stage needs them.
+        labels: read the labels; in a pipeline the last stage needs them.
+        streaming: hand out :class:`LazyTileBatch`, which is read part by part.
 
     Raises:
-        ValueError: an image of the split without labels, or too small for the grid.
+        ValueError: an image of the split has no labels, or is too small for the grid.
     """
 
     def __init__(
@@ -174,7 +222,10 @@ class StepLoader:
         self._check_images()
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[TileBatch]]]:
-        """The steps from ``first_step`` on, each a list of micro-batches, each a list of pieces."""
+        """Yield the steps of an epoch, beginning with ``first_step``.
+
+        Each step is a list of micro-batches, and each micro-batch is a list of tile batches.
+        """
         samples = self._samples(number)
         steps = (
             [self._pieces(m) for m in self._micro_batches(samples[k])]
@@ -194,7 +245,7 @@ class StepLoader:
         return [[step[row] for row in rows.of_micro_batch(m)] for m in range(self.accumulate)]
 
     def _pieces(self, samples: list[Sample]) -> tuple[list[TileBatch] | list[LazyTileBatch], int]:
-        """The pieces of a micro-batch and the bytes that were read for them."""
+        """Return the tile batches of a micro-batch, and the bytes that were read for them."""
         if self.streaming:
             return blocks(
                 self.store,

@@ -1,8 +1,9 @@
-"""Pixels without data: a number that a file declares, or the user, stands for "nothing was measured here".
+"""Pixels without data: a number, declared by a file or by the user, means "nothing was measured".
 
-As in GDAL and rasterio the number counts band by band: such a value is left out of a band's mean and deviation, and a
-network sees 0 in its place, the mean of the normalised band. A pixel where all bands have it has no data at all, and its
-label is ignored. A validity mask says so of all bands of a pixel at once.
+As in GDAL and rasterio, the number applies to each band by itself. Such a value is left out of the
+band's mean and standard deviation, and the network gets 0 instead, the mean of the normalised band.
+A pixel whose bands all have the number has no data at all, and its label is ignored. A validity
+mask does the same for all bands of a pixel at once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-NODATA_TAG = 42113  # of TIFF, GDAL's
+NODATA_TAG = 42113  # GDAL's TIFF tag
 
 
 def parse(text: str) -> int | float:
-    """The number in a file's tag or a flag: ``-9999``, ``nan``, ``-3.4028234663852886e+38``.
+    """Return the number in a file's tag or in a flag.
+
+    Examples are ``-9999``, ``nan`` and ``-3.4028234663852886e+38``.
 
     Raises:
-        ValueError: no number.
+        ValueError: the text is not a number.
     """
     text = text.strip().strip("\0").strip()
     try:
@@ -36,19 +39,20 @@ def parse(text: str) -> int | float:
 
 
 def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
-    """Return the number that a file's tag says stands for no data; None where no pixel can have it.
+    """Return the number for no data in a file's tag; None if no pixel of ``dtype`` can have it.
 
     Raises:
-        ValueError: the tag is no number.
+        ValueError: the tag is not a number.
     """
     try:
-        return fitting(parse(text.replace(",", ".")), dtype)  # some write a comma
+        # Some programs write a decimal comma.
+        return fitting(parse(text.replace(",", ".")), dtype)
     except ValueError as e:
         raise ValueError(f"{path}: its tag of {e}") from None
 
 
 def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
-    """The value as pixels of ``dtype`` have it; None where none can have it."""
+    """Return ``value`` as a pixel of ``dtype`` stores it; None if no pixel can have it."""
     if value is None:
         return None
     dtype = np.dtype(dtype)
@@ -64,7 +68,12 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
 
 
 def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
-    """Which values stand for no data, in the shape of ``pixels``; None where there are none."""
+    """Return which values equal the number for no data, as bool; None if there are none.
+
+    Args:
+        pixels: an array of any shape; the result has the same shape.
+        value: the number for no data; None for none.
+    """
     if value is None:
         return None
     found = np.isnan(pixels) if value != value else pixels == pixels.dtype.type(value)
@@ -74,11 +83,12 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
 def missing(
     pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None
 ) -> np.ndarray | None:
-    """Return which values of ``pixels`` (bands, *size) have no data, in their shape; None where all have.
+    """Return which values have no data, as bool of the shape of ``pixels``; None if there are none.
 
     Args:
-        value: the number that stands for no data, band by band.
-        valid: (*size) bool, where there is data in any band; None for everywhere.
+        pixels: (bands, *size).
+        value: the number for no data, which applies to each band by itself; None for none.
+        valid: the validity mask, (*size) bool, True where there is data; None for everywhere.
     """
     found = absent(pixels, value)
     if valid is None or valid.all():
@@ -88,11 +98,16 @@ def missing(
 
 
 def to_json(value: int | float | None) -> int | float | str | None:
-    """JSON has no nan and no infinity."""
+    """Return ``value`` as JSON can hold it: nan and infinity become texts."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def from_json(value: int | float | str | None) -> int | float | None:
+    """Return the number that :func:`to_json` converted.
+
+    Raises:
+        ValueError: the value is not a number.
+    """
     if value is None or isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     if value in ("nan", "inf", "-inf"):
@@ -101,4 +116,5 @@ def from_json(value: int | float | str | None) -> int | float | None:
 
 
 def _too_large(value: int | float, dtype: np.dtype) -> bool:
+    """Return True if ``value`` is beyond the range of ``dtype``, rounding aside."""
     return math.isfinite(value) and abs(value) > float(np.finfo(dtype).max) * (1 + 1e-6)

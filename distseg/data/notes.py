@@ -1,4 +1,4 @@
-"""Notes on files: what of them is not read, or taken for something; alike ones are told once."""
+"""Notes on files: contents that are not read, or that had to be interpreted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Iterable
 
 
 def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:
-    """Return a line for each different note.
+    """Return one line per different note, which names the first of its files.
 
     Args:
-        files: (path, its notes), words that follow a file's name, such as ``has one more image``.
+        files: (path, its notes). A note is a phrase that continues the file's name, such as ``has
+            one more image``.
     """
     with_note: dict[str, list[Path | str]] = {}
     for path, notes in files:

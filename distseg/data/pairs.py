@@ -1,4 +1,4 @@
-"""Which image goes with which mask, and into which split: found and checked before anything is written."""
+"""Find pairs of images and masks, assign splits, and check all headers before any writing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distseg.tiling import rng
 
 @dataclass(frozen=True)
 class Pair:
-    """An image file, its mask if there are masks, and what the header of the image says."""
+    """An image file, its mask if any, and what the header of the image says."""
 
     name: str
     split: str
@@ -27,14 +27,13 @@ class Pair:
     size: tuple[int, ...]
     bands: int
     dtype: np.dtype
-    nodata: int | float | None = None  # the number that stands for no data, where the file says so
-    colours: str | None = None  # what the bands are, where it says so
-    masked: bool = False  # a validity mask, or transparency, says where there is data
-    notes: tuple[str, ...] = ()  # on the image
-    mask_notes: tuple[str, ...] = ()
-    palette: np.ndarray | None = field(
-        default=None, compare=False
-    )  # of the mask, (entries, 3) uint8
+    nodata: int | float | None = None  # the number for no data that the file declares
+    colours: str | None = None  # meaning of the bands, such as RGB, if the file declares it
+    masked: bool = False  # True if a validity mask or transparency marks pixels without data
+    notes: tuple[str, ...] = ()  # notes on the image
+    mask_notes: tuple[str, ...] = ()  # notes on the mask
+    # The mask's palette, (entries, 3) uint8.
+    palette: np.ndarray | None = field(default=None, compare=False)
 
 
 def find_pairs(
@@ -45,13 +44,22 @@ def find_pairs(
     dims: int | None = None,
     alpha: str | None = None,
 ) -> list[Pair]:
-    """All pairs of two folders, with their splits: by the folders train, val and test inside, or by ``shares``.
+    """Return all pairs of two folders, with their splits.
+
+    The splits are those of the subfolders train, val and test. Without these, images are assigned
+    by ``shares``.
 
     Args:
+        images: the folder of images.
+        masks: the folder of masks; None if there is none.
+        shares: shares of train, val and test.
+        seed: seed of the assignment.
+        dims: spatial dims of the images; None to take them from the files.
         alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
-        ValueError: no images, files without a partner or that would be left out, names that a store can't have, headers that disagree.
+        ValueError: there are no images, a file has no partner or would not be read, a store cannot
+            have a name, or headers differ.
     """
     check_folders(images, masks)
     if folders := split_folders(images):
@@ -61,9 +69,9 @@ def find_pairs(
             for pair in paired(images / split, masks and masks / split)
         ]
     else:
-        together = paired(images, masks)
-        split_of = assign_splits([image.stem for image, _ in together], shares, seed)
-        files = [(split_of[image.stem], image, mask) for image, mask in together]
+        found = paired(images, masks)
+        split_of = assign_splits([image.stem for image, _ in found], shares, seed)
+        files = [(split_of[image.stem], image, mask) for image, mask in found]
     check_train([split for split, _, _ in files], images)
     pairs = [opened(split, image, mask, dims, alpha) for split, image, mask in files]
     check_alike(pairs)
@@ -74,7 +82,8 @@ def check_train(splits: Sequence[str], images: Path) -> None:
     """Refuse a store without training images.
 
     Args:
-        splits: of all images, which lie in the folder ``images``.
+        splits: the splits of all images.
+        images: the folder of the images, for the message.
     """
     if "train" not in splits:
         raise ValueError(
@@ -84,9 +93,13 @@ def check_train(splits: Sequence[str], images: Path) -> None:
 
 
 def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> dict[str, str]:
-    """The split of each name: its keyed random number orders the names, the shares cut the order.
+    """Return the split of each name.
 
-    A share above 0 gets at least one image where there are enough.
+    The names are ordered by a random number that depends on the seed and the name only. Then this
+    order is cut by the shares. A share above 0 gets at least one image if there are enough images.
+
+    Raises:
+        ValueError: a share is negative, or the shares do not add up to 1.
     """
     shares = [*shares, *(0.0 for _ in SPLITS)][: len(SPLITS)]
     if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
@@ -95,9 +108,8 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
         )
     counts = [int(share * len(names) + 1e-9) for share in shares]
     while sum(counts) < len(names):
-        counts[
-            int(np.argmax([share * len(names) - count for share, count in zip(shares, counts)]))
-        ] += 1
+        lacking = [share * len(names) - count for share, count in zip(shares, counts)]
+        counts[int(np.argmax(lacking))] += 1
     for needy in (k for k, share in enumerate(shares) if share and not counts[k]):
         if max(counts) > 1:
             counts[counts.index(max(counts))] -= 1
@@ -109,7 +121,11 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
 def opened(
     split: str, image: Path, mask: Path | None, dims: int | None, alpha: str | None = None
 ) -> Pair:
-    """What the headers of the files say."""
+    """Open an image and its mask, and return what their headers say.
+
+    Raises:
+        ValueError: the mask has another size than the image, or a file cannot be read.
+    """
     reader, labels = open_image(image, dims, alpha=alpha or MASK), None
     if mask is not None:
         labels = open_mask(mask, len(reader.size))
@@ -136,7 +152,14 @@ def opened(
 
 
 def check_alike(pairs: list[Pair]) -> None:
-    """One number of bands, dims, one type of numbers and, where files tell them, the same colours; no name twice."""
+    """Refuse images that do not fit into one store.
+
+    All images must have the same number of bands, dims, dtype and, if files tell them, colours.
+    Names must be unique.
+
+    Raises:
+        ValueError: naming two files and their difference.
+    """
     known: dict[str, Pair] = {}
     first: dict[str, tuple[Pair, object]] = {}
     for pair in pairs:
@@ -160,7 +183,7 @@ def check_alike(pairs: list[Pair]) -> None:
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
-    """Return a line for each different note on images and masks."""
+    """Return one line per different note on images and masks."""
     return notes_on(
         [
             (path, notes)

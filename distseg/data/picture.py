@@ -1,4 +1,4 @@
-"""The bands of an image as colours to look at."""
+"""Convert the bands of an image to colours for display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from distseg.data.nodata import missing
 def rgb(
     pixels: np.ndarray, nodata: int | float | None = None, valid: np.ndarray | None = None
 ) -> np.ndarray:
-    """The first three bands (or the first one thrice) as (H, W, 3) uint8, stretched unless they are bytes already; dark without data."""
+    """Return the first three bands as colours, (H, W, 3) uint8.
+
+    An image with fewer bands is shown in grey. Values that are not uint8 are stretched between
+    their 1st and 99th percentile. Pixels without data are dark.
+
+    Args:
+        pixels: (bands, H, W).
+        nodata: the number for no data; None for none.
+        valid: the validity mask, (H, W) bool; None for everywhere.
+    """
     bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
     if bands.dtype != np.uint8:
         absent = missing(bands, nodata, valid)

@@ -1,4 +1,4 @@
-"""Reads ahead: a thread makes the next items while the main thread computes."""
+"""Read ahead: a thread makes the next items while the main thread computes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ _END = object()
 
 
 def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield ``items``, at most ``depth`` of them made ahead by a thread (0: none, no thread).
+    """Yield ``items``; a thread makes up to ``depth`` of them ahead.
 
-    An error while making an item is raised where that item was due. The thread ends with the items, or when the
-    consumer stops.
+    If making an item fails, the error is raised when that item is due. The thread ends with the
+    last item, or when the consumer stops.
+
+    Args:
+        items: the items, made by iterating.
+        depth: items made ahead; 0 makes them in this thread when they are due.
     """
     if depth < 1:
         yield from items

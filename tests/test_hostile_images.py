@@ -85,20 +85,20 @@ BOMB = zlib.compress(bytes(300 << 20), 9)  # 300 MB in 300 kB
 HOSTILE = {
     "a PNG of 2^60 pixels": ("a.png", png(HUGE, HUGE), "says that it has 1073741824x1073741824 pixels, .*, but a file of .* bytes holds at most"),
     "a PNG of 2^31 pixels": ("a.png", png(1 << 16, 1 << 15, bytes(100)), "says that it has 32768x65536 pixels, 17.2 Gb|says that it has .* holds at most"),
-    "a PNG that is cut": ("a.png", png(100, 100, bytes(1000)), "a.png can not be read as an image"),
-    "a PNG with a bomb for a text": ("a.png", png(61, 45, chunks=[(b"zTXt", b"Comment\0\0" + BOMB)]), "a.png can not be read as an image .*(too large|[dD]ecompress)"),
-    "a PNG with a bomb for a profile": ("a.png", png(61, 45, chunks=[(b"iCCP", b"p\0\0" + BOMB)]), "a.png can not be read as an image"),
+    "a PNG that is cut": ("a.png", png(100, 100, bytes(1000)), "a.png cannot be read as an image"),
+    "a PNG with a bomb for a text": ("a.png", png(61, 45, chunks=[(b"zTXt", b"Comment\0\0" + BOMB)]), "a.png cannot be read as an image .*(too large|[dD]ecompress)"),
+    "a PNG with a bomb for a profile": ("a.png", png(61, 45, chunks=[(b"iCCP", b"p\0\0" + BOMB)]), "a.png cannot be read as an image"),
     "a JPEG of 2^32 pixels": ("a.jpg", None, "says that it has 65535x65535 pixels"),
     "a BMP of 2^60 pixels": ("a.bmp", coded(Image.fromarray(RGB).save, format="bmp"), "says that it has .* holds at most"),
-    "EPS under another name": ("a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "a.png can not be read as an image"),
-    "a PDF under another name": ("a.jpg", b"%PDF-1.4\n", "a.jpg can not be read as an image"),
+    "EPS under another name": ("a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "a.png cannot be read as an image"),
+    "a PDF under another name": ("a.jpg", b"%PDF-1.4\n", "a.jpg cannot be read as an image"),
     "a npy of 2^60 numbers": ("a.npy", npy((HUGE, HUGE)), "its header says that it holds 1073741824x1073741824 numbers of float32, 4611686018427387904 bytes, but it has 0"),
     "a npy whose bytes are 2^64": ("a.npy", npy((1 << 32, 1 << 32), "<u1"), "18446744073709551616 bytes, but it has 0"),
-    "a npy of less than nothing": ("a.npy", npy((-4, 10)), "a.npy can not be read as an image"),
+    "a npy of less than nothing": ("a.npy", npy((-4, 10)), "a.npy cannot be read as an image"),
     "a npy of objects": ("a.npy", npy((4, 4), "|O", bytes(200)), "a.npy holds object"),
     "a npy of texts": ("a.npy", npy((4, 4), "<U5", bytes(2000)), "a.npy holds <U5"),
     "a npy of complex numbers": ("a.npy", npy((4, 4), "<c8", bytes(2000)), "a.npy holds complex64"),
-    "a npz under another name": ("a.npy", coded(np.savez, a=RGB), "a.npy can not be read as an image"),
+    "a npz under another name": ("a.npy", coded(np.savez, a=RGB), "a.npy cannot be read as an image"),
     "a TIFF of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE)), "a.tif"),
     "a TIFF of 2^60 pixels that are not packed": ("a.tif", tiff(page(HUGE, HUGE, 1, counts=(1 << 31,))), "a.tif"),
     "a TIFF with one tile of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE, tile=(HUGE, HUGE))), "a.tif: a strip or tile of 1073741824x1073741824 pixels is decoded at once"),
@@ -113,7 +113,7 @@ HOSTILE = {
     "a TIFF whose pages run in a circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8), "its list of pages runs in a circle, back to byte 8"),
     "a TIFF with a large circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8, pages=150), "runs in a circle"),
     "a TIFF whose no data is no number": ("a.tif", coded(tifffile.imwrite, RGB[..., 0], extratags=[(42113, 2, 0, "none", True)]), "its tag of no data is told by a number, .* got 'none'"),
-    "a TIFF with nothing behind its header": ("a.tif", b"II*\0\x08\0\0\0", "a.tif can not be read as an image"),
+    "a TIFF with nothing behind its header": ("a.tif", b"II*\0\x08\0\0\0", "a.tif cannot be read as an image"),
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_ghostscript_is_not_reached(tmp_path, monkeypatch):
         path = tmp_path / f"a{suffix}"
         path.write_bytes(HOSTILE["EPS under another name"][1])
         for opened in (open_image, open_mask):
-            with pytest.raises(ValueError, match=f"a{suffix} can not be read as an image|a{suffix} is beyond Pillow"):
+            with pytest.raises(ValueError, match=f"a{suffix} cannot be read as an image|a{suffix} is beyond Pillow"):
                 opened(path)
 
 

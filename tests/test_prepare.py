@@ -150,7 +150,7 @@ def test_an_image_that_is_missing(tmp_path):
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.npy", "a.jpg", "a.xyz"])
 def test_a_file_that_is_no_image(tmp_path, name):
     (tmp_path / name).write_bytes(b"hello, this is text")
-    with pytest.raises(ValueError, match=f"{name} can not be read as an image"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read as an image"):
         open_image(tmp_path / name)
 
 
@@ -159,7 +159,7 @@ def test_a_file_that_is_cut_off(tmp_path, name):
     np.save(tmp_path / name, RGB) if name == "a.npy" else Image.fromarray(RGB).save(tmp_path / name)
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: len(data) * 2 // 3])
-    with pytest.raises(ValueError, match=f"{name} can not be read as an image"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read as an image"):
         open_image(tmp_path / name).read(Box.whole((45, 61)))
 
 
@@ -577,7 +577,7 @@ def test_a_split_that_lacks_a_class_is_noted(tmp_path, capsys):
     both[:5] = 255
     prepare_folder(*in_splits(tmp_path, {"train": {"a": both}, "val": masks_of(c=(0, 255)), "test": masks_of(d=(1, 1))}))
     out = capsys.readouterr().out
-    assert "note: no pixel of test is back: it can not be measured there" in out and "note: no pixel of val is road: it can not be measured there" in out
+    assert "note: no pixel of test is back: it cannot be measured there" in out and "note: no pixel of val is road: it cannot be measured there" in out
 
 
 def test_masks_are_looked_at_no_longer_than_it_takes(tmp_path, monkeypatch):

@@ -183,7 +183,7 @@ def test_an_image_in_a_tile_that_is_larger_than_the_tile(tmp_path, compression):
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
         for tag in (256, 257, 322, 323):
             file.pages[0].tags[tag].overwrite(256)
-    with pytest.raises(ValueError, match="a.tif can not be read as an image .a strip or tile of 256x256 pixels holds an image 512x512 pixels"):
+    with pytest.raises(ValueError, match="a.tif cannot be read as an image .a strip or tile of 256x256 pixels holds an image 512x512 pixels"):
         open_image(tmp_path / "a.tif")
 
 

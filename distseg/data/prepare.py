@@ -370,5 +370,5 @@ def _notes(store: Store, splits: list[str]) -> list[str]:
             )
         elif without:
             what = "be learnt" if "train" in without else "be measured there"
-            notes.append(f"note: no pixel of {' and '.join(without)} is {name}: it can not {what}")
+            notes.append(f"note: no pixel of {' and '.join(without)} is {name}: it cannot {what}")
     return notes

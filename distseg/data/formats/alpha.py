@@ -1,24 +1,23 @@
-"""Transparency as a sign of no data, and whether a band that is marked as transparency looks like it."""
+"""Transparency that marks pixels without data, and a check that it looks like transparency."""
 
 from __future__ import annotations
 
 import numpy as np
 
-MASK, BAND = (
-    "mask",
-    "band",
-)  # what becomes of transparency: pixels of alpha 0 have no data; or a band like others
-_DOUBTFUL = 0.5  # share of pixels that are neither transparent nor opaque, beyond which a band hardly is transparency
+# What becomes of transparency: pixels with alpha 0 have no data, or it is a band like others.
+MASK, BAND = "mask", "band"
+# A band is hardly transparency if a larger share of it is neither transparent nor opaque.
+_DOUBTFUL = 0.5
 
 
 class Opacity:
-    """Counts the values of an alpha band of bytes or 16 bits, part by part."""
+    """Histogram of an alpha band of 8 or 16 bits, filled part by part."""
 
     def __init__(self):
         self._counts = np.zeros(1, np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """Count ``values``, of any shape; those of other types are not looked at."""
+        """Count ``values``, of any shape; other dtypes than uint8 and uint16 are ignored."""
         if values.dtype in (np.uint8, np.uint16):
             found = np.bincount(values.ravel(), minlength=len(self._counts))
             found[: len(self._counts)] += self._counts
@@ -26,11 +25,11 @@ class Opacity:
 
     @property
     def between(self) -> float:
-        """Share of the values that are neither 0 nor the largest there is."""
+        """The share of values that are neither 0 nor the largest value seen."""
         there, counted = np.flatnonzero(self._counts), int(self._counts.sum())
         return sum(int(self._counts[value]) for value in there[:-1] if value) / max(1, counted)
 
     @property
     def doubtful(self) -> bool:
-        """True if most values are such as measured bands have."""
+        """True if most values are between transparent and opaque, as in a measured band."""
         return self.between > _DOUBTFUL

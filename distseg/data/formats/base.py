@@ -1,4 +1,4 @@
-"""What every reader of an image file has: ``size``, ``bands``, ``dtype``, and ``read(box)``."""
+"""Base class of all readers of image files: ``size``, ``bands``, ``dtype`` and ``read(box)``."""
 
 from __future__ import annotations
 
@@ -15,61 +15,70 @@ from distseg.tiling.tile import Box
 
 
 class Reader:
-    """An image: ``size`` (slowest dim first), ``bands``, ``dtype``, and ``read``."""
+    """An open image file.
+
+    Subclasses set the attributes and define ``_read``, which returns all decoded bands of a box.
+    ``size`` has the slowest dim first.
+    """
 
     size: tuple[int, ...]
     bands: int
     dtype: np.dtype
-    coded = False  # its numbers stand for colours
-    nodata: int | float | None = None  # the number that stands for no data, where the file says so
-    colours: str | None = None  # what the bands are, such as RGB, where the file says so
-    orientation = 1  # EXIF's: upright
-    lossy: str | None = None  # the compression that changed the numbers
-    notes: tuple[
-        str, ...
-    ] = ()  # what of the file is not read, or taken for something, in words that follow its name
-    decoding = 0  # bytes of memory that the first read takes for a while, where the file can not be read in parts
-    place: Georeference | None = None  # where on earth it lies
+    coded = False  # True if the numbers are indices into a palette
+    nodata: int | float | None = None  # the number for no data that the file declares
+    colours: str | None = None  # meaning of the bands, such as RGB, if the file declares it
+    orientation = 1  # EXIF orientation; 1 is upright
+    lossy: str | None = None  # the lossy compression of the file, if any
+    notes: tuple[str, ...] = ()  # phrases that continue the file's name: what is not read, ...
+    decoding = 0  # bytes of temporary memory for the first read, if the file is decoded whole
+    place: Georeference | None = None
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
-    alpha: int | None = (
-        None  # the number of the decoded band that is transparency, and none of ``bands``
-    )
+    alpha: int | None = None  # index of the decoded band that is transparency; not in ``bands``
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._lock = Lock()  # a file is read ahead in another thread
-        self.opacity = Opacity()  # of what was read
-        self.sources: list[Path] = []  # other files that tell where there is data
+        self._lock = Lock()  # another thread may read ahead
+        self.opacity = Opacity()  # histogram of the transparency that was read
+        self.sources: list[Path] = []  # other files that mark pixels without data
         self._masks: list[Callable[[Box], np.ndarray]] = []
 
     @property
     def masked(self) -> bool:
-        """True if the file, or one beside it, says pixel by pixel where there is data."""
+        """True if the file, or a file beside it, marks single pixels without data."""
         return self.alpha is not None or bool(self._masks)
 
     def add_mask(
         self, valid: Callable[[Box], np.ndarray], note: str, source: Path | None = None
     ) -> None:
-        """Let :meth:`read_valid` ask ``valid`` where there is data: box -> (*box.size) bool.
+        """Add a validity mask, which :meth:`read_valid` asks where there is data.
 
         Args:
-            note: on the mask, in words that follow the file's name.
-            source: the file it is from, if that is another one.
+            valid: a function from a box to (*box.size) bool, True where there is data.
+            note: a note on the mask, a phrase that continues the file's name.
+            source: the file of the mask, if that is another file.
         """
         self._masks.append(valid)
         self.notes += (note,)
         self.sources += [] if source is None else [source]
 
     def read(self, box: Box) -> np.ndarray:
-        """(bands, *box.size), a copy. ValueError where the file turns out to be damaged."""
+        """Return the pixels of a box, (bands, *box.size), as a copy.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         with self._lock, readable(self.path):
             return self._split(self._read(box))[0]
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the pixels (bands, *box.size), a copy, and where there is data, (*box.size) bool; None where no mask says so.
+        """Return the pixels of a box as a copy, and where there is data.
+
+        Returns:
+            Pixels (bands, *box.size), and validity (*box.size) bool; None instead if the image has
+            no mask.
 
         Raises:
-            ValueError: the file turns out to be damaged.
+            ValueError: the file is damaged.
         """
         with self._lock, readable(self.path):
             pixels, valid = self._split(self._read(box))
@@ -78,7 +87,7 @@ class Reader:
             return pixels, valid
 
     def _split(self, decoded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the bands of the image, and where it is not transparent."""
+        """Return the bands of the image and a mask, which is False where they are transparent."""
         if self.alpha is None:
             return np.ascontiguousarray(decoded, self.dtype), None
         self.opacity.add(decoded[self.alpha])
@@ -90,13 +99,13 @@ class Reader:
 
 
 def plain(dtype) -> np.dtype:
-    """The type of the numbers handed out: this machine's byte order, bits as bytes 0 and 1."""
+    """Return the dtype that readers hand out: native byte order, and uint8 0 and 1 for bits."""
     return np.dtype(np.uint8) if dtype == bool else np.dtype(dtype).newbyteorder("=")
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Whatever a decoder throws becomes a ValueError that names the file."""
+    """Convert any error of a decoder into a ValueError that names the file."""
     try:
         yield
     except (FileNotFoundError, MemoryError):
@@ -105,11 +114,14 @@ def readable(path: Path) -> Iterator[None]:
         if isinstance(e, ValueError) and str(path) in str(e):
             raise
         raise ValueError(
-            f"{path} can not be read as an image ({str(e) or type(e).__name__}): is it damaged, "
+            f"{path} cannot be read as an image ({str(e) or type(e).__name__}): is it damaged, "
             "or of another format than its name says?"
         ) from e
 
 
 def note_of_alpha(band: int) -> str:
     """Return the note on an image whose ``band`` is transparency."""
-    return f"has transparency in band {band + 1}, which is no band of the image: where it is 0 there is no data (prepare --alpha band keeps it as a band)"
+    return (
+        f"has transparency in band {band + 1}, which is no band of the image: where it is 0 there "
+        "is no data (prepare --alpha band keeps it as a band)"
+    )

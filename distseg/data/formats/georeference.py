@@ -1,6 +1,7 @@
-"""Where on earth an image lies, as its file says, so that a class map of it can say the same: TIFF's own tags, kept as they are.
+"""Georeference of an image, taken from its file and written into its class map.
 
-Nothing is interpreted, but for a world file, which becomes TIFF's matrix from pixels to the world.
+It consists of TIFF tags (GeoTIFF, and GDAL's rational polynomials), copied without interpretation.
+Only a world file is converted, into GeoTIFF's matrix from pixels to the world.
 """
 
 from __future__ import annotations
@@ -13,34 +14,38 @@ from typing import Any, Sequence
 # Tags: scale, tie points, matrix; GeoKeys, their numbers and texts; GDAL's rational polynomials.
 _SCALE, _TIE, _MATRIX, _KEYS = 33550, 33922, 34264, 34735
 _TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, 34736: 12, 34737: 2, 50844: 12}
-_RASTER_TYPE, _POINT = 1025, 2  # GeoKey, and its value where pixels are points
-_TEXT = 2  # type of a tag
-_MOST = 1 << 16  # numbers or letters of a tag
-_MOST_WORLD = 1 << 12  # bytes of a world file
+_RASTER_TYPE, _POINT = 1025, 2  # GTRasterTypeGeoKey, and its value RasterPixelIsPoint
+_TEXT = 2  # type of a tag that holds text
+_MOST = 1 << 16  # largest number of numbers or letters in a tag
+_MOST_WORLD = 1 << 12  # bytes of a world file that are read
 
 
 @dataclass(frozen=True)
 class Georeference:
-    """Tags of a TIFF file: (code, its value), a text or numbers."""
+    """TIFF tags as pairs (code, value); a value is a text or a tuple of numbers."""
 
     tags: tuple[tuple[int, str | tuple[float, ...]], ...]
 
     def to_json(self) -> list:
-        """Return the tags in JSON's types."""
+        """Return the tags in types that JSON can hold."""
         return [
             [code, value if isinstance(value, str) else list(value)] for code, value in self.tags
         ]
 
     @classmethod
     def from_json(cls, tags: Any) -> "Georeference | None":
-        """Return a place; None for null. Raises TypeError or ValueError for what is none."""
+        """Return the georeference that :meth:`to_json` converted; None for None.
+
+        Raises:
+            TypeError, ValueError: ``tags`` is not a georeference.
+        """
         return (
             None if tags is None else cls(tuple(_checked(int(code), value) for code, value in tags))
         )
 
     @property
     def extra_tags(self) -> list[tuple[int, int, int, Any, bool]]:
-        """The tags as tifffile writes them."""
+        """The tags in the form of tifffile's argument ``extratags``."""
         return [
             (code, _TYPES[code], 0 if isinstance(value, str) else len(value), value, True)
             for code, value in self.tags
@@ -48,7 +53,11 @@ class Georeference:
 
     @property
     def transform(self) -> tuple[float, ...] | None:
-        """(a, b, c, d, e, f) with x = a column + b row + c and y = d column + e row + f, of pixels' upper left corners; None where it is another map."""
+        """The affine transform (a, b, c, d, e, f); None if the tags define another map.
+
+        x = a column + b row + c and y = d column + e row + f, where (column, row) is the upper left
+        corner of a pixel.
+        """
         known = dict(self.tags)
         scale, tie, m = (known.get(code, ()) for code in (_SCALE, _TIE, _MATRIX))
         if len(m) == 16:
@@ -69,13 +78,13 @@ class Georeference:
 
     @property
     def _points(self) -> bool:
-        """True if the tags map the middle of a pixel (GTRasterTypeGeoKey is RasterPixelIsPoint)."""
+        """True if the tags map pixel centres (GTRasterTypeGeoKey is RasterPixelIsPoint)."""
         keys = dict(self.tags).get(_KEYS, ())
         return any(keys[at : at + 4 : 3] == (_RASTER_TYPE, _POINT) for at in range(0, len(keys), 4))
 
 
 def place_in(page) -> Georeference | None:
-    """Return what the tags of tifffile's ``page`` say; None where they say nothing."""
+    """Return the georeference in the tags of tifffile's ``page``; None if there is none."""
     found = []
     for code in _TYPES:
         value = page.tags.valueof(code)
@@ -92,7 +101,10 @@ def place_in(page) -> Georeference | None:
 
 
 def with_world_file(place: Georeference | None, path: Path) -> Georeference | None:
-    """Return ``place``, with the matrix of the world file beside an image where its own tags map no pixel."""
+    """Return ``place``, completed by the matrix of a world file beside the image.
+
+    The world file is used only if ``place`` does not map pixels itself.
+    """
     if place is not None and {code for code, _ in place.tags} & {_TIE, _MATRIX}:
         return place
     world = _world(path)
@@ -104,7 +116,10 @@ def with_world_file(place: Georeference | None, path: Path) -> Georeference | No
 
 
 def _world(path: Path) -> Sequence[float] | None:
-    """Return the six numbers of the first world file beside an image: NAME.tfw, NAME.tifw or NAME.wld for NAME.tif."""
+    """Return the six numbers of the first world file beside an image; None without one.
+
+    Its name is NAME.tfw, NAME.tifw or NAME.wld for NAME.tif.
+    """
     ending = path.suffix[1:].lower()
     for name in (f"{ending[:1]}{ending[-1:]}w", f"{ending}w", "wld"):
         for there in (path.with_suffix(f".{name}"), path.with_suffix(f".{name.upper()}")):
@@ -125,7 +140,11 @@ def _numbers(text: bytes) -> list[float] | None:
 
 
 def _checked(code: int, value: Any) -> tuple[int, str | tuple[float, ...]]:
-    """Return a tag whose value is of its type, or raise ValueError."""
+    """Return (code, value) if the value has the type of the tag.
+
+    Raises:
+        ValueError: the tag is unknown, or its value is too long or of another type.
+    """
     if (
         code not in _TYPES
         or len(value) > _MOST

@@ -1,4 +1,7 @@
-"""Strips and tiles of a TIFF file that LERC has packed, as libtiff writes them: pixels without a number, and alpha, are in LERC's own mask."""
+"""Decode LERC strips and tiles of TIFF files as libtiff writes them.
+
+LERC's own mask marks pixels without a number, and may also hold transparency.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import struct
 
 import numpy as np
 
-ADDED = 50674  # tag: version of LERC, and what packs its result again
+ADDED = 50674  # tag LercParameters: version of LERC, and a further compression
 _ZLIB, _ZSTD = 1, 2
 
 
 def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarray:
-    """Return the pixels (rows, columns, samples) of a segment; NaN where LERC's mask has none.
+    """Return the pixels (rows, columns, samples) of a segment; NaN outside LERC's mask.
 
     Args:
-        data: unpacked by :func:`unpacked`.
-        alpha: the last sample is transparency, which libtiff may put into the mask.
+        data: LERC's own bytes, from :func:`unpacked`.
+        samples: samples per pixel.
+        dtype: the dtype in the TIFF tags.
+        alpha: True if the last sample is transparency, which libtiff may store as the mask.
 
     Raises:
-        ValueError: pixels of another type, or a mask in whole numbers that have none to stand for it.
+        ValueError: the pixels have another dtype, or the segment has integers and a mask, since no
+            integer means "no data".
     """
     import imagecodecs
 
@@ -40,8 +46,9 @@ def unpacked(data: bytes, added: int, pixels: int) -> bytes:
     """Return LERC's own bytes of a segment.
 
     Args:
-        added: the second number of the tag ``ADDED``.
-        pixels: bytes of the segment's pixels, of which LERC makes hardly more.
+        data: the bytes of the segment in the file.
+        added: the second number of the tag ``ADDED``: a further compression on top of LERC.
+        pixels: bytes of the segment's pixels, which limit the result.
     """
     import imagecodecs
 
@@ -52,14 +59,17 @@ def unpacked(data: bytes, added: int, pixels: int) -> bytes:
 
 
 def is_lossy(data: bytes, dtype: np.dtype) -> bool:
-    """Return True if LERC may have changed numbers: by more than rounding of whole ones."""
+    """Return True if LERC may have changed numbers by more than the rounding of integers."""
     version = struct.unpack_from("<i", data, 6)[0]
     at = 34 + 4 * (version > 2) + 4 * (version > 3) + 8 * (version > 5)
     return struct.unpack_from("<d", data, at)[0] > (0.5 if dtype.kind in "iu" else 0)
 
 
 def _depth(data: bytes) -> int:
-    """Return the bands that lie side by side in one blob; several blobs hold bands one after another."""
+    """Return the number of bands that one blob interleaves.
+
+    Otherwise several blobs hold one band each, one after another.
+    """
     version = struct.unpack_from("<i", data, 6)[0]
     return struct.unpack_from("<i", data, 22)[0] if version > 3 else 1
 

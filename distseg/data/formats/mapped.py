@@ -1,4 +1,4 @@
-"""Arrays that lie in files, of which the process's memory has only what is being read or written."""
+"""Arrays in memory-mapped files, of which memory holds only the parts in use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ import numpy as np
 
 from distseg.report.disk import free_bytes
 
-_SMALL = 1 << 24  # bytes that may as well lie in memory
-_SHARE = 2  # a file may take one in so many of the bytes that its disk has free
+_SMALL = 1 << 24  # bytes up to which an array is kept in memory
+_SHARE = 2  # a scratch file may take one half of the free bytes of its disk
 
 
 def room_for(shape: Sequence[int], dtype: np.dtype, folder: str | None = None) -> np.ndarray | None:
-    """An array to fill: of few bytes in memory, else in a file that no name leads to, gone with the array or the process.
+    """Return an uninitialised array: a small one in memory, a large one in a scratch file.
+
+    The scratch file has no name and vanishes with the array or the process. Its bytes are reserved
+    at once, so that the disk cannot run full later.
 
     Args:
-        folder: of the file, by default the system's for such files; ``memory``: none.
+        shape: the shape.
+        dtype: the dtype.
+        folder: the folder of the scratch file; None for the system's folder for temporary files;
+            ``memory`` for an array in memory.
 
     Returns:
-        None where the disk has no room for it. The room is taken at once, so that it suffices later.
+        The array; None if the disk has too few free bytes.
     """
     needed = math.prod(shape) * np.dtype(dtype).itemsize
     if needed <= _SMALL or folder == "memory":
@@ -41,13 +47,13 @@ def room_for(shape: Sequence[int], dtype: np.dtype, folder: str | None = None) -
 
 
 def copied(array: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """A copy of a part of an array; if that is mapped from a file, :func:`let_go`."""
+    """Return a copy of ``part`` of ``array``, and release the array's mapped pages."""
     found = np.array(part)
     let_go(array)
     return found
 
 
 def let_go(array: np.ndarray) -> None:
-    """Pages that an array maps from a file no longer count as this process's memory."""
+    """Release the pages of a mapped array, so that they do not count as this process's memory."""
     if isinstance(array, np.memmap):
         array._mmap.madvise(mmap.MADV_DONTNEED)

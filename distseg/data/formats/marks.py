@@ -1,7 +1,8 @@
-"""What an image file says of its numbers: which way they are turned, which colours they are, whether they are those that were drawn.
+"""Properties of an image that its file declares: orientation, colours and lossy compression.
 
-Viewers and tools for annotation turn an image as its EXIF says, and compressions made for the eye change values: pixels taken
-as they are stored would not lie under their masks, and labels would be others.
+Viewers and annotation tools turn an image by its EXIF orientation, and distseg reads pixels as they
+are stored. So a turned image would not match its mask. A lossy compression changes values, so
+labels would be wrong.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import numpy as np
 ORIENTATION = 274  # tag of EXIF and of TIFF
 _JPEGS = (6, 7, 99, 33007, 34892)
 _LOSSY_TIFF = {**dict.fromkeys(_JPEGS, "JPEG"), **dict.fromkeys((33003, 33004, 33005), "JPEG 2000")}
-_ALPHA = (1, 2)  # of TIFF's extra samples
+_ALPHA = (1, 2)  # values of the tag ExtraSamples for transparency
 _GDAL_METADATA = 42112  # tag
 _INTERPRETED = re.compile(
     r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>'
 )
 _NODATA_COLOUR = re.compile(r'<Item name="NODATA_VALUES">([^<]*)</Item>')
+_WEBP_PIXELS = (b"VP8 ", b"VP8L", b"ALPH", b"ANMF")  # chunks with pixels
 _BITS, _GREY, _UPSIDE = "black and white", "grey", ", 0 is white"
 _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F": _GREY}
 
 
 def check_upright(path: Path, orientation: int) -> None:
-    """Refuse an image that viewers turn.
+    """Refuse an image that viewers would turn or mirror.
 
     Raises:
-        ValueError: naming the tag.
+        ValueError: naming the orientation.
     """
     if orientation != 1:
         raise ValueError(
@@ -42,46 +44,47 @@ def check_upright(path: Path, orientation: int) -> None:
 
 
 def orientation(path: Path, image) -> int:
-    """The tag of an image that Pillow has opened; 1, upright, where there is none that counts."""
+    """Return the EXIF orientation of an image that Pillow opened; 1, upright, by default."""
     from PIL import Image
 
     try:
-        found = Image.Image.getexif(image).get(
-            ORIENTATION
-        )  # not PNG's own, which decodes the pixels first
+        # The method of the base class: that of PNG images would decode all pixels first.
+        found = Image.Image.getexif(image).get(ORIENTATION)
         if found is None and image.format == "PNG" and (late := _late_exif(path)):
             exif = Image.Exif()
             exif.load(late)
             found = exif.get(ORIENTATION)
-    except Exception:  # no viewer makes sense of it either
+    except Exception:  # invalid EXIF data, which viewers ignore too
         return 1
     return turned(found)
 
 
 def turned(tag) -> int:
+    """Return the orientation in a tag; 1, upright, if the tag has no valid value."""
     return int(tag) if tag in range(2, 9) else 1
 
 
 def lossy(path: Path, image) -> str | None:
-    """The compression that changed the numbers of an image that Pillow has opened."""
+    """Return the lossy compression of an image that Pillow opened; None if it is lossless."""
     if image.format in ("JPEG", "MPO"):
         return "JPEG"
     return "lossy WebP" if image.format == "WEBP" and not _is_lossless_webp(path) else None
 
 
 def lossy_tiff(compression: int) -> str | None:
+    """Return the name of a lossy TIFF compression; None if it is lossless."""
     return _LOSSY_TIFF.get(compression)
 
 
 def colours(mode: str) -> str:
-    """What Pillow's ``mode`` holds, in a word that is the same for TIFF."""
+    """Return the colours of Pillow's ``mode``, by the same names as :func:`tiff_colours`."""
     return _MODES.get(mode, mode)
 
 
 def tiff_alpha(page) -> int | None:
-    """Return the number of the band that the tags of tifffile's ``page`` call transparency (alpha); None for none.
+    """Return the index of the band that tifffile's ``page`` marks as transparency, or None.
 
-    GDAL's names of bands count before the tag ExtraSamples, which can only speak of the last bands.
+    GDAL's metadata take precedence over the tag ExtraSamples, which describes the last bands only.
     """
     first = page.samplesperpixel - len(page.extrasamples)
     named = {
@@ -96,31 +99,29 @@ def tiff_alpha(page) -> int | None:
 
 
 def tiff_palette(page) -> np.ndarray | None:
-    """Return the colours (entries, 3) uint8 of the palette of tifffile's ``page``."""
+    """Return the palette of tifffile's ``page``, (entries, 3) uint8; None without one."""
     found = page.colormap
     if found is None or found.ndim != 2 or len(found) != 3:
         return None
-    return (found >> 8 if found.max() > 255 else found).T.astype(
-        np.uint8
-    )  # some write bytes where 16 bits belong
+    # The standard demands 16 bits, but some programs write 8.
+    return (found >> 8 if found.max() > 255 else found).T.astype(np.uint8)
 
 
 def unread_nodata(page) -> tuple[str, ...]:
-    """Return a note where GDAL's metadata name a colour that stands for no data, which is not read."""
+    """Return a note if GDAL's metadata name a colour for no data, since distseg ignores it."""
     named = _NODATA_COLOUR.search(str(page.tags.valueof(_GDAL_METADATA) or ""))
-    return (
-        (f"names a colour for no data (NODATA_VALUES {named[1]}), which is not read",)
-        if named
-        else ()
-    )
+    if not named:
+        return ()
+    return (f"names a colour for no data (NODATA_VALUES {named[1]}), which is not read",)
 
 
 def tiff_colours(page, bands: int) -> str | None:
-    """What the tags of tifffile's ``page`` say that ``bands`` are, once decoded; None where they leave it open."""
-    kind, alpha = (
-        getattr(page.photometric, "name", None),
-        any(extra in _ALPHA for extra in page.extrasamples),
-    )
+    """Return the colours of the decoded bands by the tags of tifffile's ``page``.
+
+    None means that the tags leave it open.
+    """
+    kind = getattr(page.photometric, "name", None)
+    alpha = any(extra in _ALPHA for extra in page.extrasamples)
     if kind in ("MINISBLACK", "MINISWHITE"):
         grey = _BITS if page.bitspersample == 1 else _GREY
         return {1: grey + _UPSIDE * (kind == "MINISWHITE"), 2: "LA" if alpha else None}.get(bands)
@@ -129,33 +130,29 @@ def tiff_colours(page, bands: int) -> str | None:
     if kind == "SEPARATED":
         return "CMYK" if bands == 4 else None
     if kind == "YCBCR":
-        return "RGB" if page.compression in _JPEGS else "YCbCr"  # as decoders hand it out
+        return "RGB" if page.compression in _JPEGS else "YCbCr"  # JPEG decoders return RGB
     return kind
 
 
 def _late_exif(path: Path) -> bytes:
-    """The EXIF of a PNG, which may come after the pixels."""
+    """Return the EXIF data of a PNG, which may come after the pixels; empty if there are none."""
     with open(path, "rb", buffering=0) as file:
         file.seek(8)
         while len(head := file.read(8)) == 8 and head[4:] != b"eXIf" and head[4:].isalpha():
             file.seek(struct.unpack(">I", head[:4])[0] + 4, os.SEEK_CUR)
-        return (
-            file.read(min(struct.unpack(">I", head[:4])[0], 1 << 20))
-            if head[4:] == b"eXIf"
-            else b""
-        )
+        if head[4:] != b"eXIf":
+            return b""
+        return file.read(min(struct.unpack(">I", head[:4])[0], 1 << 20))
 
 
 def _is_lossless_webp(path: Path) -> bool:
-    """Whether the first chunk of pixels is; profiles and the like may come before it."""
+    """Return True if the first chunk of pixels is lossless.
+
+    Other chunks, such as colour profiles, may come before it.
+    """
     with open(path, "rb", buffering=0) as file:
         file.seek(12)
-        while len(head := file.read(8)) == 8 and head[:4] not in (
-            b"VP8 ",
-            b"VP8L",
-            b"ALPH",
-            b"ANMF",
-        ):
+        while len(head := file.read(8)) == 8 and head[:4] not in _WEBP_PIXELS:
             size = struct.unpack("<I", head[4:])[0]
             file.seek(size + size % 2, os.SEEK_CUR)
     return head[:4] == b"VP8L"

@@ -1,4 +1,7 @@
-"""What a compressed strip or tile of a TIFF file says of its own size: asked before it is decoded, since decoders believe it."""
+"""Check the size of a compressed TIFF strip or tile before it is decoded.
+
+Decoders trust the size that a segment declares, and would reserve that much memory.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,26 @@ from typing import Callable
 JPEGS = (6, 7, 33007, 34892)
 DEFLATES = (8, 32946)
 LERC = 34887
-# Bytes of pixels that a byte of a segment can stand for, by compression: none, LZW, PackBits, deflate.
+# Most bytes of pixels per byte of a segment, by compression: none, LZW, PackBits, deflate.
 MOST_PACKED = {1: 1, 5: 2731, 32773: 64, **dict.fromkeys(DEFLATES, 1032)}
-_MORE = 1 << 16  # bytes that a segment may have beyond its pixels
-_PIECE = 1 << 18  # bytes; they unpack to 270 MB at most
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of JPEG that say its size
-_ALONE = {0x01, *range(0xD0, 0xDA)}  # markers of JPEG without a length
-_RATIOS = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width to height, of JPEG XL
+_MORE = 1 << 16  # bytes that a valid segment may have beyond its pixels
+_PIECE = 1 << 18  # bytes that are unpacked at a time
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of frames, which hold the size
+_ALONE = {0x01, *range(0xD0, 0xDA)}  # JPEG markers without a length
+_RATIOS = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width to height in JPEG XL
 
 
 def fits(compression: int, pixels: int, packed: int) -> bool:
-    """Return True if ``packed`` bytes of a segment can hold so many bytes of ``pixels``."""
+    """Return True if ``packed`` bytes of a segment can hold ``pixels`` bytes of pixels."""
     most = MOST_PACKED.get(compression)
     return most is None or pixels // most <= packed <= 2 * pixels + _MORE
 
 
 def unpacks_to_more(data: bytes, pixels: int) -> bool:
-    """Return True if a deflated segment holds clearly more than ``pixels`` bytes; found out in little memory."""
+    """Return True if a deflated segment holds clearly more than ``pixels`` bytes.
+
+    The check needs little memory.
+    """
     stream, left = zlib.decompressobj(), pixels + _MORE
     for start in range(0, len(data), _PIECE):
         piece = memoryview(data)[start : start + _PIECE]
@@ -38,12 +44,12 @@ def unpacks_to_more(data: bytes, pixels: int) -> bool:
 
 
 def says_size(compression: int) -> bool:
-    """Return True if segments of this ``compression`` are images with a header of their own that :func:`size_of` reads."""
+    """Return True if segments of this ``compression`` have a header that :func:`size_of` reads."""
     return compression in _SIZES
 
 
 def size_of(compression: int, data: bytes) -> tuple[int, int] | None:
-    """Return (height, width) that the header of an image inside a segment says; None where it says none."""
+    """Return (height, width) in the header of a segment; None if it has no size."""
     try:
         return _SIZES[compression](data)
     except (struct.error, IndexError, ValueError):
@@ -88,7 +94,10 @@ def _jpeg_2000(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_xl(data: bytes) -> tuple[int, int]:
-    """Read the header of the bare stream, or of the one in boxes (ISO/IEC 18181-1, SizeHeader)."""
+    """Return the size in the header of a codestream, bare or in a container.
+
+    Source: ISO/IEC 18181-1, SizeHeader.
+    """
     at = 0 if data[:2] == b"\xff\x0a" else data.index(b"\xff\x0a", data.index(b"jxl", 12))
     bits = int.from_bytes(data[at + 2 : at + 18], "little")
 

@@ -1,4 +1,4 @@
-"""The colours of classes, taken from the palettes of label maps, so that class maps look like these."""
+"""Take the colours of classes from the palettes of label maps, so that class maps look alike."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import numpy as np
 def class_colours(
     masks: Iterable[tuple[Path, np.ndarray | None]], classes: int, values: Mapping[int, int]
 ) -> tuple[np.ndarray | None, list[str]]:
-    """Return the colours (classes, 3) uint8 that the first palette gives, None without one, and notes.
+    """Return the colours of the first palette, and notes on palettes that differ.
 
     Args:
-        masks: (path, its palette (entries, 3) uint8 or None) of each label map.
-        values: numbers in label maps that stand for other labels.
+        masks: (path, palette) of each label map; a palette is (entries, 3) uint8 or None.
+        classes: number of classes.
+        values: mask values that stand for other labels.
+
+    Returns:
+        Colours (classes, 3) uint8, or None if no palette is usable; and the notes.
     """
     chosen, where = None, None
     for path, palette in masks:
@@ -33,7 +37,11 @@ def class_colours(
 
 
 def _colours(palette: np.ndarray, classes: int, values: Mapping[int, int]) -> np.ndarray | None:
-    """Return the colour of each class; None where entries are missing, or the palette tells no classes apart, or is the scale of greys."""
+    """Return the colour of each class; None if the palette is not usable.
+
+    It is not usable if entries are missing, if two classes have the same colour, or if it is a grey
+    scale.
+    """
     stands_for = {label: value for value, label in reversed(values.items())}
     numbers = [stands_for.get(label, label) for label in range(classes)]
     if any(not 0 <= number < len(palette) for number in numbers):

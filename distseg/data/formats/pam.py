@@ -1,27 +1,30 @@
-"""What GDAL keeps beside a file that cannot hold it (PAM, NAME.EXT.aux.xml): the number that stands for no data, and whether there is a place."""
+"""Read GDAL's metadata file NAME.EXT.aux.xml (PAM), which GDAL writes beside other formats.
+
+It may hold the number for no data and a georeference.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-_MOST = 1 << 20  # bytes that are looked at
+_MOST = 1 << 20  # bytes of the file that are read
 _NODATA = re.compile(r"<NoDataValue[^>]*>([^<]*)</NoDataValue>")
 _PLACE = re.compile(r"<(?:GeoTransform|SRS)\b")
 
 
 def beside(path: Path) -> Path:
-    """Return the path of the file beside an image."""
+    """Return the path of an image's metadata file."""
     return Path(f"{path}.aux.xml")
 
 
 def nodata_values(path: Path) -> list[str]:
-    """Return the numbers that stand for no data in an image's bands, each once; none where nothing says so."""
+    """Return the different numbers for no data in an image's metadata file, as text."""
     return list(dict.fromkeys(text.strip() for text in _NODATA.findall(_text(path))))
 
 
 def has_place(path: Path) -> bool:
-    """Return True if the file beside an image says where on earth that is."""
+    """Return True if an image's metadata file has a georeference."""
     return bool(_PLACE.search(_text(path)))
 
 

@@ -1,4 +1,7 @@
-"""Sizes in headers are claims: can a file of so many bytes hold such an image, and memory take it? Asked before room is made."""
+"""Check the size in an image's header before memory is reserved for it.
+
+A file must have enough bytes for the size that its header declares, and memory must hold it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,24 @@ from pathlib import Path
 from distseg.config.sizes import Size
 from distseg.config.units import si
 
-# The most that a byte of a file can stand for, in bytes of pixels: deflate's longest match, 258 bytes, takes two bits. A JPEG
-# takes a bit for 64 pixels of a band, but for arithmetic coding, which few files have and which packs plain areas closer still.
+# Most bytes of pixels per byte of a file. Deflate's longest match, 258 bytes, takes two bits.
+# A JPEG takes at least one bit for 64 pixels of a band with Huffman coding; arithmetic coding,
+# which few files have, can take less.
 MOST_PACKED = {"PNG": 1032, "JPEG": 8 * 64 * 64, "MPO": 8 * 64 * 64, "BMP": 1032}
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
-    """Refuse an image of ``size`` that a file can't hold even if each of its bytes stands for ``packed`` bytes of pixels.
+    """Refuse an image whose file has too few bytes for its size.
+
+    Args:
+        path: the file.
+        size: the size of the image in its header.
+        pixel_bits: bits of a pixel.
+        packed: the most bytes of pixels per byte of the file.
 
     Raises:
-        ValueError: naming what the header says and what the file can hold.
+        ValueError: naming the declared size, and the most that the file can hold.
     """
     stored, claimed = os.path.getsize(path), -(-Size(size).volume * pixel_bits // 8)
     if claimed > stored * packed:
@@ -31,13 +41,15 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
 
 
 def check_memory(path: Path, what: str, needed: int) -> None:
-    """Refuse to decode what does not fit into memory.
+    """Refuse to decode an image that does not fit into memory.
 
     Args:
-        what: is decoded, such as ``its 97x131 pixels are``.
+        path: the file.
+        what: subject of the message with its verb, such as ``its 97x131 pixels are``.
+        needed: bytes of memory for decoding.
 
     Raises:
-        ValueError: naming what it takes and what is free.
+        ValueError: naming the needed and the free bytes.
     """
     if needed > (free := free_memory()):
         raise ValueError(
@@ -48,7 +60,7 @@ def check_memory(path: Path, what: str, needed: int) -> None:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: the machine's, the job's, its own limit."""
+    """Return the bytes this process may still use: the least of machine, job and own limit."""
     return min(_of_machine(), _of_job(), _of_process())
 
 
@@ -61,7 +73,11 @@ def _of_machine() -> int:
 
 
 def _of_job() -> int:
-    """What the control groups of this process leave, its own and those around it; files in the page cache make room."""
+    """Return the bytes that the control groups of this process leave.
+
+    The group of the process and all its parents count. Inactive files in the page cache count as
+    free.
+    """
     found = [1 << 62]
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]

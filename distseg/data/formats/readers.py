@@ -1,8 +1,8 @@
-"""Opens an image file of any common format as something that hands out boxes: ``open_image(path).read(box)``.
+"""Open image files of all common formats: ``open_image(path).read(box)``.
 
-TIFF and npy files are read box by box. PNG and JPEG can only be decoded whole: that happens at the first read, and the
-decoded image waits in a scratch file until the reader is dropped. What a header says is believed as far as the file's own
-bytes can carry it.
+TIFF and npy files are read box by box. PNG, JPEG and others can only be decoded as a whole. That
+happens with the first read, and the decoded image stays in a scratch file until the reader is
+dropped. A size in a header is accepted only if the file has enough bytes for it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ from distseg.tiling.tile import Box
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
 _MOST_TRAILING_BANDS = 4
-_LARGE = 1 << 24  # bytes that are worth the 20 ms of giving them back
-_STRIP = 1 << 22  # bytes of pixels that are taken over from Pillow at a time
-_FORMATS = (
-    "PNG",
-    "JPEG",
-    "BMP",
-    "WEBP",
-)  # that Pillow may open: others start programs (EPS), or are read in another way (TIFF)
-_MASK_SUFFIX = ".msk"  # of GDAL's masks beside files
+_LARGE = 1 << 24  # bytes from which on freed memory is returned to the system, which takes 20 ms
+_STRIP = 1 << 22  # bytes of pixels that are copied from Pillow at a time
+# Pillow may open no other formats: some start programs (EPS), and TIFF has its own reader.
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+_MASK_SUFFIX = ".msk"  # ending of GDAL's mask files
 _WITHOUT_ALPHA = {"RGBA": "RGB", "LA": "L", "RGBa": "RGB", "La": "L", "PA": "P"}  # Pillow's modes
-_KEYED = ("1", "L", "I", "I;16", "RGB")  # that may have a transparent colour
+_KEYED = ("1", "L", "I", "I;16", "RGB")  # Pillow's modes that may have a transparent colour
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -51,13 +47,18 @@ def open_image(
     """Open an image or a volume.
 
     Args:
-        alpha: ``mask``: transparency is no band, and where it is 0 there is no data; ``band``: it is a band like others.
-        dims: spatial dims, for npy and TIFF; by default an array of three axes, or a stack of unnamed pages, is an image with bands.
-        scratch: folder for pixels that can only be decoded whole; ``memory``; by default the system's for temporary files.
+        path: the file.
+        dims: spatial dims, for npy and TIFF. By default an array of three axes, or a stack of
+            unnamed pages, is an image with bands.
+        scratch: folder for images that are decoded as a whole; ``memory`` for none; None for the
+            system's folder for temporary files.
+        alpha: what becomes of transparency. ``mask``: it is not a band, and pixels where it is 0
+            have no data. ``band``: it is a band like others.
 
     Raises:
-        FileNotFoundError: nothing there.
-        ValueError: not an image, a damaged one, one that viewers turn, or one whose values the reader would have to change.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no image or damaged, viewers would turn it, or its values cannot be
+            read unchanged.
     """
     reader = _opened(Path(path), dims, scratch, alpha)
     if reader.coded:
@@ -104,7 +105,7 @@ def _opened(
 
 
 def _take_nodata_beside(reader: Reader) -> None:
-    """Take the number that stands for no data from GDAL's file beside an image."""
+    """Take the number for no data from GDAL's metadata file beside an image."""
     values = pam.nodata_values(reader.path)
     if len(values) == 1:
         reader.nodata = declared(reader.path, values[0], reader.dtype)
@@ -130,7 +131,7 @@ def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, palet
 
 
 def _tiff() -> ModuleType:
-    """Import what reads TIFF, a quarter of a second's work, once it is needed."""
+    """Import the readers of TIFF only when needed, since that takes a quarter of a second."""
     try:
         import imagecodecs  # noqa: F401
         import tifffile  # noqa: F401
@@ -145,7 +146,16 @@ def _tiff() -> ModuleType:
 
 
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
-    """Open a label map: one band of whole numbers. Of a palette image these are the entries' numbers."""
+    """Open a label map: one band of integers. In a palette image these are the palette's indices.
+
+    Args:
+        path: the file.
+        dims: spatial dims.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no label map, or its compression is lossy.
+    """
     path = Path(path)
     reader = _opened(path, dims, palette=True)
     if reader.lossy:
@@ -164,9 +174,10 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
 
 
 class NpyReader(Reader):
-    """A memory-mapped array: (bands, *size), or (*size) of one band.
+    """Reader of a npy file, memory-mapped: (bands, *size), or (*size) for one band.
 
-    An image (height, width, bands) is taken as such if its last axis has at most 4 entries and its first has more.
+    An array (height, width, bands) is accepted if its last axis has at most 4 entries and its first
+    axis has more.
     """
 
     def __init__(self, path: Path, dims: int | None = None):
@@ -190,7 +201,7 @@ class NpyReader(Reader):
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """The array of a npy file, of which the header is believed if the file is long enough for it."""
+    """Return the memory-mapped array of a npy file, after a check that the file is long enough."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
@@ -204,10 +215,8 @@ def _mapped(path: Path) -> np.ndarray:
                 f"{path} holds {dtype}, but pixels are whole or real numbers: convert it"
             )
         offset = file.tell()
-    needed, there = (
-        math.prod(int(n) for n in shape) * dtype.itemsize,
-        os.path.getsize(path) - offset,
-    )
+    needed = math.prod(int(n) for n in shape) * dtype.itemsize
+    there = os.path.getsize(path) - offset
     if needed > there or min(shape, default=0) < 1:
         words = f"it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes"
         raise ValueError(f"its header says that {words}, but it has {there}")
@@ -215,11 +224,15 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 class PillowReader(Reader):
-    """What Pillow decodes, pixels as they are stored: no colour management.
+    """Reader of the formats that Pillow decodes. Pixels are not colour-managed.
 
     Args:
-        palette: palette images are the entries' numbers, and nothing is transparent, as in label maps.
-        alpha: what becomes of transparency (:func:`open_image`); a transparent colour always is no data.
+        path: the file.
+        palette: read palette images as the palette's indices, without transparency, as for label
+            maps.
+        scratch: folder for the decoded image (:func:`open_image`).
+        alpha: what becomes of transparency (:func:`open_image`). A transparent colour always means
+            no data.
     """
 
     def __init__(
@@ -236,11 +249,8 @@ class PillowReader(Reader):
             keyed = self._key(image) is not None
             if keyed or (alpha == MASK and mode in _WITHOUT_ALPHA):
                 self.alpha = len(sample) - 1
-                self.notes += (
-                    ("has a transparent colour: where that is there is no data",)
-                    if keyed
-                    else (note_of_alpha(self.alpha),)
-                )
+                note = "has a transparent colour: where that is there is no data"
+                self.notes += (note if keyed else note_of_alpha(self.alpha),)
             self.bands, self.dtype = len(sample) - (self.alpha is not None), plain(sample.dtype)
             if mode == "P":
                 self.palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
@@ -255,11 +265,11 @@ class PillowReader(Reader):
         if self._array is None:
             self._array = self._unpacked()
             if self.decoding > _LARGE:
-                release_freed_memory()  # Pillow's
+                release_freed_memory()  # the memory that Pillow freed
         return copied(self._array, self._array[(slice(None), *box.slices)])
 
     def _unpacked(self) -> np.ndarray:
-        """All of the image, (bands, height, width), transparency with them."""
+        """Return the whole image, (bands, height, width), including transparency."""
         height, width = self.size
         shape = (height, width, self.bands + (self.alpha is not None))
         strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
@@ -280,7 +290,11 @@ class PillowReader(Reader):
         return room
 
     def _decoded(self, image) -> np.ndarray:
-        """(bands, height, width); palette images as their colours or, as masks, as the entries' numbers; a transparent colour makes a band of alpha."""
+        """Return the pixels of Pillow's ``image``, (bands, height, width).
+
+        Palette images become their colours or, for masks, the palette's indices. A transparent
+        colour becomes a further band.
+        """
         mode = self._mode(image)
         array = np.asarray(image if image.mode == mode else image.convert(mode))
         array = array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
@@ -291,13 +305,11 @@ class PillowReader(Reader):
         return np.concatenate([array, seen.astype(array.dtype)])
 
     def _key(self, image) -> int | tuple[int, ...] | None:
-        """Return the colour that is transparent, where one is."""
+        """Return the transparent colour, or None."""
         key = image.info.get("transparency")
-        return (
-            key
-            if isinstance(key, (int, tuple)) and not self._palette and image.mode in _KEYED
-            else None
-        )
+        if self._palette or image.mode not in _KEYED or not isinstance(key, (int, tuple)):
+            return None
+        return key
 
     def _mode(self, image) -> str:
         if image.mode != "P" or self._palette:
@@ -306,7 +318,7 @@ class PillowReader(Reader):
 
 
 def _tiny(image):
-    """An image of the same kind with one pixel, to learn what decoding gives."""
+    """Return an image of one pixel and the same mode, whose decoding shows bands and dtype."""
     from PIL import Image
 
     tiny = Image.new(image.mode, (1, 1))
@@ -316,7 +328,7 @@ def _tiny(image):
 
 @contextmanager
 def pillow(path: Path):
-    """Open with Pillow. Its limit on pixels is lifted: huge images are what distseg is for."""
+    """Open a file with Pillow, without Pillow's limit on the number of pixels."""
     from PIL import Image
 
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
@@ -328,21 +340,22 @@ def pillow(path: Path):
 
 
 def _stored_bits(mode: str) -> int:
-    """That a pixel of Pillow's ``mode`` takes in a file at least."""
+    """Return the least bits that a pixel of Pillow's ``mode`` takes in a file."""
     return 1 if mode in ("1", "P") else {"I;16": 16, "I;16B": 16, "I": 16}.get(mode, 8)
 
 
 def _decoding(image) -> int:
-    """Bytes that Pillow takes for a pixel while it decodes an image."""
+    """Return the bytes of memory that Pillow needs per pixel while it decodes an image."""
     own = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}.get(image.mode, 4)
     if image.format == "WEBP":
-        return 4 * own  # the decoder's, its copies
-    return (
-        own + 2 * len(image.getbands()) if image.info.get("progressive") else own
-    )  # all coefficients of a JPEG
+        return 4 * own  # the decoder makes copies
+    if image.info.get("progressive"):
+        return own + 2 * len(image.getbands())  # a JPEG decoder keeps all coefficients
+    return own
 
 
 def _refuse_lost_bits(path: Path, image) -> None:
+    """Refuse images whose values Pillow would change while decoding."""
     form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(

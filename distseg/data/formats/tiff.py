@@ -1,4 +1,7 @@
-"""TIFF files as images: which pages are read (:mod:`distseg.data.formats.tiff_segments` reads them), and what their tags say of the numbers."""
+"""TIFF files as images: the pages to read, and the meaning of their numbers by their tags.
+
+:mod:`distseg.data.formats.tiff_segments` reads the pixels.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,20 @@ from distseg.data.formats.tiff_segments import Segments
 from distseg.data.nodata import NODATA_TAG, declared
 from distseg.tiling.tile import Box
 
-_PALETTE = 3  # photometric interpretation
+_PALETTE = 3  # PhotometricInterpretation of palette images
 
 
 def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> Reader:
-    """Open the first full image of a file.
+    """Open the first image of a file at full size.
 
     Args:
+        path: the file.
         dims: 3 makes unnamed pages slices of a volume instead of bands.
+        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.room_for`).
         alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
-        ValueError: a form that is not read, or a damaged file.
+        ValueError: the file is damaged, or distseg does not read its form.
     """
     file, pages = _opened(path)
     reader = TiffReader(path, file, pages, dims, scratch, alpha)
@@ -42,23 +47,26 @@ def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> 
 def open_mask_file(
     path: Path, size: tuple[int, ...], scratch: str | None
 ) -> Callable[[Box], np.ndarray]:
-    """Open a validity mask that is a file of its own: box -> (*box.size) bool.
+    """Open a validity mask in a file of its own.
+
+    Returns:
+        A function from a box to (*box.size) bool, True where there is data.
 
     Raises:
-        ValueError: it is of another ``size`` than its image, or has several bands.
+        ValueError: the mask has another ``size`` than its image, or several bands.
     """
     file, pages = _opened(path)
     return Mask(path, file, Segments(path, file, pages.image, None, None, scratch), size)
 
 
 def _opened(path: Path) -> tuple[TiffFile, Pages]:
-    kinds = page_kinds(path)  # first: it refuses circles
+    kinds = page_kinds(path)  # first, since tifffile may follow a circular list for ever
     file = TiffFile(path, _multifile=False)  # pages in other files are not opened
     return file, choose(path, file, kinds)
 
 
 class Mask:
-    """Says where an image of ``size`` has data: where the one band of these ``segments`` is not 0."""
+    """Validity mask of an image of ``size``: there is data where the single band is not 0."""
 
     def __init__(self, path: Path, file: TiffFile, segments: Segments, size: tuple[int, ...]):
         weakref.finalize(self, file.close)
@@ -78,7 +86,7 @@ class Mask:
 
 
 class TiffReader(Reader):
-    """The image of a file, which lies on its ``pages``."""
+    """Reader of the image on some ``pages`` of a file."""
 
     def __init__(
         self,
@@ -98,11 +106,8 @@ class TiffReader(Reader):
         if alpha == MASK and band is not None and self._pixels.bands == page.samplesperpixel > 1:
             self.alpha = band
             self.notes += (note_of_alpha(band),)
-        self.size, self.bands, self.dtype = (
-            self._pixels.size,
-            self._pixels.bands - (self.alpha is not None),
-            self._pixels.dtype,
-        )
+        self.size, self.dtype = self._pixels.size, self._pixels.dtype
+        self.bands = self._pixels.bands - (self.alpha is not None)
         self.decoding = self._pixels.decoding
         if pages.mask is not None:
             mask = Segments(path, file, pages.mask, None, None, scratch)
@@ -111,21 +116,23 @@ class TiffReader(Reader):
                 Mask(path, file, mask, self.size),
                 "has a validity mask: where that is 0 there is no data",
             )
-        self.coded, self.colours = (
-            page.photometric == _PALETTE,
-            marks.tiff_colours(page, self.bands),
-        )
+        self.coded = page.photometric == _PALETTE
+        self.colours = marks.tiff_colours(page, self.bands)
         self.orientation = marks.turned(page.tags.valueof(marks.ORIENTATION))
         self.lossy = (
             "LERC with an error" if self._pixels.lossy_lerc else marks.lossy_tiff(page.compression)
         )
         self.place, self.palette = place_in(page), marks.tiff_palette(page) if self.coded else None
-        told = page.tags.valueof(NODATA_TAG)
-        self.nodata = None if told is None else declared(path, str(told), self.dtype)
+        nodata = page.tags.valueof(NODATA_TAG)
+        self.nodata = None if nodata is None else declared(path, str(nodata), self.dtype)
         self.notes += marks.unread_nodata(page)
 
     def try_first(self) -> None:
-        """Decode a strip or tile, to see whether that can be done. ValueError says what it takes."""
+        """Decode one strip or tile, so that an unreadable file is refused at once.
+
+        Raises:
+            ValueError: naming the cause.
+        """
         marks.check_upright(self.path, self.orientation)
         self._pixels.try_first()
 

@@ -1,4 +1,4 @@
-"""The list of pages in a TIFF file, read without a decoder: where each page's tags begin, and which kind of page it is."""
+"""Read the list of pages in a TIFF file without a decoder: position and kind of each page."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-REDUCED, MASK = 1, 4  # bits of a page's kind, NewSubfileType
-_KIND, _OLD_KIND = 254, 255
+REDUCED, MASK = 1, 4  # bits of the tag NewSubfileType: a reduced image, a validity mask
+_KIND, _OLD_KIND = 254, 255  # tags NewSubfileType and SubfileType
 _OLD = {2: REDUCED}
-_MOST_TAGS = 1 << 12  # of a page that are looked at
+_MOST_TAGS = 1 << 12  # tags of a page that are read
 
 
 def page_kinds(path: Path) -> dict[int, int]:
-    """Return the kind of each page (NewSubfileType) by the byte at which its tags begin; empty for what is no TIFF.
+    """Return the kind of each page (NewSubfileType) by the byte at which its tags begin.
+
+    The result is empty if the file is no TIFF.
 
     Raises:
-        ValueError: the list runs in a circle, which a decoder may follow for ever.
+        ValueError: the list of pages is circular, so that a decoder may never return.
     """
     found: dict[int, int] = {}
     with open(path, "rb") as file:
         order = {b"II": "<", b"MM": ">"}.get(file.read(2))
         if order is None:
-            return found  # as the decoder will say
+            return found  # the decoder reports the error
         big = struct.unpack(order + "H", file.read(2).ljust(2))[0] == 43
         number, entry, link = (
             (order + "Q", 20, order + "Q") if big else (order + "H", 12, order + "I")
@@ -39,7 +41,13 @@ def page_kinds(path: Path) -> dict[int, int]:
 
 
 def _kind(tags: bytes, entry: int, order: str) -> int:
-    """Return the kind that the ``tags`` of a page, of ``entry`` bytes each, say; 0, a full image, by default."""
+    """Return the kind in the tags of a page; 0, a full image, by default.
+
+    Args:
+        tags: the bytes of the tags.
+        entry: bytes of a tag: 12, or 20 in BigTIFF.
+        order: byte order for ``struct``.
+    """
     found = 0
     for at in range(0, len(tags) - entry + 1, entry):
         tag, number = struct.unpack_from(order + "HH", tags, at)
@@ -52,6 +60,6 @@ def _kind(tags: bytes, entry: int, order: str) -> int:
 
 
 def _unpacked(file: BinaryIO, form: str) -> int:
-    """Return a number, 0 at the end of the file."""
+    """Read one number by its ``struct`` format; return 0 at the end of the file."""
     data = file.read(struct.calcsize(form))
     return struct.unpack(form, data)[0] if len(data) == struct.calcsize(form) else 0

@@ -1,4 +1,7 @@
-"""Which pages of a TIFF file are the image, and which its validity mask. Thumbnails and pyramids, which say that they are, are left out."""
+"""Choose the pages of a TIFF file that are the image, and those that are its validity mask.
+
+Thumbnails and pyramid levels are left out if their tags mark them as reduced images.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from tifffile import TiffFile, TiffPageSeries
 from distseg.config.sizes import Size
 from distseg.data.formats.tiff_chain import MASK, REDUCED
 
-_BY_LIKENESS = ("generic", "uniform")  # series that pages are in only since they are of one form
+_BY_LIKENESS = ("generic", "uniform")  # series of pages that only share their form
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The image's pages, those of its validity mask, and what is told of the others."""
+    """The image's pages, the pages of its validity mask, and notes on the other pages."""
 
     image: TiffPageSeries
     mask: TiffPageSeries | None
@@ -24,10 +27,12 @@ class Pages:
 
 
 def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
-    """Return the first image at full size.
+    """Return the first image at full size, its validity mask, and notes on other pages.
 
     Args:
-        kinds: of each page (:func:`distseg.data.formats.tiff_chain.page_kinds`).
+        path: the file, for messages.
+        file: the open file.
+        kinds: the kind of each page (:func:`distseg.data.formats.tiff_chain.page_kinds`).
 
     Raises:
         ValueError: another image of the file is larger, or there are several masks of full size.
@@ -48,21 +53,18 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
             "and its mask into a file of their own"
         )
     more = f"{len(others)} more images" if len(others) > 1 else "one more image"
-    notes = (
-        (
-            f"has {more}, which {'are' if len(others) > 1 else 'is'} not read: "
-            f"{', '.join(map(_told, others))}",
-        )
-        if others
-        else ()
-    )
-    return Pages(image, masks[0] if masks else None, notes)
+    are = "are" if len(others) > 1 else "is"
+    note = f"has {more}, which {are} not read: {', '.join(map(_told, others))}"
+    return Pages(image, masks[0] if masks else None, (note,) if others else ())
 
 
 def _by_kind(
     path: Path, series: TiffPageSeries, kinds: Mapping[int, int]
 ) -> Iterator[tuple[int, TiffPageSeries]]:
-    """Yield (kind, pages) of a series, apart where it holds several kinds, such as an image and a mask of one form."""
+    """Yield (kind, pages) of a series, split if it holds several kinds.
+
+    tifffile puts an image and a mask of the same form into one series.
+    """
     there: dict[int, list] = {}
     for page in series.pages:
         if page is not None:
@@ -101,4 +103,5 @@ def _told(series: TiffPageSeries) -> str:
     """Return the size and form of an image in words."""
     page, pages = series.keyframe, len(series.pages)
     size = Size([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])
-    return f"{size} pixels of {page.samplesperpixel} x {page.dtype}{f' on {pages} pages' if pages > 1 else ''}"
+    on = f" on {pages} pages" if pages > 1 else ""
+    return f"{size} pixels of {page.samplesperpixel} x {page.dtype}{on}"

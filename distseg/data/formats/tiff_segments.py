@@ -1,5 +1,8 @@
-"""The pixels of a series of TIFF pages, read box by box: a memory map where nothing is compressed, else only the strips or tiles
-that a box touches. Tiles are decoded anew for each box; strips, which boxes side by side share, wait decoded in a scratch file.
+"""Read the pixels of a series of TIFF pages box by box.
+
+An uncompressed series is memory-mapped. Otherwise only the strips or tiles (segments) that a box
+touches are decoded. Tiles are decoded again for each box. Strips, which adjacent boxes share, are
+kept decoded in a scratch file.
 """
 
 from __future__ import annotations
@@ -22,25 +25,32 @@ from distseg.data.formats.mapped import copied, let_go, room_for
 from distseg.data.formats.plausible import check_memory
 from distseg.tiling.tile import Box
 
-BANDS = "SCQI"  # axes: samples, channels, and pages that say nothing about what they are
+BANDS = "SCQI"  # tifffile's axes of bands: samples, channels, and two kinds of unnamed pages
 UNNAMED = "QI"
-_NEVER_PREDICTED = (1, 32773)  # compressions for which libtiff knows no predictor: none, PackBits
-_CHEAP = 1 << 22  # bytes of a tile that may be decoded anew for each box
-_AT_ONCE = (
-    1 << 24
-)  # bytes of a strip or tile from which on all are decoded at the first read, before other work takes memory
+_NEVER_PREDICTED = (1, 32773)  # compressions without a predictor in libtiff: none, PackBits
+_CHEAP = 1 << 22  # bytes up to which a tile is decoded again for each box
+# Above this size in bytes, all segments are decoded with the first read, before other work
+# takes memory.
+_AT_ONCE = 1 << 24
 
 
 class Segments:
-    """Reads boxes of a series, whose axes, such as YXS, CYX or ZYX, say which are space and which are bands.
+    """Reader of boxes of a series.
+
+    The axes of a series, such as YXS, CYX or ZYX, tell which dims are spatial and which are bands.
 
     Args:
-        dims: 3 makes slices of a volume of unnamed pages.
-        alpha: the band that is transparency, which LERC keeps in its mask; None for none.
+        path: the file.
+        file: the open file.
+        series: the pages.
+        dims: 3 makes unnamed pages slices of a volume.
+        alpha: index of the band that is transparency, which LERC may store as its mask; None for
+            none.
         scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.room_for`).
 
     Raises:
-        ValueError: the header promises what the file cannot hold, or a form that is not read.
+        ValueError: the file cannot hold what its header declares, or distseg does not read its
+            form.
     """
 
     def __init__(
@@ -52,13 +62,8 @@ class Segments:
         alpha: int | None,
         scratch: str | None,
     ):
-        self.path, self._file, self._series, self._alpha, self._scratch = (
-            path,
-            file,
-            series,
-            alpha,
-            scratch,
-        )
+        self.path, self._file, self._series = path, file, series
+        self._alpha, self._scratch = alpha, scratch
         self._axes, shape = named_axes(path, series, dims)
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = math.prod(n for a, n in zip(self._axes, shape) if a in BANDS)
@@ -69,7 +74,7 @@ class Segments:
             if unnamed
             else ()
         )
-        self.decoding = 0  # bytes of memory that the first read takes for a while
+        self.decoding = 0  # bytes of temporary memory for the first read
         self._map = self._mapped(shape) if series.dataoffset is not None else None
         if self._map is None:
             self._check_pages()
@@ -77,28 +82,31 @@ class Segments:
             self._check_segments()
 
     def read(self, box: Box) -> np.ndarray:
-        """Return the pixels (bands, *box.size)."""
+        """Return the pixels of a box, (bands, *box.size)."""
         if self._map is None:
             return self._decoded(box).reshape(self.bands, *box.size)
         where = dict(zip((a for a in self._axes if a in "ZYX"), box.slices))
         part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
-        order = sorted(
-            range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX"
-        )  # bands first, else as it was
+        # Move the axis of bands to the front; sorted() keeps the order of the others.
+        order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")
         return copied(self._map, part.transpose(order)).reshape(self.bands, *box.size)
 
     def try_first(self) -> None:
-        """Decode a strip or tile, to see whether that can be done. ValueError says what it takes."""
+        """Decode one strip or tile, so that an unreadable file is refused at once.
+
+        Raises:
+            ValueError: naming the cause.
+        """
         if self._map is None:
             with readable(self.path):
                 self._keep(0, [0]) if self._kept is not None else self._part(0, (slice(0, 1),) * 3)
 
     @property
     def lossy_lerc(self) -> bool:
-        """True if LERC may have changed numbers, as the first segment says."""
-        data = (
-            self._raw(self._series.pages[0], 0) if self._layout.compression == packed.LERC else None
-        )
+        """True if LERC may have changed numbers, by the header of the first segment."""
+        if self._layout.compression != packed.LERC:
+            return False
+        data = self._raw(self._series.pages[0], 0)
         return data is not None and lerc.is_lossy(self._checked(data), self.dtype)
 
     @property
@@ -106,6 +114,7 @@ class Segments:
         return self._series.keyframe
 
     def _mapped(self, shape: list[int]) -> np.ndarray:
+        """Return the memory-mapped array of an uncompressed series."""
         stored = np.dtype(self._series.dtype).newbyteorder(self._file.byteorder)
         there = os.path.getsize(self.path) - self._series.dataoffset
         needed = math.prod(int(n) for n in shape) * stored.itemsize
@@ -115,7 +124,7 @@ class Segments:
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
-        """Refuse pages that are elsewhere, or that lie within other axes than are read from compressed files."""
+        """Refuse pages in other files, and compressed pages along several axes."""
         if any(page is None for page in self._series.pages):
             raise ValueError(
                 f"{self.path} has pages in other files, which are not opened: write them into one"
@@ -127,11 +136,9 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse what programs read in different ways, or of which no decoder says its size beforehand."""
-        layout, convert = (
-            self._layout,
-            "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'",
-        )
+        """Refuse forms that programs read differently, or that do not tell their size first."""
+        layout = self._layout
+        convert = "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
         kind = getattr(layout.compression, "name", layout.compression)
         if layout.predictor != 1 and layout.compression in _NEVER_PREDICTED:
             raise ValueError(
@@ -153,7 +160,7 @@ class Segments:
             raise ValueError(f"{self.path} is packed by {kind}, which is not read: {convert}")
 
     def _check_segments(self) -> None:
-        """Each page has all its strips or tiles, and one of them, which is decoded whole, fits into memory."""
+        """Refuse pages that lack segments, and segments too large to decode in memory."""
         layout = self._layout
         needed = math.prod(int(n) for n in layout.chunked)
         for page in self._series.pages:
@@ -166,23 +173,23 @@ class Segments:
         for page in self._series.pages:
             for index, count in enumerate(page.databytecounts):
                 self._check_packed(layout.compression, index, count)
-        self.decoding = (
-            taken + self._segment_bytes if self._at_once else 0
-        )  # with its pages of the scratch file
+        # The segment's pages of the scratch file count too.
+        self.decoding = taken + self._segment_bytes if self._at_once else 0
 
     @property
     def _at_once(self) -> bool:
+        """True if a segment is so large that all are decoded with the first read."""
         return self._segment_bytes > _AT_ONCE
 
     @property
     def _pages_axes(self) -> str:
-        """The axes that run over pages; the others lie within each."""
+        """The axes that run over pages; all other axes lie within a page."""
         spread = len(self._series.pages) > 1
         inside = sum(n > 1 or a in "YX" for a, n in zip(self._layout.axes, self._layout.shape))
         return self._axes[: len(self._axes) - inside] if spread else ""
 
     def _decoded(self, box: Box) -> np.ndarray:
-        """(bands, depth, height, width) of a box, from the pages it lies on."""
+        """Return (bands, depth, height, width) of a box, from all pages it touches."""
         depth, plane = slice(0, 1), box.slices[-2:]
         if len(box.start) == 3:
             depth = box.slices[0]
@@ -195,12 +202,15 @@ class Segments:
         )
 
     def _page(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
-        """(bands, depth, height, width) of a part of a page."""
+        """Return (bands, depth, height, width) of a part of a page."""
         found = self._part(number, wanted)
         return np.moveaxis(found, -1, 1).reshape(-1, *found.shape[1:4])
 
     def _part(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
-        """(separate bands, depth, height, width, interleaved bands) of a part of a page, from where its strips are kept, or decoded."""
+        """Return a part of a page, from the scratch file or decoded.
+
+        The shape is (separate bands, depth, height, width, interleaved bands).
+        """
         layout, kept = self._layout, self._kept
         if kept is None:
             found = np.empty(
@@ -214,7 +224,7 @@ class Segments:
         return copied(kept, kept[(number, slice(None), *wanted)])
 
     def _keep(self, number: int, segments: Iterable[int]) -> None:
-        """Decode strips or tiles of a page that were not decoded before."""
+        """Decode segments of a page into the scratch file, unless they are there already."""
         for index in segments:
             if not self._done[number, index]:
                 self._decode(number, index, self._whole, self._kept[number])
@@ -225,7 +235,7 @@ class Segments:
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
-        """Room for all pages, where boxes share strips, or tiles that are dear to decode."""
+        """The scratch file for all pages; None for small tiles, or if the disk is too full."""
         layout, pages = self._layout, self._series.pages
         if layout.is_tiled and self._segment_bytes <= _CHEAP:
             return None
@@ -237,7 +247,7 @@ class Segments:
         return tuple(slice(0, n) for n in self._layout.shaped[1:4])
 
     def _touched(self, wanted: tuple[slice, ...]) -> Iterator[int]:
-        """Yield the numbers of a page's strips or tiles that overlap with the wanted slices, in order."""
+        """Yield the indices of a page's segments that overlap the wanted slices, in order."""
         shaped, edges = self._layout.shaped, self._edges
         grid = (shaped[0], *(-(-n // edge) for n, edge in zip(shaped[1:4], edges)))
         along = (range(s.start // edge, -(-s.stop // edge)) for s, edge in zip(wanted, edges))
@@ -246,17 +256,14 @@ class Segments:
 
     @property
     def _edges(self) -> tuple[int, int, int]:
-        """Depth, height and width of a strip or tile."""
+        """Depth, height and width of a segment."""
         layout = self._layout
-        found = (
-            (layout.tiledepth, layout.tilelength, layout.tilewidth)
-            if layout.is_tiled
-            else (1, layout.rowsperstrip, layout.shaped[3])
-        )
-        return tuple(int(n) for n in found)
+        if layout.is_tiled:
+            return int(layout.tiledepth), int(layout.tilelength), int(layout.tilewidth)
+        return 1, int(layout.rowsperstrip), int(layout.shaped[3])
 
     def _decode(self, number: int, index: int, wanted: tuple[slice, ...], out: np.ndarray) -> None:
-        """Decode a strip or tile of a page, as far as it overlaps with the wanted slices, into ``out``, which has these."""
+        """Decode a segment of a page and write its overlap with the wanted slices into ``out``."""
         segment, at, shape = self._segment(self._series.pages[number], index)
         target, source = zip(
             *(
@@ -264,14 +271,16 @@ class Segments:
                 for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)
             )
         )
-        out[(at[0], *target)] = (
-            self._layout.nodata if segment is None else segment[source]
-        )  # what a sparse file leaves out
+        # A sparse file leaves out segments that have no data.
+        out[(at[0], *target)] = self._layout.nodata if segment is None else segment[source]
 
     def _segment(
         self, page, index: int
     ) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
-        """Return the pixels (depth, height, width, bands), None where a sparse file leaves them out; their place; their shape."""
+        """Return the pixels of a segment, its position and its shape.
+
+        The pixels are (depth, height, width, bands); None if a sparse file leaves them out.
+        """
         layout, data = self._layout, self._raw(page, index)
         if data is None:
             return layout.decode(None, index)
@@ -279,11 +288,9 @@ class Segments:
             _, at, shape = layout.decode(None, index)
             alpha = self._alpha is not None and self._alpha == shape[-1] - 1
             found = lerc.decoded(self._checked(data), shape[-1], self.dtype, alpha)[None]
-            return (
-                (found.byteswap() if self._file.byteorder == ">" else found),
-                at,
-                found.shape,
-            )  # as libtiff has packed them
+            # In a big-endian file libtiff swaps the bytes before LERC packs them.
+            swapped = found.byteswap() if self._file.byteorder == ">" else found
+            return swapped, at, found.shape
         self._checked(data, page.jpegtables)
         try:
             return layout.decode(
@@ -303,19 +310,17 @@ class Segments:
         return self._bytes(page.dataoffsets[index], count) if count else None
 
     def _checked(self, data: bytes, tables: bytes | None = None) -> bytes:
-        """Return the bytes of a segment, LERC's own where others pack it again; refuse an image in it that is larger than the segment."""
+        """Return the bytes of a segment; refuse an image in it that is larger than the segment.
+
+        If LERC's bytes are compressed further, they are unpacked.
+        """
         layout = self._layout
         if not packed.says_size(layout.compression) or layout.jpegheader is not None:
             return data
         if layout.compression == packed.LERC and (tag := layout.tags.valueof(lerc.ADDED)):
             data = lerc.unpacked(data, int(tag[1]), self._segment_bytes)
-        found = [
-            size
-            for size in (
-                packed.size_of(layout.compression, part) for part in (data, tables) if part
-            )
-            if size
-        ]
+        sizes = [packed.size_of(layout.compression, part) for part in (data, tables) if part]
+        found = [size for size in sizes if size]
         most = self._edges[1:]
         if not found or any(a > n for size in found for a, n in zip(size, most)):
             said = f"{Size(found[0])} pixels" if found else "of no known size"
@@ -323,7 +328,11 @@ class Segments:
         return data
 
     def _check_packed(self, compression: int, index: int, count: int) -> None:
-        """Refuse a segment, if it is there at all, whose bytes cannot hold its pixels; the last one may hold less than the others."""
+        """Refuse a segment whose bytes cannot hold its pixels.
+
+        A segment that a sparse file leaves out is accepted. A segment at the border may hold only
+        the pixels inside the image.
+        """
         layout = self._layout
         if not count or packed.fits(compression, self._packed(self._segment_bytes), count):
             return
@@ -334,10 +343,10 @@ class Segments:
             * layout.dtype.itemsize
         )
         if not packed.fits(compression, self._packed(inside), count):
-            raise ValueError(f"a strip or tile of {inside} bytes can't be packed into {count}")
+            raise ValueError(f"a strip or tile of {inside} bytes cannot be packed into {count}")
 
     def _packed(self, pixels: int) -> int:
-        """Bytes in a file of so many bytes of pixels: less, of bits."""
+        """Return the bytes in the file of ``pixels`` bytes in memory; single bits take less."""
         layout = self._layout
         return pixels * layout.bitspersample // (8 * layout.dtype.itemsize)
 
@@ -347,7 +356,16 @@ class Segments:
 
 
 def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[str, list[int]]:
-    """Return the axes that matter and their lengths; ValueError for axes that are neither space nor bands."""
+    """Return the axes of a series that matter, and their lengths.
+
+    Args:
+        path: the file, for messages.
+        series: the pages.
+        dims: 3 makes unnamed pages slices of a volume.
+
+    Raises:
+        ValueError: an axis is neither spatial nor bands, or there are two axes of bands.
+    """
     kept = [(a, n) for a, n in zip(series.axes, series.shape) if n > 1 or a in "YX"]
     if dims == 3 and not any(a == "Z" for a, _ in kept):
         kept = [("Z" if a in UNNAMED else a, n) for a, n in kept]
@@ -362,6 +380,15 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
 
 
 def _overlap(at: int, length: int, wanted: slice) -> tuple[slice, slice]:
-    """Where a segment's pixels [at, at + length) go in the wanted slice, and which of its own those are."""
+    """Return the overlap of a segment and a wanted slice along one dim.
+
+    Args:
+        at: the segment's first pixel.
+        length: pixels of the segment.
+        wanted: the wanted slice.
+
+    Returns:
+        The overlap as a slice of the wanted pixels, and as a slice of the segment's pixels.
+    """
     a, b = max(at, wanted.start), min(at + length, wanted.stop)
     return slice(a - wanted.start, b - wanted.start), slice(a - at, b - at)

@@ -182,7 +182,7 @@ class ChunkReader:
                 done += count
         except OSError as e:
             raise OSError(
-                f"{self._path}: {self._words(index)} can not be read from the disk ({e.strerror})"
+                f"{self._path}: {self._words(index)} cannot be read from the disk ({e.strerror})"
             ) from e
         if done < size:
             raise self.damage(index, "are cut off")
@@ -193,10 +193,10 @@ class ChunkReader:
         try:
             found = stream.decompress(data, self._bytes + 1)
         except zlib.error as e:
-            raise self.damage(index, f"can not be unpacked ({e})") from None
+            raise self.damage(index, f"cannot be unpacked ({e})") from None
         if len(found) != self._bytes or not stream.eof:
             raise self.damage(
-                index, "can not be unpacked (they are more or fewer than they should be)"
+                index, "cannot be unpacked (they are more or fewer than they should be)"
             )
         return found
 

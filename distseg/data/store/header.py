@@ -226,7 +226,7 @@ def read(path: str, file: h5py.File) -> Header:
         words = (
             text
             if str(path) in str(text)
-            else f"{path} is damaged or cut off: its header can not be read ({text})"
+            else f"{path} is damaged or cut off: its header cannot be read ({text})"
         )
         raise ValueError(f"{words}: copy it again, or prepare it anew") from e
 
@@ -276,7 +276,7 @@ def _read(path: str, file: h5py.File) -> Header:
 
 def _must(fine: bool, what: str) -> None:
     if not fine:
-        raise ValueError(f"{what} can not be")
+        raise ValueError(f"{what} cannot be")
 
 
 def _count(value: Any, most: int) -> bool:

@@ -257,7 +257,7 @@ class Store:
             )
         except (OSError, RuntimeError, KeyError) as e:  # HDF5's words
             raise Damage(
-                f"{self.path} is damaged: the {words} can not be found ({e}): {AGAIN}"
+                f"{self.path} is damaged: the {words} cannot be found ({e}): {AGAIN}"
             ) from e
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:

@@ -381,7 +381,7 @@ HOSTILE = {
     "a name that leads out": (named("../../up"), r"the name of an image is UTF-8, not empty, .* got '../../up': rename it"),
     "an absolute name": (named("/tmp/up"), "got '/tmp/up': rename it"),
     "no name": (named(""), "got '': rename it"),
-    "a number for a name": (named(7), "the name 7 can not be"),
+    "a number for a name": (named(7), "the name 7 cannot be"),
 }
 
 

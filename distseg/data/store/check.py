@@ -1,4 +1,4 @@
-"""Reads all of a store and says what is not what was written, or can not be: each damage with its image and place."""
+"""Read a whole store and report every damage with its image and position."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from distseg.report.progress import SilentProgress
 from distseg.report.progress import progress as _progress
 from distseg.tiling.tile import Box
 
-_MOST = 20  # findings of an image that are told one by one
+_MOST = 20  # findings of an image that are listed one by one
 
 
 def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _progress) -> list[str]:
-    """A line for each damage; none for a store that is whole.
+    """Return one line per damage; an empty list if the store is intact.
 
     Args:
-        progress: makes what shows how far it is (:func:`distseg.report.progress.progress`).
+        path: the store.
+        progress: makes the progress to advance (:func:`distseg.report.progress.progress`).
 
     Raises:
-        FileNotFoundError: nothing there.
+        FileNotFoundError: the store does not exist.
     """
     try:
         store = Store(path)
@@ -48,6 +49,7 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
 
 
 def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
+    """Yield a line for each damage of an image: pixels, validity mask, labels and counts."""
     yield from _each(
         store,
         name,
@@ -85,7 +87,15 @@ def _each(
     wrong: Callable[[ChunkReader, tuple, np.ndarray], str | None],
     shown: SilentProgress,
 ) -> Iterator[str]:
-    """What is wrong with each chunk of an image: that it can't be read, or what ``wrong`` finds in it."""
+    """Yield a line for each damaged chunk of an image.
+
+    Args:
+        store: the store.
+        name: the name of the image.
+        what: ``pixels``, ``labels`` or ``valid``.
+        wrong: returns what is wrong with the content of a chunk, or None.
+        shown: the progress to advance.
+    """
     try:
         reader = store.reader(name, what)
     except (ValueError, OSError) as e:
@@ -105,10 +115,10 @@ def _each(
 def _wrong_pixels(
     store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
+    """Return what is wrong with a chunk of pixels; None if all are finite or without data."""
     place = reader.place(index)
-    pixels = (
-        pixels.copy() if store.masked(name) else pixels
-    )  # the mask's chunk is read into the same memory
+    if store.masked(name):
+        pixels = pixels.copy()  # the mask's chunk is read into the same memory
     valid = store.valid(name, Box(place.start[1:], place.stop[1:]))
     bad = first_bad(pixels, missing(pixels, store.nodata(name), valid))
     if bad is None:
@@ -126,6 +136,7 @@ def _wrong_labels(
     labels: np.ndarray,
     counts: ClassCounts,
 ) -> str | None:
+    """Return what is wrong with a chunk of labels, else None; count its classes."""
     box = reader.place(index)
     bad = (labels >= len(store.classes)) & (labels != store.ignore)
     if bad.any():
@@ -136,6 +147,7 @@ def _wrong_labels(
 
 
 def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]:
+    """Yield a line if the stored counts of classes differ from ``counts``."""
     words = f"{store.path} is damaged: the counts of image {name!r}"
     try:
         table = store.block_counts(name)
@@ -149,6 +161,7 @@ def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]
             tuple(min((b + 1) * store.block, n) for b, n in zip(block, store.size(name))),
         )
         found, expected = counts.table[(class_, *block)], table[(class_, *block)]
-        yield f"{words} say {expected} pixels of {store.classes[class_]} at {place}, there are {found}"
+        said = f"{expected} pixels of {store.classes[class_]} at {place}"
+        yield f"{words} say {said}, there are {found}"
     elif store.class_counts(name) != counts.totals:
         yield f"{words} in the index say {store.class_counts(name)}, there are {counts.totals}"

@@ -1,7 +1,7 @@
-"""The chunks of a dataset, written with a checksum each, and read past HDF5 with that checksum.
+"""Chunks of a dataset, written with a checksum each, and read without HDF5.
 
-HDF5 tells where each chunk lies in the file. From there on a box is read by the system's own calls, which let other threads
-go on, and in less time than HDF5 takes without checking anything (docs/data.md).
+HDF5 tells where each chunk lies in the file. Chunks are then read by system calls, which let other
+threads run. That is also faster than HDF5, although each checksum is verified (docs/data.md).
 """
 
 from __future__ import annotations
@@ -21,41 +21,44 @@ from distseg.data.store.hdf5 import Data
 from distseg.data.store.layout import chunk_sum, digest
 from distseg.tiling.tile import Box
 
-_DEFLATE_RATIO = 1032  # no stream of deflate grows by more
-_PACKED_MORE = 1 << 16  # bytes that packing may add, where it saves nothing
-_SKIPPED = 1  # in a chunk's mask: the filter was left out, as HDF5 does where it saves nothing
+_DEFLATE_RATIO = 1032  # largest compression ratio of deflate
+_PACKED_MORE = 1 << 16  # bytes that compression may add to incompressible data
+_SKIPPED = 1  # bit of a chunk's filter mask: HDF5 left the chunk uncompressed
 AGAIN = "copy the store again, or prepare it anew"
 _buffers = threading.local()
 
 
 class Damage(ValueError):
-    """A part of a store is not what was written: the message names the image and the place."""
+    """Error for a part of a store that differs from what was written.
+
+    The message names the image and the position.
+    """
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Where in a file the checksums of a dataset's chunks begin, and their own."""
+    """Checksums of a dataset's chunks: their first byte in the file, and their own digest."""
 
     at: int
     digest: str
 
 
 class ChunkWriter:
-    """Writes boxes into a chunked dataset of a growing file; each chunk goes to the file once it is whole.
+    """Writer of boxes into a chunked dataset of a growing file.
 
-    ``sums`` (chunks along each dim) uint64 are the checksums of those that are.
+    A chunk is written to the file when all its pixels are known. ``sums`` (chunks along each dim)
+    uint64 holds the checksums of the written chunks.
     """
 
     def __init__(self, dataset: h5py.Dataset):
         self._dataset, self._chunk, self._shape = dataset, dataset.chunks, dataset.shape
         self._packed = dataset.compression == "gzip"
         self.sums = np.zeros(_grid(self._shape, self._chunk), np.uint64)
-        self._pending: dict[
-            tuple[int, ...], tuple[np.ndarray, int]
-        ] = {}  # chunks that are not whole, and what they miss
+        # Incomplete chunks, and the number of their missing pixels.
+        self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}
 
     def write(self, box: Box, array: np.ndarray) -> None:
-        """``array`` (*box.size); each pixel is written once."""
+        """Write ``array`` (*box.size) into a box; each pixel must be written exactly once."""
         for index, outside, inside in _touched(box, self._chunk):
             part = array[outside]
             chunk, missing = self._pending.pop(index, None) or self._begun(index)
@@ -66,9 +69,8 @@ class ChunkWriter:
                 self._finish(index, chunk)
 
     def _begun(self, index: tuple[int, ...]) -> tuple[np.ndarray, int]:
-        return np.zeros(self._chunk, self._dataset.dtype), _extent(
-            index, self._chunk, self._shape
-        ).pixels
+        pixels = _extent(index, self._chunk, self._shape).pixels
+        return np.zeros(self._chunk, self._dataset.dtype), pixels
 
     def _finish(self, index: tuple[int, ...], chunk: np.ndarray) -> None:
         data = zlib.compress(chunk, 1) if self._packed else chunk.tobytes()
@@ -77,16 +79,18 @@ class ChunkWriter:
 
 
 class ChunkReader:
-    """Reads boxes of a chunked dataset.
+    """Reader of boxes of a chunked dataset.
 
     Args:
         handle: descriptor of the file.
-        path, what: for errors, such as ``pixels of image 'a'``.
-        sums: where the chunks' checksums are; None where there are none.
-        leading: dims that come before space, such as bands.
+        dataset: the dataset.
+        path: the file, for messages.
+        what: the content, for messages, such as ``pixels of image 'a'``.
+        sums: the checksums of the chunks; None if the store has none.
+        leading: number of dims before the spatial ones, such as bands.
 
     Raises:
-        Damage: chunks are missing, or said to lie outside the file, or can't have the size they are said to have.
+        Damage: a chunk is missing, lies outside the file, or has an impossible size.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class ChunkReader:
         if self.chunk is None or "fletcher32" in dataset.filters:
             raise Damage(f"{path} is damaged: the {what} are not stored as distseg stores them")
         self._packed = dataset.filters == ("gzip",)
-        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of a chunk that is not packed
+        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of an uncompressed chunk
         self.grid = _grid(self.shape, self.chunk)
         self._check_size(os.fstat(handle).st_size)
         self._at, self._sizes, self._masks = self._places(dataset)
@@ -111,22 +115,26 @@ class ChunkReader:
 
     @property
     def chunks(self) -> int:
+        """The number of chunks."""
         return math.prod(self.grid)
 
     def read(self, box: Box) -> np.ndarray:
-        """The pixels (*box.size).
+        """Return the pixels of a box, (*box.size).
 
         Raises:
-            Damage: of a chunk that the box touches.
-            OSError: the disk can't be read there.
+            Damage: a chunk that the box touches is damaged.
+            OSError: the disk cannot be read.
         """
         return self.read_boxes([box])[0]
 
     def read_boxes(self, boxes: Sequence[Box]) -> np.ndarray:
-        """Return the pixels of boxes of one size, (boxes, *box.size); a chunk that several of them touch is loaded once.
+        """Return the pixels of boxes of the same size, (boxes, *box.size).
+
+        Each chunk is loaded once, even if several boxes touch it.
 
         Raises:
-            Damage, OSError: as :meth:`read`.
+            Damage: a chunk that a box touches is damaged.
+            OSError: the disk cannot be read.
         """
         out = np.empty((len(boxes), *boxes[0].size), self.dtype)
         wanted: dict[tuple[int, ...], list[tuple]] = {}
@@ -140,7 +148,10 @@ class ChunkReader:
         return out
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """A chunk, also beyond the border of the image; to be copied before the next one is loaded."""
+        """Return a whole chunk; at the border it extends beyond the image.
+
+        The next load in this thread overwrites the memory of an uncompressed chunk.
+        """
         data = self._stored(index)
         if self._sums is not None and chunk_sum(data) != self._sums[index]:
             raise self.damage(index, "are not those that were written, their checksum differs")
@@ -149,21 +160,23 @@ class ChunkReader:
         return np.frombuffer(data, self.dtype).reshape(self.chunk)
 
     def place(self, index: tuple[int, ...]) -> Box:
-        """The pixels of a chunk."""
+        """Return the box of a chunk's pixels, clipped to the dataset."""
         return _extent(index, self.chunk, self.shape)
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
+        """Return an error that names a chunk; ``how`` says what is wrong with it."""
         return Damage(f"{self._path} is damaged: {self._words(index)} {how}: {AGAIN}")
 
     def _words(self, index: tuple[int, ...]) -> str:
-        """What a chunk is, and where."""
+        """Return the content and the position of a chunk in words."""
         box = self.place(index)
         bands = (
             f", bands {box.start[0]} to {box.stop[0] - 1}"
             if self._leading and self.grid[0] > 1
             else ""
         )
-        return f"the {self._what} at {Box(box.start[self._leading :], box.stop[self._leading :])}{bands}"
+        space = Box(box.start[self._leading :], box.stop[self._leading :])
+        return f"the {self._what} at {space}{bands}"
 
     def _read_sums(self, sums: Sums) -> np.ndarray:
         data = os.pread(self._handle, 8 * self.chunks, sums.at)
@@ -201,7 +214,7 @@ class ChunkReader:
         return found
 
     def _check_size(self, file_size: int) -> None:
-        """Before anything is made room for: whether a file of this size could hold such data."""
+        """Refuse a dataset that a file of this size cannot hold, before memory is reserved."""
         least = self.chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
         if least > file_size:
             shape = "x".join(map(str, self.shape))
@@ -212,17 +225,14 @@ class ChunkReader:
             )
 
     def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where each chunk lies in the file, how many bytes it takes there, and its filter mask."""
+        """Return the position of each chunk in the file, its bytes there, and its filter mask."""
         at, sizes = np.full(self.grid, -1, np.int64), np.zeros(self.grid, np.int64)
         masks = np.zeros(self.grid, np.uint32)
         for found in _chunk_list(dataset):
             index = tuple(a // c for a, c in zip(found.chunk_offset, self.chunk))
             if all(i < n for i, n in zip(index, self.grid)):
-                at[index], sizes[index], masks[index] = (
-                    found.byte_offset,
-                    found.size,
-                    found.filter_mask,
-                )
+                at[index], sizes[index] = found.byte_offset, found.size
+                masks[index] = found.filter_mask
         end = os.fstat(self._handle).st_size
         plain = (masks & _SKIPPED > 0) if self._packed else np.ones(self.grid, bool)
         wrong = (
@@ -252,6 +262,7 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
 
 
 def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) -> Box:
+    """Return the box of a chunk's pixels, clipped to ``shape``."""
     return Box(
         tuple(i * c for i, c in zip(index, chunk)),
         tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape)),
@@ -261,25 +272,27 @@ def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) ->
 def _touched(
     box: Box, chunk: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-    """Of each chunk that a box touches the index, and what they share: as slices of the box, and of the chunk."""
-    axes = [
-        [
-            (
-                i,
-                slice(max(a, i * c) - a, min(b, (i + 1) * c) - a),
-                slice(max(a, i * c) - i * c, min(b, (i + 1) * c) - i * c),
-            )
-            for i in range(a // c, -(-b // c))
-        ]
-        for a, b, c in zip(box.start, box.stop, chunk)
-    ]
+    """Yield each chunk that a box touches: its index, and their overlap.
+
+    The overlap is given as slices of the box and as slices of the chunk.
+    """
+    axes = []
+    for a, b, c in zip(box.start, box.stop, chunk):
+        parts = []
+        for i in range(a // c, -(-b // c)):
+            first, last = max(a, i * c), min(b, (i + 1) * c)
+            parts.append((i, slice(first - a, last - a), slice(first - i * c, last - i * c)))
+        axes.append(parts)
     for parts in product(*axes):
         index, outside, inside = zip(*parts)
         yield index, outside, inside
 
 
 def _buffer(size: int) -> memoryview:
-    """Room for a chunk, one a thread: fresh memory would take longer than reading into it."""
+    """Return memory for a chunk, one buffer per thread.
+
+    Fresh memory would take longer than reading into it.
+    """
     if len(getattr(_buffers, "room", b"")) < size:
         _buffers.room = bytearray(size)
     return memoryview(_buffers.room)[:size]

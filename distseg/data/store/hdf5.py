@@ -1,9 +1,11 @@
-"""HDF5 files from outside are data: what they hold is found in them, and nowhere else.
+"""Open untrusted HDF5 files safely, and write HDF5 files that survive a full disk.
 
-HDF5 follows links into other files, reads raw data from any path that a file names, loads filters as plugins, and waits
-for ever on a pipe. None of it happens here: a file is opened if it is a plain file, and what it holds is looked at before
-it is read. Writing, HDF5 crashes where its disk is full, so it writes into a :class:`Growing` file, in which nothing seems
-to fail, and which is asked for the error.
+HDF5 follows links into other files, reads raw data from any path that a file names, loads filters
+as plugins, and waits for ever on a pipe. Here only plain files are opened, and each dataset is
+checked before it is read.
+
+When the disk is full while writing, HDF5 crashes. So it writes into a :class:`Growing` file, which
+hides errors from HDF5 and reports them afterwards.
 """
 
 from __future__ import annotations
@@ -16,24 +18,25 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-_FILTERS = {
-    h5py.h5z.FILTER_DEFLATE: "gzip",
-    h5py.h5z.FILTER_FLETCHER32: "fletcher32",
-}  # those that distseg writes and reads
+# The filters that distseg writes and reads.
+_FILTERS = {h5py.h5z.FILTER_DEFLATE: "gzip", h5py.h5z.FILTER_FLETCHER32: "fletcher32"}
 _LINKS = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "a link into another file"}
 _ITSELF = "the file must hold its data itself"
-_VERSION = ("v110", "v110")  # of the format: the first one whose structures all have checksums
+_VERSION = ("v110", "v110")  # the first format whose structures all have checksums
 
 
 def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
-    """A file to read, without locks.
+    """Open an HDF5 file for reading, without locks.
 
     Args:
-        what, made_by: such as ``store``, and who writes them, for the messages.
+        path: the file.
+        what: kind of file for messages, such as ``store``.
+        made_by: the command that writes these files, for messages.
 
     Raises:
-        FileNotFoundError: nothing there.
-        ValueError: another thing than a plain file, no HDF5, a damaged one, or one that this process holds open with locks.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is no plain file, no HDF5 file, damaged, unfinished, or opened with locks by
+            this process.
     """
     try:
         mode = os.stat(path).st_mode
@@ -41,7 +44,7 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
         raise FileNotFoundError(f"there is no {what} {path}: {made_by}") from None
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is no file but {_kind(mode)}: {made_by}")
-    with open(path, "rb"):  # the system's own words where it may not be read
+    with open(path, "rb"):  # raises the system's own error if this user may not read the file
         pass
     if not h5py.is_hdf5(path):
         raise ValueError(f"{path} is no HDF5 file: {made_by}")
@@ -60,23 +63,25 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset whose data lie in its file."""
+    """A dataset whose data lie in its own file. ``chunk`` is None if it is not chunked."""
 
     id: h5py.h5d.DatasetID
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...] | None  # None: in one piece
+    chunk: tuple[int, ...] | None
     filters: tuple[str, ...]
 
     def open(self) -> h5py.Dataset:
+        """Return the dataset as h5py's object."""
         return h5py.Dataset(self.id)
 
 
 def dataset(file: h5py.File, name: str) -> Data:
-    """The dataset ``a/b/c`` of a file, looked at before anything of it is read.
+    """Return the dataset ``a/b/c`` of a file, checked before any of its data is read.
 
     Raises:
-        ValueError: it is missing, behind a link, kept in other files, or packed by a filter that distseg does not use.
+        ValueError: it is missing, behind a link, stored in other files, or compressed by a filter
+            that distseg does not use.
     """
     where, found = file.filename, _followed(file, name)
     if not isinstance(found, h5py.h5d.DatasetID):
@@ -100,7 +105,7 @@ def dataset(file: h5py.File, name: str) -> Data:
 
 
 def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
-    """What has a name, found by hard links only."""
+    """Return the group or dataset of this name; refuse links other than hard links."""
     root, parts = h5py.h5g.open(file.id, b"/"), name.split("/")
     for count in range(1, len(parts) + 1):
         path = "/".join(parts[:count])
@@ -117,20 +122,31 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
 
 
 def strings(texts: list[str]) -> np.ndarray:
-    """Texts as HDF5 keeps them in place: others lie in a heap that has no checksum."""
+    """Return texts as a fixed-length array.
+
+    HDF5 stores texts of variable length in a heap that has no checksum.
+    """
     coded = [text.encode("utf-8", "surrogateescape") for text in texts]
     return np.array(coded, dtype=h5py.string_dtype("utf-8", max(1, *map(len, coded))))
 
 
 class Growing:
-    """A new HDF5 file: ``with Growing(path, handle) as growing: growing.file[...] = ...; growing.check()``.
+    """A new HDF5 file that grows in an open file.
+
+    ::
+
+        with Growing(path, handle) as growing:
+            growing.file[...] = ...
+            growing.check()
 
     Args:
-        path: its name.
-        handle: descriptor of the file, open for reading and writing, which is emptied; it stays open.
+        path: the name of the file.
+        handle: descriptor of the file, open for reading and writing; the file is emptied and stays
+            open.
 
     Raises:
-        OSError: by :meth:`check`, which the end of the block calls: the disk is full, or another error of the system.
+        OSError: the disk is full, or another system error. It is raised by :meth:`check`, and at
+            the end of the block.
     """
 
     def __init__(self, path: Path, handle: int):
@@ -139,12 +155,12 @@ class Growing:
         self.file = h5py.File(str(path), "w", driver="fileobj", fileobj=self._sink, libver=_VERSION)
 
     def check(self) -> None:
-        """Raise the first error that was met in writing."""
+        """Raise the first system error in writing, if any."""
         if self._sink.error is not None:
             raise self._sink.error
 
     def close(self) -> None:
-        """Hand all to the system."""
+        """Write everything to the system."""
         self.file.close()
         self.check()
 
@@ -159,7 +175,7 @@ class Growing:
 
 
 class _Sink:
-    """A file for HDF5 that takes everything: after the first error nothing is written any more."""
+    """File object for HDF5 that never fails: after the first error it ignores all writes."""
 
     def __init__(self, handle: int):
         self._handle, self._at, self._end = handle, 0, 0
@@ -211,5 +227,6 @@ class _Sink:
 
 
 def _kind(mode: int) -> str:
+    """Return in words what a path is that is not a plain file."""
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")

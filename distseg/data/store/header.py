@@ -1,4 +1,7 @@
-"""What a store says of itself: attributes, the index of its images, where they come from; checked before anything relies on it."""
+"""Header of a store: attributes, the index of its images, and their origin.
+
+Everything is checked when it is read, before other code uses it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _WRONG = (
 
 @dataclass(frozen=True)
 class Entry:
-    """An image: what it is called and what is known of it without reading it."""
+    """Index entry of an image: its name, and what is known without reading its pixels."""
 
     name: str
     split: str
@@ -40,19 +43,17 @@ class Entry:
     counts: list[int] | None  # pixels of each class
     nodata: int | float | None = None
     missing: int = 0  # pixels without data
-    sums: dict[str, int] = field(
-        default_factory=dict
-    )  # where those of pixels and labels begin; version 1 has none
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # of the sums of pixels and labels, and of the counts
-    label: int | float | None = (
-        None  # of the whole image: its class, or in a store of one class the number that this names
-    )
-    valid: bool = False  # it has a validity mask
-    place: Georeference | None = None  # where on earth its file says that it lies
+    # Index of the first checksum in ``sums`` by content, such as pixels; version 1 has none.
+    sums: dict[str, int] = field(default_factory=dict)
+    # Digests of the checksums by content, and of the counts.
+    digests: dict[str, str] = field(default_factory=dict)
+    # The label of the whole image: its class, or a number if the store has a single class.
+    label: int | float | None = None
+    valid: bool = False  # True if the image has a validity mask
+    place: Georeference | None = None
 
     def to_json(self) -> dict:
+        """Return the entry in types that JSON can hold."""
         return {
             **vars(self),
             "dtype": self.dtype.str,
@@ -62,7 +63,11 @@ class Entry:
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> "Entry":
-        """Raises KeyError, TypeError or ValueError for what is no entry."""
+        """Return the entry that :meth:`to_json` converted, of a store of this ``version``.
+
+        Raises:
+            KeyError, TypeError, ValueError: ``entry`` is not valid.
+        """
         known = (
             entry["name"],
             entry["split"],
@@ -85,7 +90,15 @@ class Entry:
         )
 
     def check(self, classes: int, version: int) -> None:
-        """Raises ValueError for what can not be."""
+        """Refuse values that are impossible.
+
+        Args:
+            classes: number of classes of the store.
+            version: version of the store.
+
+        Raises:
+            ValueError: naming the value.
+        """
         name, pixels = self.name, math.prod(n for n in self.size if type(n) is int)
         _must(isinstance(name, str), f"the name {name!r}")
         layout.check_name(name, "the index")
@@ -130,6 +143,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
+    """The header of a store."""
+
     version: int
     classes: list[str]
     bands: list[str]
@@ -139,12 +154,16 @@ class Header:
     std: np.ndarray
     provenance: dict
     images: dict[str, Entry]
-    colours: np.ndarray | None  # (classes, 3) uint8, where label maps had a palette
-    digest: str  # tells stores of different content apart; of version 1, of different headers
-    sums_at: int = 0  # byte of the file where the chunks' checksums begin
+    colours: np.ndarray | None  # (classes, 3) uint8, if label maps had a palette
+    digest: str  # differs between stores of different content (version 1: of different headers)
+    sums_at: int = 0  # byte of the file at which the chunks' checksums begin
 
     def check(self) -> None:
-        """Raises ValueError for what can not be."""
+        """Refuse values that are impossible, also in the index.
+
+        Raises:
+            ValueError: naming the value.
+        """
         _must(type(self.version) is int and self.version > 0, f"the version {self.version!r}")
         for what, names in dict(classes=self.classes, bands=self.bands).items():
             fine = (
@@ -173,7 +192,7 @@ class Header:
 
 
 def begin(file: h5py.File) -> None:
-    """What tells a store that is not complete from other files."""
+    """Mark a new file as an unfinished store."""
     file.attrs.create("format", np.bytes_(layout.FORMAT))
     file.attrs.update(version=layout.VERSION, complete=False)
 
@@ -190,7 +209,20 @@ def write(
     sums: np.ndarray,
     colours: np.ndarray | None = None,
 ) -> None:
-    """The last to be written: with it the store is complete. ``sums`` (all chunks) uint64, ``colours`` (classes, 3) uint8."""
+    """Write the header, after all images: it completes the store.
+
+    Args:
+        file: the open file.
+        classes: names in the order of their labels.
+        bands: names of the bands.
+        ignore: label of pixels to ignore.
+        mean: (bands,) mean of each band.
+        std: (bands,) standard deviation of each band.
+        provenance: where the data come from, in types that JSON can hold.
+        images: the index.
+        sums: (all chunks) uint64, their checksums.
+        colours: (classes, 3) uint8; None if there are none.
+    """
     file["sums"] = sums
     attributes = file.attrs
     for name, texts in dict(classes=classes, bands=bands).items():
@@ -212,10 +244,10 @@ def write(
 
 
 def read(path: str, file: h5py.File) -> Header:
-    """The header of a store.
+    """Return the header of a store.
 
     Raises:
-        ValueError: not a store, an unfinished or damaged one, or one of a newer version.
+        ValueError: the file is not a store, is unfinished or damaged, or has a newer version.
     """
     try:
         return _read(path, file)
@@ -232,7 +264,7 @@ def read(path: str, file: h5py.File) -> Header:
 
 
 class _Told(ValueError):
-    """An error whose words need no more."""
+    """Error whose message is complete."""
 
 
 def _read(path: str, file: h5py.File) -> Header:
@@ -275,15 +307,18 @@ def _read(path: str, file: h5py.File) -> Header:
 
 
 def _must(fine: bool, what: str) -> None:
+    """Raise a ValueError unless ``fine``."""
     if not fine:
         raise ValueError(f"{what} cannot be")
 
 
 def _count(value: Any, most: int) -> bool:
+    """Return True if ``value`` is an int between 0 and ``most``."""
     return type(value) is int and 0 <= value <= most
 
 
 def _sums_at(file: h5py.File) -> int:
+    """Return the byte of the file at which the checksums begin."""
     found = hdf5.dataset(file, "sums")
     if found.chunk is not None or found.dtype != np.uint64 or found.id.get_offset() is None:
         raise ValueError("its checksums are not stored as distseg stores them")
@@ -298,12 +333,13 @@ def _text(file: h5py.File, name: str) -> str:
 
 
 def _digest(file: h5py.File, texts: dict[str, str]) -> str:
+    """Return the digest of all attributes and of ``texts``."""
     attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "digest"}
     return layout.digest(json.dumps([attributes, texts], sort_keys=True).encode())
 
 
 def _plain(value: Any) -> Any:
-    """An attribute in JSON's types."""
+    """Return an attribute in types that JSON can hold."""
     if isinstance(value, h5py.Empty):
         return None
     if isinstance(value, (np.ndarray, np.generic)):

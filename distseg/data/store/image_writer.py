@@ -1,4 +1,4 @@
-"""One image on its way into a store: takes its blocks, refuses what training could not use, counts its classes."""
+"""Write one image of a store: take its blocks, refuse invalid values, count its classes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ from distseg.data.store.header import Entry
 from distseg.data.store.statistics import ClassCounts, Moments
 from distseg.tiling.tile import Box
 
-_LARGEST = 1e30  # beyond lie the numbers that stand for no data, which would drown all others in means and deviations
+# Larger values usually stand for no data, and would ruin mean and standard deviation.
+_LARGEST = 1e30
 
 
 class ImageWriter:
-    """Writes blocks of an image and its labels into its group of the file.
+    """Writer of an image's blocks and labels into its group of the file.
 
     Args:
-        bands, classes: names.
-        nodata: the number that stands for no data in its pixels; None for none.
-        label: of the whole image.
-        masked: it has a validity mask.
-        place: where on earth it lies.
-        moments: takes the pixels of a training image, None for others.
-        check: raises what the disk has said.
+        group: the group of the image.
+        name: the name of the image.
+        split: the split of the image.
+        size: the size of the image.
+        dtype: dtype of the pixels.
+        labels: True if its pixels have labels.
+        bands: names of the bands.
+        classes: names of the classes.
+        ignore: label of pixels to ignore.
+        nodata: the number for no data; None for none.
+        moments: statistics that take the pixels; None if the image is not in the split train.
+        check: raises the error of a full disk, if any.
+        label: the label of the whole image.
+        masked: True if it has a validity mask.
+        place: the georeference of the image.
     """
 
     def __init__(
@@ -53,15 +62,10 @@ class ImageWriter:
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
         self.bands, self.classes, self.ignore = bands, classes, ignore
-        self.group, self.nodata, self.moments, self.missing, self.label = (
-            group,
-            nodata,
-            moments,
-            Box.whole(size).pixels,
-            label,
-        )
+        self.group, self.nodata, self.moments, self.label = group, nodata, moments, label
+        self.missing = Box.whole(size).pixels  # pixels that were not written yet
         self.counts = ClassCounts(len(classes), size) if labels else None
-        self.without_data = 0  # pixels
+        self.without_data = 0  # number of pixels without data in all bands
         shape = (len(bands), *size)
         pixels = group.create_dataset(
             "pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize)
@@ -82,12 +86,18 @@ class ImageWriter:
         labels: np.ndarray | None = None,
         valid: np.ndarray | None = None,
     ) -> None:
-        """Write pixels (bands, *box.size) of the image's type or one that fits into it, labels (*box.size) of any integer type.
+        """Write a block of pixels, with its labels and its validity mask.
 
-        A pixel without data in any band is ignored, whatever its label.
+        Pixels without data in all bands get the label to ignore.
 
         Args:
-            valid: where there is data, (*box.size) bool, of an image with a validity mask; None for everywhere.
+            box: the block.
+            pixels: (bands, *box.size) of the image's dtype, or of one that fits into it.
+            labels: (*box.size) of any integer dtype; None if the image has no labels.
+            valid: (*box.size) bool, True where there is data; None for everywhere.
+
+        Raises:
+            ValueError: a shape, a dtype or a value is wrong; the message names the position.
         """
         self._check_shapes(box, pixels, labels, valid)
         missing = missing_of(pixels, self.nodata, valid)
@@ -114,7 +124,14 @@ class ImageWriter:
         self._check_disk()
 
     def entry(self, first: int) -> tuple[Entry, np.ndarray]:
-        """The image's line in the index, and the checksums of its chunks, which begin at ``first``; ValueError unless all is written."""
+        """Return the image's index entry and the checksums of its chunks.
+
+        Args:
+            first: index of the first of these checksums among those of the store.
+
+        Raises:
+            ValueError: some pixels were not written.
+        """
         if self.missing:
             raise ValueError(
                 f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never "
@@ -218,7 +235,10 @@ class ImageWriter:
 
 
 def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
-    """The index of the first number that is none, or must stand for no data, but is not among the ``missing``; None if all are fine."""
+    """Return the index of the first invalid value; None if all are valid.
+
+    A value is invalid if it is not finite or above 1e30, and not among the ``missing`` values.
+    """
     if pixels.dtype.kind != "f":
         return None
     fine = np.isfinite(pixels)
@@ -231,4 +251,5 @@ def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[in
 
 
 def position(box: Box, inside) -> tuple[int, ...]:
+    """Return the position in the image of the pixel ``inside`` of a box."""
     return tuple(int(a + p) for a, p in zip(box.start, inside))

@@ -1,4 +1,7 @@
-"""What a store knows of its data without reading them again: mean and deviation of each band, and where each class is."""
+"""Statistics that a store keeps: mean and standard deviation of each band, and class counts.
+
+They are computed once, so that training need not read the data for them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from distseg.tiling.tile import Box
 
 
 class Moments:
-    """Mean and standard deviation of each band, fed block by block.
+    """Mean and standard deviation of each band, computed block by block in float64.
 
-    Blocks are joined by the formula of Chan, Golub and LeVeque (Updating formulae and a pairwise algorithm for computing
-    sample variances, 1979) in float64: no sum of squares, whose difference from a large mean would cancel.
+    Blocks are merged by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
+    algorithm for computing sample variances", 1979). It avoids the cancellation in mean(x^2) -
+    mean(x)^2 when the mean is large.
     """
 
     def __init__(self, bands: int):
@@ -21,7 +25,12 @@ class Moments:
         self._squares = np.zeros(bands)  # sums of squared distances from the mean
 
     def add(self, pixels: np.ndarray, missing: np.ndarray | None = None) -> None:
-        """(bands, *size), not empty, but for the values that are ``missing``."""
+        """Add a block of pixels.
+
+        Args:
+            pixels: (bands, *size), not empty.
+            missing: bool of the same shape, True for values without data; None for none.
+        """
         for band, values in enumerate(pixels):
             self._add(band, values if missing is None else values[~missing[band]])
 
@@ -40,20 +49,23 @@ class Moments:
 
     @property
     def std(self) -> np.ndarray:
-        """Of the whole population; 1 for a constant band, so that dividing by it does nothing."""
+        """The population standard deviation, (bands,); 1 for a constant band, to divide by."""
         std = np.sqrt(self._squares / np.maximum(1, self.pixels))
         return np.where(std > 0, std, 1.0)
 
 
 class ClassCounts:
-    """Pixels of each class in every block of an image: ``table`` (classes, *blocks), and their ``totals``."""
+    """Pixels of each class in every block of an image.
+
+    ``table`` is (classes, *blocks) int64, ``totals`` has one int per class.
+    """
 
     def __init__(self, classes: int, size):
         self.totals = [0] * classes
         self.table = np.zeros((classes, *blocks(size)), dtype=np.int64)
 
     def add(self, box: Box, labels: np.ndarray) -> None:
-        """Labels (*box.size); those that are no class count nowhere."""
+        """Count labels (*box.size) of a box; labels that are no class are not counted."""
         touched = box.coarsened((BLOCK,) * len(box.start))
         cell = np.zeros((1,) * labels.ndim, dtype=np.int64)
         for dim, (a, b, first, count) in enumerate(
@@ -73,5 +85,5 @@ class ClassCounts:
         self.totals = [int(t + n) for t, n in zip(self.totals, found.reshape(classes, -1).sum(1))]
 
     def forget(self) -> None:
-        """Keep the totals only: a store has many images."""
+        """Drop the table and keep the totals, to save memory in a store of many images."""
         del self.table

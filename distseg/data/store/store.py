@@ -1,8 +1,9 @@
-"""The store: one HDF5 file with all images, their labels, and what training must know of them beforehand.
+"""The store: one HDF5 file with all images, their labels, and statistics for training.
 
-A rank opens the file itself and reads the windows it needs. The file is finished (``writer.py`` sees to that), so it is
-read without locks, as parallel file systems like it. What is in it: ``layout.py``. What is read is what was written, or an
-error names the image and the place.
+Each rank opens the file itself and reads the windows it needs. The file is finished
+(``writer.py``), so it is read without locks, which parallel file systems handle poorly.
+``layout.py`` describes its content. Damaged data raise an error that names the image and the
+position.
 """
 
 from __future__ import annotations
@@ -21,31 +22,34 @@ from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing
 from distseg.data.store import hdf5, header, layout
 from distseg.data.store.chunks import AGAIN, ChunkReader, Damage, Sums
-from distseg.data.store.writer import StoreWriter  # noqa: F401  (the other half of the store's interface)
+from distseg.data.store.writer import StoreWriter  # noqa: F401  (part of this interface)
 from distseg.tiling.tile import Box
 
-_READERS_KEPT, _CHUNKS_KEPT = (
-    1 << 14,
-    1 << 20,
-)  # of which each knows where its chunks lie: 20 MB and 30 MB
+# Limits of cached readers and of their chunks, whose positions take up to 20 MB and 30 MB.
+_READERS_KEPT, _CHUNKS_KEPT = 1 << 14, 1 << 20
 _MADE_BY = "'distseg prepare' writes a store from images"
-_told: set[str] = set()  # stores without checksums, of which this process has said so
+_told: set[str] = set()  # stores without checksums that this process has warned of
 
 
 class Store:
-    """Windows of images and labels, channels first. Safe for several threads; a forked process opens its own handle.
+    """Reader of a store: windows of images and labels, channels first.
 
-    ``digest`` tells stores of different content apart; of version 1, which has no checksums, stores of different headers.
+    Several threads may use it. A forked process opens its own handle. ``digest`` differs between
+    stores of different content; in version 1, which has no checksums, between stores of different
+    headers.
 
     Args:
-        constants: mean and standard deviation of each band by which pixels are normalised, such as those that a network was trained with;
-            by default the store's own.
-        shrink: a pixel is the mean of so many of the file's along each dim; rows and columns that are left over fall away. Of labels of whole images.
+        path: the store.
+        constants: mean and standard deviation of each band for normalising, such as those that a
+            network was trained with; by default the store's own.
+        shrink: average blocks of ``shrink`` pixels a side into one pixel; rows and columns left
+            over are dropped. Only for images without labels of pixels.
 
     Raises:
-        FileNotFoundError: nothing at ``path``.
-        ValueError: no store, a damaged or unfinished one, one of a newer version, or one of other bands than ``constants``.
-            Methods that read raise it for what is damaged, naming the image and the place.
+        FileNotFoundError: the store does not exist.
+        ValueError: the file is no store, is damaged, unfinished or of a newer version, or has other
+            bands than ``constants``. Reading methods raise it for damaged data, naming the image
+            and the position.
     """
 
     def __init__(
@@ -60,10 +64,8 @@ class Store:
         self.version, self.digest = found.version, found.digest
         self.classes, self.band_names = found.classes, found.bands
         self.ignore, self.block = found.ignore, found.block
-        self.mean, self.std = (
-            found.mean,
-            found.std,
-        )  # (bands,) float64, over all pixels of the split 'train' that have data
+        # (bands,) float64, over all pixels of the split 'train' that have data
+        self.mean, self.std = found.mean, found.std
         if constants is not None:
             if len(constants[0]) != self.bands:
                 raise ValueError(
@@ -72,14 +74,10 @@ class Store:
                 )
             self.mean, self.std = (np.asarray(values, np.float64) for values in constants)
         self.provenance, self._images, self._sums_at = found.provenance, found.images, found.sums_at
-        self.colours = (
-            found.colours
-        )  # (classes, 3) uint8, where label maps had a palette, else None
+        self.colours = found.colours  # (classes, 3) uint8 if label maps had a palette, else None
         self._check_size()
         self._check_shrink()
-        self.splits: dict[
-            str, list[str]
-        ] = {}  # the names of the images of each, in the order they were written
+        self.splits: dict[str, list[str]] = {}  # names of images, in the order they were written
         for name, entry in self._images.items():
             self.splits.setdefault(entry.split, []).append(name)
         self._say_version()
@@ -89,30 +87,34 @@ class Store:
 
     @property
     def bands(self) -> int:
+        """The number of bands."""
         return len(self.band_names)
 
     def split(self, name: str) -> list[str]:
+        """Return the names of a split's images, in the order they were written."""
         if name not in self.splits:
             raise ValueError(f"{self.path} has no split {name!r}: choose {', '.join(self.splits)}")
         return self.splits[name]
 
     def size(self, name: str) -> tuple[int, ...]:
+        """Return the size of an image, after shrinking."""
         return tuple(n // self.shrink for n in self._entry(name).size)
 
     def dtype(self, name: str) -> np.dtype:
-        """Of the stored pixels."""
+        """Return the dtype of the stored pixels."""
         return self._entry(name).dtype
 
     def has_labels(self, name: str) -> bool:
+        """Return True if the image's pixels have labels."""
         return self._entry(name).labels
 
     @property
     def of_images(self) -> bool:
-        """Whether labels are of whole images."""
+        """True if labels belong to whole images."""
         return any(entry.label is not None for entry in self._images.values())
 
     def label(self, name: str) -> int | float:
-        """Of the whole image: its class, or in a store of one class the number that this names."""
+        """Return the label of a whole image: its class, or a number in a store of one class."""
         found = self._entry(name).label
         if found is None:
             raise ValueError(
@@ -122,11 +124,11 @@ class Store:
         return found
 
     def nodata(self, name: str) -> int | float | None:
-        """The number that stands for no data in the image's pixels."""
+        """Return the number for no data in the image's pixels; None if there is none."""
         return self._entry(name).nodata
 
     def place(self, name: str) -> Georeference | None:
-        """Return where on earth the image's file says that it lies."""
+        """Return the georeference of the image; None if there is none."""
         return self._entry(name).place
 
     def masked(self, name: str) -> bool:
@@ -134,15 +136,18 @@ class Store:
         return self._entry(name).valid
 
     def missing(self, name: str) -> int:
-        """Pixels of the image that have no data in any band."""
+        """Return the number of the image's pixels that have no data in any band."""
         return self._entry(name).missing
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """Pixels (bands, *box.size) as they are stored; means of them float32."""
+        """Return the pixels of a box, (bands, *box.size), in the stored dtype; shrunk: float32."""
         return self.read_boxes(name, [box])[:, 0]
 
     def read_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
-        """Return the same of boxes of one size side by side, (bands, boxes, *size)."""
+        """Return the pixels of boxes of the same size, (bands, boxes, *size).
+
+        They have the stored dtype; float32 if shrunk.
+        """
         for box in boxes:
             self._check(name, box)
         k = self.shrink
@@ -151,18 +156,21 @@ class Store:
             for box in boxes
         ]
         found = self.reader(name, "pixels").read_boxes(stored)
-        return (found if k == 1 else np.stack([shrunken(pixels, k) for pixels in found])).swapaxes(
-            0, 1
-        )
+        if k > 1:
+            found = np.stack([shrunken(pixels, k) for pixels in found])
+        return found.swapaxes(0, 1)
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
-        """(pixels - mean) / std in float32, (bands, *box.size); 0, the mean, where there is no data."""
+        """Return (pixels - mean) / std of a box, (bands, *box.size) float32; 0 without data."""
         return normalised(
             self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box)
         )
 
     def read_normalised_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
-        """Return the same of boxes of one size side by side, (bands, boxes, *size)."""
+        """Return (pixels - mean) / std of boxes of the same size, (bands, boxes, *size) float32.
+
+        Values without data are 0.
+        """
         valid = [self.valid(name, box) for box in boxes]
         valid = None if valid[0] is None else np.stack(valid)
         return normalised(
@@ -170,27 +178,36 @@ class Store:
         )
 
     def valid(self, name: str, box: Box) -> np.ndarray | None:
-        """Return where the image's validity mask says that there is data, (*box.size) bool; None where it has no mask, or data everywhere."""
+        """Return the validity mask of a box, (*box.size) bool, True where there is data.
+
+        None means that the image has no mask, or no pixel without data.
+        """
         if not (self.masked(name) and self.missing(name)):
             return None
         self._check(name, box)
         return self.reader(name, "valid").read(box) != 0
 
     def without_data(self, name: str, box: Box) -> np.ndarray | None:
-        """Return which pixels have no data in any band, (*box.size) bool; None where all have."""
+        """Return where pixels of a box have no data in any band, (*box.size) bool.
+
+        None means that all pixels have data.
+        """
         if not self.missing(name):
             return None
         found = missing(self.read(name, box), self.nodata(name), self.valid(name, box))
         return None if found is None else found.all(0)
 
     def labels(self, name: str, box: Box) -> np.ndarray:
-        """Class numbers or ``ignore``, (*box.size) uint8."""
+        """Return the labels of a box, class numbers or ``ignore``, (*box.size) uint8."""
         self._check_labelled(name)
         self._check(name, box)
         return self.reader(name, "labels").read(box)
 
     def block_counts(self, name: str) -> np.ndarray:
-        """Pixels of each class in each block, (classes, *blocks): where a class is, without reading the labels."""
+        """Return the pixels of each class in each block of an image, (classes, *blocks) int64.
+
+        They tell where a class is without reading the labels.
+        """
         self._check_labelled(name)
         found = self.reader(name, "counts")
         table = found.read(Box.whole(found.shape))
@@ -202,15 +219,15 @@ class Store:
         return table.astype(np.int64)
 
     def class_counts(self, name: str) -> list[int]:
-        """Pixels of each class in the image."""
+        """Return the number of pixels of each class in the image."""
         self._check_labelled(name)
         return self._entry(name).counts
 
     def reader(self, name: str, what: str) -> ChunkReader:
-        """The chunks of an image's ``pixels``, ``labels`` or ``counts``.
+        """Return the reader of an image's ``pixels``, ``labels``, ``valid`` or ``counts``.
 
         Raises:
-            ValueError: they are missing, not kept in the file itself, or not what the index says.
+            ValueError: the data are missing, stored in another file, or differ from the index.
         """
         if self._process != os.getpid():
             self._open()
@@ -221,9 +238,9 @@ class Store:
         return found
 
     def _keep(self, key: tuple[str, str], reader: ChunkReader) -> None:
-        """For the next time, in the place of those that were opened first."""
+        """Cache a reader; drop the oldest readers if there are too many."""
         with self._lock:
-            if key in self._readers:  # another thread was quicker
+            if key in self._readers:  # another thread has made the same reader
                 return
             self._readers[key] = reader
             self._chunks_kept += reader.chunks
@@ -245,8 +262,10 @@ class Store:
             found = hdf5.dataset(self._handle, f"images/{name}/{what}")
             shape, dtype = self._expected(entry, what)
             if (found.shape, found.dtype) != (shape, dtype):
-                told = f"the {words} are {found.shape} of {found.dtype}, the index says {shape} of {dtype}"
-                raise Damage(f"{self.path} is damaged: {told}: {AGAIN}")
+                raise Damage(
+                    f"{self.path} is damaged: the {words} are {found.shape} of {found.dtype}, "
+                    f"the index says {shape} of {dtype}: {AGAIN}"
+                )
             sums = (
                 Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what])
                 if what in entry.sums
@@ -255,13 +274,13 @@ class Store:
             return ChunkReader(
                 self._descriptor, found, self.path, words, sums, leading=int(what == "pixels")
             )
-        except (OSError, RuntimeError, KeyError) as e:  # HDF5's words
+        except (OSError, RuntimeError, KeyError) as e:  # errors of HDF5
             raise Damage(
                 f"{self.path} is damaged: the {words} cannot be found ({e}): {AGAIN}"
             ) from e
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and type."""
+        """Return the shape and dtype that a dataset must have by the index."""
         if what == "pixels":
             return (self.bands, *entry.size), entry.dtype
         if what in ("labels", "valid"):
@@ -269,6 +288,7 @@ class Store:
         return (len(self.classes), *(-(-n // self.block) for n in entry.size)), np.dtype("<u4")
 
     def _check_shrink(self) -> None:
+        """Refuse to shrink images whose labels or missing pixels cannot be averaged."""
         if self.shrink == 1:
             return
         for name, entry in self._images.items():
@@ -285,7 +305,7 @@ class Store:
                 )
 
     def _check_size(self) -> None:
-        """Of the pixels, which are not packed, the file must have all."""
+        """Refuse a file that is smaller than its uncompressed pixels."""
         needed = sum(
             entry.dtype.itemsize * self.bands * Size(entry.size).volume
             for entry in self._images.values()
@@ -295,6 +315,7 @@ class Store:
             raise ValueError(f"{self.path} is damaged or cut off: {words}: {AGAIN}")
 
     def _say_version(self) -> None:
+        """Warn once per process about a store without checksums."""
         if self.version < 2 and self.path not in _told:
             _told.add(self.path)
             words = (
@@ -330,7 +351,10 @@ class Store:
 
 
 def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
-    """Means over ``by`` pixels along each dim, float32: (bands, *size) -> (bands, *(size // by))."""
+    """Return means over blocks of ``by`` pixels a side, (bands, *(size // by)) float32.
+
+    ``pixels`` is (bands, *size).
+    """
     cut = pixels[(slice(None), *(slice(n // by * by) for n in pixels.shape[1:]))]
     split = cut.reshape(len(cut), *(n for size in cut.shape[1:] for n in (size // by, by)))
     return split.mean(tuple(range(2, split.ndim, 2)), dtype=np.float32)
@@ -343,14 +367,21 @@ def normalised(
     nodata: int | float | None = None,
     valid: np.ndarray | None = None,
 ) -> np.ndarray:
-    """(pixels - mean) / std in float32, computed in float64 where pixels have more digits than float32; pixels (bands, *size).
+    """Return (pixels - mean) / std as float32, with 0 for values without data.
 
-    Where they are ``nodata``, or not ``valid`` (*size), the result is 0, as if the pixel were the mean.
+    The computation is in float64 if the pixels have more digits than float32.
+
+    Args:
+        pixels: (bands, *size).
+        mean: (bands,).
+        std: (bands,).
+        nodata: the number for no data; None for none.
+        valid: the validity mask, (*size) bool; None for everywhere.
     """
     absent = missing(pixels, nodata, valid)
     pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))
     if absent is not None:
-        pixels[absent] = 0  # the number itself may be too large to count with
+        pixels[absent] = 0  # the number for no data could overflow below
     shape = (-1, *(1 for _ in pixels.shape[1:]))
     pixels -= mean.astype(pixels.dtype).reshape(shape)
     pixels /= std.astype(pixels.dtype).reshape(shape)

@@ -1,6 +1,7 @@
-"""Writes a store, block by block, so that no image has to fit into memory, and whole or not at all.
+"""Write a store block by block, so that no image has to fit into memory.
 
-The file grows under another name and takes its own when everything is in it, checked and on the disk.
+The store grows in the file NAME.partial. It takes its name when it is complete, checked and on the
+disk.
 """
 
 from __future__ import annotations
@@ -22,27 +23,44 @@ from distseg.report.disk import check_replaceable, locked, room_told, to_disk
 
 
 def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
-    """Return the bytes that an image takes in a store at most: its pixels, and planes of a byte a pixel, such as labels."""
+    """Return the most bytes that an image takes in a store.
+
+    Args:
+        size: the size of the image.
+        bands: number of bands.
+        dtype: dtype of the pixels.
+        planes: number of further arrays of one byte per pixel, such as labels.
+    """
     return Size(size).volume * (bands * dtype.itemsize + planes)
 
 
 class StoreWriter:
-    """``with StoreWriter(path, classes, bands) as writer: writer.add_image(...).write(box, pixels, labels)``.
+    """Writer of a store.
+
+    ::
+
+        with StoreWriter(path, classes, bands) as writer:
+            image = writer.add_image(name, size, dtype, split, labels=True)
+            image.write(box, pixels, labels)
 
     Args:
+        path: the store to write.
         classes: names in the order of their labels, 2 to 255.
-        numbers: instead, each image has a number, and ``classes`` is its one name.
-        bands: names of the bands, or how many there are.
-        ignore: label of pixels that count nowhere; no class has it.
-        provenance: where the data come from; anything JSON can hold.
-        overwrite: replace a store that is there.
-        colours: (classes, 3) uint8, in which class maps are drawn.
-        expected: bytes that it may take, for the message of a full disk; by default those of the images added so far.
+        bands: names of the bands, or their number.
+        ignore: label of pixels to ignore; it is no class.
+        provenance: where the data come from, in types that JSON can hold.
+        overwrite: replace an existing store.
+        expected: bytes that the store may take, for the message of a full disk; by default those of
+            the images added so far.
+        numbers: each image has a number as its label, and ``classes`` is one name that says what
+            the numbers measure.
+        colours: (classes, 3) uint8, the colours of class maps.
 
     Raises:
-        FileExistsError: ``path`` is there and ``overwrite`` is not set, or it is no file.
-        ValueError: classes, bands or data that make no store, naming the image and the position.
-        NoRoom: the disk is full. Nothing is left behind.
+        FileExistsError: ``path`` exists and ``overwrite`` is not set, or it is not a file.
+        ValueError: classes, bands or data are not valid; the message names the image and the
+            position.
+        NoRoom: the disk is full. No partial store is left behind.
     """
 
     def __init__(
@@ -115,16 +133,30 @@ class StoreWriter:
             self._lock.close()
 
     def add_image(
-        self, name: str, size: Sequence[int], dtype, split: str, labels: bool, nodata: int | float | None = None, label: int | float | None = None, masked: bool = False, place: Georeference | None = None
-    ) -> ImageWriter:  # fmt: skip
-        """A new image of ``size`` pixels, to be written in blocks that cover it.
+        self,
+        name: str,
+        size: Sequence[int],
+        dtype,
+        split: str,
+        labels: bool,
+        nodata: int | float | None = None,
+        label: int | float | None = None,
+        masked: bool = False,
+        place: Georeference | None = None,
+    ) -> ImageWriter:
+        """Return the writer of a new image; its blocks must cover the image.
 
         Args:
-            labels: whether its pixels have labels.
-            label: of the whole image, instead: the number of its class, or in a store of one class the number that this names.
-            nodata: the number that stands for no data in its pixels; as nothing where no pixel of ``dtype`` can have it.
-            masked: it has a validity mask, which is written with its pixels.
-            place: where on earth it lies, for class maps of it.
+            name: the name of the image.
+            size: the size of the image.
+            dtype: dtype of the pixels.
+            split: the split of the image.
+            labels: True if its pixels have labels.
+            nodata: the number for no data; ignored if no pixel of ``dtype`` can have it.
+            label: the label of the whole image: its class, or a number if the store has a single
+                class.
+            masked: True if a validity mask is written with the pixels.
+            place: the georeference of the image, for its class maps.
         """
         self._check_disk()
         if name in self._images:
@@ -138,27 +170,36 @@ class StoreWriter:
         if min(size, default=0) < 1:
             raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
         self._check_label(name, labels, label)
-        group, size, dtype = (
-            self.file.create_group(f"images/{name}"),
-            tuple(int(n) for n in size),
-            np.dtype(dtype),
-        )
+        group = self.file.create_group(f"images/{name}")
+        size, dtype = tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
         self._added += bytes_of(size, len(self.bands), dtype, labels + masked)
         image = ImageWriter(
-            group, name, split, size, dtype, labels, self.bands, self.classes, self.ignore, value, moments, self._check_disk, label, masked, place
-        )  # fmt: skip
+            group,
+            name,
+            split,
+            size,
+            dtype,
+            labels,
+            self.bands,
+            self.classes,
+            self.ignore,
+            value,
+            moments,
+            self._check_disk,
+            label,
+            masked,
+            place,
+        )
         self._images[name] = image
         return image
 
     def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
-        """Refuse labels of pixels and of whole images in one store, and what is no label."""
+        """Refuse invalid labels, and labels of pixels and of whole images in one store."""
         others, one = self._images.values(), self.numbers
-        of_pixels, of_images = (
-            labels or any(image.counts for image in others),
-            label is not None or any(image.label is not None for image in others),
-        )
+        of_pixels = labels or any(image.counts for image in others)
+        of_images = label is not None or any(image.label is not None for image in others)
         if of_pixels and (of_images or one):
             raise ValueError(
                 f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of "
@@ -205,7 +246,7 @@ class StoreWriter:
             to_disk(self.path.parent)
 
     def _entries(self) -> tuple[list[header.Entry], np.ndarray]:
-        """The lines of the index, and the checksums of all chunks."""
+        """Return the index and the checksums of all chunks."""
         index, sums, first = [], [np.zeros(0, np.uint64)], 0
         for image in self._images.values():
             entry, found = image.entry(first)
@@ -218,4 +259,5 @@ class StoreWriter:
             self._growing.check()
 
     def _room_told(self) -> ContextManager[None]:
+        """Return the context that converts errors of a full disk into :class:`NoRoom`."""
         return room_told(self.path, self.partial, max(self.expected, self._added))

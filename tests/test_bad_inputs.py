@@ -330,7 +330,7 @@ TABLE = {
     "no stages": (["plan", "--stages", "0"], "--stages is a whole number from 1 to 1000000, got 0"),
     "more stages than layers": (["plan", "--model", "tiny", "--stages", "99"], r"of 29 layers can't be cut into 99 stages \(--stages\): choose 1 to 29"),
     "a tile of other dims": (["plan", "--model", "tiny", "--tile", "8x8x8"], "--tile is 8x8x8, of 3 dims, but the model's images have 2"),
-    "a tile too small": (["plan", "--model", "tiny", "--stages", "2", "--tile", "1"], r"model tiny can not be planned on 1 windows of 1x1 pixels \(--tile, --batch\): "),
+    "a tile too small": (["plan", "--model", "tiny", "--stages", "2", "--tile", "1"], r"model tiny cannot be planned on 1 windows of 1x1 pixels \(--tile, --batch\): "),
     "a tile too large": (["plan", "--model", "tiny", "--stages", "2", "--tile", "99999999999"], "--tile is 99999999999x99999999999, more than"),
     "an unknown device": (["plan", "--model", "tiny", "--device", "tpu", "--stages", "2"], "unknown --device 'tpu': choose v100, cpu"),
     "no schedule": (["plan", "--schedule", "chaos"], "invalid choice: 'chaos'"),

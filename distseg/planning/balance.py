@@ -1,12 +1,14 @@
-"""How many layers each stage gets: the split whose slowest stage is fastest, under a memory limit, and splits to compare with.
+"""Find the split into stages whose slowest stage is fastest, under a memory limit.
 
-A pipeline runs at the pace of its slowest stage. Over contiguous splits the best one is found exactly by a dynamic
-programme: if B[s, b] is the smallest possible maximum for the layers before b on stages 0..s,
+A pipeline runs at the pace of its slowest stage. A dynamic programme finds the best contiguous
+split exactly. Let B[s, b] be the smallest possible maximum for the layers before b on stages 0..s:
 
     B[s, b] = min over a < b of max(B[s-1, a], cost of layers a..b-1 on stage s)
 
-Costs come as tables over all runs of layers, ``table[a, b]`` of layers a..b-1, so the same lines serve for seconds,
-where they are sums, and for bytes, where they are not, and depend on the stage: under 1F1B early stages hold more.
+Costs are tables over all runs of layers: ``table[a, b]`` belongs to layers a..b-1. So the same code
+serves for seconds and for bytes. The seconds of a run are the sum over its layers. Its bytes are
+not, and they depend on the stage: under 1F1B early stages hold more. Other splits, to compare with,
+are here too.
 """
 
 from __future__ import annotations
@@ -20,16 +22,19 @@ import numpy as np
 def fastest_split(
     seconds: np.ndarray, stages: int, peaks: np.ndarray | None = None, limit: float | None = None
 ) -> list[int]:
-    """The layers of each stage that make the slowest stage fastest; among these, the smallest sum of squares.
+    """Return the number of layers of each stage such that the slowest stage is fastest.
+
+    Among equally fast splits the one with the smallest sum of squared seconds is taken.
 
     Args:
-        seconds: (n + 1, n + 1), of layers a..b-1 in ``seconds[a, b]``, or (S, n + 1, n + 1), where it depends on the stage; only a < b is read.
-        stages: S.
-        peaks: (S, n + 1, n + 1), the bytes that stage s takes with layers a..b-1.
-        limit: bytes that a stage may take; none if None.
+        seconds: (n + 1, n + 1), seconds of layers a..b-1 in ``seconds[a, b]``; or
+            (S, n + 1, n + 1) if they depend on the stage. Only entries with a < b are read.
+        stages: S, the number of stages.
+        peaks: (S, n + 1, n + 1), bytes that stage s takes with layers a..b-1.
+        limit: bytes that a stage may take; None for no limit.
 
     Raises:
-        ValueError: more stages than layers, or no split fits into the memory.
+        ValueError: there are more stages than layers, or no split fits the limit.
     """
     layers = seconds.shape[-1] - 1
     _check_stages(layers, stages)
@@ -40,8 +45,9 @@ def fastest_split(
         least, _ = _cheapest(np.where(allowed, peaks, np.inf), np.maximum)
         if least > limit:
             raise ValueError(
-                f"no split into {stages} stages fits: the fullest one takes at least {least / 2**30:.4g} GiB, "
-                f"but the limit is {limit / 2**30:.4g} GiB: take more stages, recompute activations (always), or smaller micro-batches"
+                f"no split into {stages} stages fits: the fullest one takes at least "
+                f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: take more "
+                "stages, recompute activations (always), or smaller micro-batches"
             )
         allowed = allowed & (peaks <= limit)
     slowest, _ = _cheapest(np.where(allowed, seconds, np.inf), np.maximum)
@@ -50,7 +56,12 @@ def fastest_split(
 
 
 def _cheapest(cost: np.ndarray, combine: Callable) -> tuple[float, list[int]]:
-    """(cost, layers of each stage) of the split with the least combined cost; ``cost`` is (S, n + 1, n + 1)."""
+    """Return the least combined cost of a split and its number of layers per stage.
+
+    Args:
+        cost: (S, n + 1, n + 1), the cost of layers a..b-1 as stage s; infinite if not allowed.
+        combine: the ufunc that combines the costs of stages, np.maximum or np.add.
+    """
     best, starts = cost[0, 0], []
     for stage in cost[1:]:
         total = combine(best[:, None], stage)  # (a, b)
@@ -64,7 +75,7 @@ def _cheapest(cost: np.ndarray, combine: Callable) -> tuple[float, list[int]]:
 
 
 def sums(costs: Sequence[float]) -> np.ndarray:
-    """(n + 1, n + 1): the sum of costs[a:b] in [a, b], 0 where a >= b."""
+    """Return an (n + 1, n + 1) table: the sum of costs[a:b] in [a, b], 0 where a >= b."""
     table = np.zeros((len(costs) + 1, len(costs) + 1))
     for a in range(len(costs)):
         table[a, a + 1 :] = np.cumsum(costs[a:])
@@ -72,25 +83,32 @@ def sums(costs: Sequence[float]) -> np.ndarray:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Numbers of layers that differ by at most one, the larger ones first."""
+    """Return the layers of each stage, which differ by at most one, larger numbers first."""
     _check_stages(layers, stages)
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def torchgpipe_split(seconds: Sequence[float], stages: int) -> list[int]:
-    """What torchgpipe's ``balance_by_time`` makes of the layers' seconds (Bárány and Grinberg's block partitions)."""
+    """Return the split of torchgpipe's ``balance_by_time`` for the layers' seconds.
+
+    It is a block partition (Bárány and Grinberg 2015).
+
+    Raises:
+        ImportError: torchgpipe is not installed.
+    """
     _check_stages(len(seconds), stages)
     try:
         from torchgpipe.balance.blockpartition import solve
     except ImportError as e:
         raise ImportError(
-            f"torchgpipe's split needs torchgpipe, which can not be imported ({e}): pip install torchgpipe==0.0.7"
+            f"torchgpipe's split needs torchgpipe, which cannot be imported ({e}): pip install "
+            "torchgpipe==0.0.7"
         ) from e
     return [len(block) for block in solve(list(seconds), stages)]
 
 
 def starts_of(balance: Sequence[int]) -> list[int]:
-    """The first layer of each stage."""
+    """Return the number of the first layer of each stage."""
     return [0, *accumulate(balance)][:-1]
 
 

@@ -1,8 +1,9 @@
-"""What each layer of a flat model costs: seconds forward and backward, and the tensors that autograd keeps in between.
+"""Find the cost of each layer of a flat model: seconds, and the tensors that autograd keeps.
 
-PyTorch is asked, layer by layer on the meta device, so no kind of layer is known here and a user's own layers count
-too. A convolution, a norm and an activation keep their input, max-pooling its indices as well, channel dropout its
-small mask, a concatenation nothing. What two layers keep is one tensor in memory; hence tensors have numbers::
+Each layer runs on the meta device, and PyTorch reports what autograd keeps. So this file has no
+list of layer types, and a user's own layers count too. A convolution, a norm and an activation keep
+their input; max-pooling keeps its indices as well, channel dropout its small mask, a concatenation
+nothing. Two layers may keep the same tensor, which takes memory once; hence tensors have numbers::
 
     number    0  enc0_conv0  1  enc0_drop0  3  enc0_norm0  4
     kept         {0}            {2: mask}      {3}
@@ -26,16 +27,19 @@ from distseg.tiling.graph import Skip, skips_of
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of one layer and one micro-batch.
+    """Cost of one layer for one micro-batch.
 
     Attributes:
-        forward, backward: seconds.
-        parameters: count.
-        activation: bytes that autograd keeps for this layer and for none before it; their sum is the model's.
-        output: bytes.
-        kept: the numbers of the tensors that autograd keeps for this layer, parameters aside.
-        result: the number of its output; that of its input if it hands it on.
-        puts_off: whether it has convolutions, whose weights' gradients may wait.
+        name: the layer's name.
+        forward, backward: seconds of a pass.
+        parameters: number of parameters.
+        activation: bytes that autograd keeps for this layer and for none before it, so that the
+            sum over layers is the model's.
+        output: bytes of the output.
+        kept: numbers of the tensors that autograd keeps for this layer, without parameters.
+        result: number of the output tensor. A layer that returns its input has the input's number.
+        puts_off: True if the layer has convolutions, whose gradients of weights may be computed
+            later.
     """
 
     name: str
@@ -51,7 +55,14 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of all layers in order, and the maps that each is called with. ``sizes`` are the bytes of the tensors by number; number 0 is the model's input."""
+    """Costs of all layers of a model, in order.
+
+    Attributes:
+        layers: the cost of each layer.
+        sizes: the bytes of each tensor by number; number 0 is the model's input.
+        inputs: the tensor ids of the feature maps that each layer reads.
+        source: a description of where the seconds come from, such as "modelled for v100".
+    """
 
     layers: tuple[LayerCost, ...]
     sizes: tuple[int, ...]
@@ -60,7 +71,7 @@ class Costs:
 
     @cached_property
     def skips(self) -> list[Skip]:
-        """Return the maps that a later layer than the next reads; worked out once, as planning asks for every run of layers."""
+        """Return the feature maps that a later layer than the next one reads."""
         return skips_of(self.inputs)
 
     @property
@@ -73,12 +84,14 @@ class Costs:
 
 
 def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Device = V100) -> Costs:
-    """Costs by arithmetic and traffic on ``device``; nothing is allocated.
+    """Return the costs of a model by its arithmetic and memory traffic on ``device``.
 
     Args:
-        model: flat, on any device, the meta device included; it is not changed.
-        size: of a window in pixels.
+        model: a flat model on any device, the meta device included. It is not changed, and no
+            tensor is allocated.
+        size: the size of a window in pixels.
         batch: images of a micro-batch.
+        device: the throughput of the device to model.
 
     Raises:
         ValueError: the model is not flat, or its skips do not match.
@@ -95,10 +108,8 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         _, backward = counted(call.backward)
         keeps = frozenset(numbers.of(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
-        result, convolves = (
-            numbers.of(output),
-            any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules()),
-        )
+        result = numbers.of(output)
+        convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
         found.append(
             LayerCost(
                 name,
@@ -122,13 +133,17 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
 
 
 def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int = 3) -> Costs:
-    """Costs with the seconds of this machine: each layer forward and backward, in training mode, the fastest of ``repeats``.
+    """Return the costs of a model with seconds measured on this machine.
 
-    One layer's activations and the skips are alive at a time. The model's weights and running statistics stay as they are.
+    Each layer runs forward and backward by itself in training mode. Only the activations of one
+    layer and the skips are in memory at a time. The model's weights and running statistics do not
+    change.
 
     Args:
-        model: flat, on the device to measure.
-        size, batch: as of :func:`modelled`.
+        model: a flat model on the device to measure.
+        size: the size of a window in pixels.
+        batch: images of a micro-batch.
+        repeats: runs of each layer, of which the fastest counts.
     """
     structure = modelled(model, size, batch)
     device = next(model.parameters()).device

@@ -1,7 +1,8 @@
-"""Where to cut for the V: an encoder's layers and the decoder's layers that pop their skips on one rank, ranks balanced.
+"""Split a network into v-shaped stages: an encoder's layers and the matching decoder's on one rank.
 
-The network is peeled from both ends: rank 0 takes layers from the front and from the back, rank 1 the next ones, the last
-rank what is left. Between two ranks lies a pair of cuts (a, b), and no skip crosses it, so no skip travels::
+Rank 0 takes layers from the front and from the back, rank 1 the next ones from both ends, and the
+last rank takes what is left. Between two ranks lies a pair of cuts (a, b). No skip crosses it, so
+no skip is sent::
 
     layers   0 ........ a1 ...... a2 ............ b2 ....... b1 ........ n
     rank     |--- 0 ---||-- 1 --||------ 2 ------||--- 1 ---||--- 0 ---|
@@ -23,28 +24,31 @@ def v_split(
     ranks: int,
     travel: Sequence[float] | None = None,
 ) -> list[int]:
-    """The layers of each of the 2 * ranks - 1 stages of the V that make the slowest rank fastest, by a dynamic programme over pairs of cuts.
+    """Return the layers of each of the 2 * ranks - 1 v-shaped stages, slowest rank fastest.
+
+    A dynamic programme over pairs of cuts finds the best split.
 
     Args:
-        seconds: of each layer, forward and backward.
-        ranks: of the pipeline; :func:`distseg.runtime.schedule.v_placement` says who holds which stage.
-        travel: seconds that each layer's output and its gradient take to another rank; both ends count them. None: at no cost.
+        seconds: seconds of each layer, forward and backward.
+        skips: the skips of the network.
+        ranks: ranks of the pipeline. :func:`distseg.runtime.schedule.v_placement` returns the rank
+            of each stage.
+        travel: seconds that each layer's output and its gradient take to another rank, where both
+            ends wait. None if messages cost nothing.
 
     Raises:
-        ValueError: there is no such split: too few layers, or skips that are not nested.
+        ValueError: no split exists: there are too few layers, or skips are not nested.
     """
     layers = len(seconds)
     cuts = np.array(_pairs(layers, skips))  # (P, 2): a, b
     until = np.concatenate(([0.0], np.cumsum(seconds)))
     inner = until[cuts[:, 1]] - until[cuts[:, 0]]  # what lies between a pair's cuts
-    after = np.array(
-        [0.0, *(travel or [0.0] * layers)]
-    )  # a cut after so many layers; the model's input and output stay
+    # after[n] is the cost of a cut after n layers. The model's input and output are not sent.
+    after = np.array([0.0, *(travel or [0.0] * layers)])
     after[layers] = 0.0
     crossing = after[cuts].sum(1)
-    peeled = (
-        inner[:, None] - inner[None, :] + crossing[:, None] + crossing[None, :]
-    )  # (from, to) a pair further in
+    # peeled[p, q] is the cost of the layers between the cuts of pair p and of pair q further in.
+    peeled = inner[:, None] - inner[None, :] + crossing[:, None] + crossing[None, :]
     further_in = (cuts[:, None, 0] < cuts[None, :, 0]) & (cuts[:, None, 1] > cuts[None, :, 1])
     cost = np.where(further_in, peeled, np.inf)
     slowest, origins = np.where((cuts == (0, layers)).all(1), 0.0, np.inf), []
@@ -55,7 +59,8 @@ def v_split(
     at = int(np.maximum(slowest, inner + crossing).argmin())
     if not np.isfinite(slowest[at]):
         raise ValueError(
-            f"no V on {ranks} ranks: {layers} layers with {len(skips)} skips can't be cut into {2 * ranks - 1} stages such that no skip travels: "
+            f"no V on {ranks} ranks: {layers} layers with {len(skips)} skips can't be cut into "
+            f"{2 * ranks - 1} stages such that no skip travels: "
             "take fewer ranks, or contiguous stages"
         )
     chosen = [cuts[at]]
@@ -67,7 +72,7 @@ def v_split(
 
 
 def _pairs(layers: int, skips: Sequence[Skip]) -> list[tuple[int, int]]:
-    """Pairs (a, b) with a skip either within layers a..b-1 or outside."""
+    """Return all pairs of cuts (a, b) such that every skip lies within layers a..b-1 or outside."""
     return [
         (a, b)
         for a in range(layers)

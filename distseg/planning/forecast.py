@@ -1,7 +1,8 @@
-"""What the passes of a step should take by modelled costs, for a comparison with what they took (:mod:`distseg.cli.profile`).
+"""Predict the seconds of a step's passes, to compare them with measured ones.
 
-The costs are those by which stages are balanced, of a CPU core or a V100. One factor for all of them makes them fit the machine at hand; what differs
-then are passes that take more, or less, of a step than the balance supposed.
+:mod:`distseg.cli.profile` shows the comparison. The costs are those by which stages are balanced,
+modelled for a CPU core or a V100. One factor scales all of them to the machine at hand. Passes that
+still differ take a larger or smaller share of a step than the balance assumed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from distseg.runtime.streaming import StreamingExecutor
 from distseg.runtime.tile_program import StagePlan
 
 Passes = Mapping[tuple[str, str], float]
-"""Seconds by kind (forward, backward, recompute, weight), and by what is computed."""
+"""Seconds by kind (forward, backward, recompute, weight) and by the name of a stage or segment."""
 
 
 class Modelled(NamedTuple):
-    """Costs of an image's layers on ``pixels``, all images of a micro-batch."""
+    """Costs of all layers on a micro-batch of whole images, each of ``pixels`` pixels."""
 
     costs: Costs
     pixels: int
@@ -39,7 +40,10 @@ class Modelled(NamedTuple):
 def costs_of(
     config: Config, model: nn.Module, image: Sequence[int], device: str
 ) -> Modelled | None:
-    """Of a plain model, perhaps only outlined; None where its layers are not known one by one."""
+    """Return the modelled costs of a plain model, or None if it is not a list of known layers.
+
+    The model may be on the meta device.
+    """
     try:
         calls_of(model)
     except ValueError:
@@ -51,12 +55,14 @@ def costs_of(
 
 
 class StagePasses:
-    """Of the stages of a pipeline, on units of some pixels.
+    """Predicted passes of a pipeline's stages.
 
     Args:
-        orders: of each rank, for the step's units.
-        recompute: as :func:`distseg.runtime.stage_program.operations`'s.
-        pixels: of a unit, its windows together.
+        found: the modelled costs.
+        partition: the stages.
+        orders: the actions of each rank in a step.
+        recompute: the value of ``pipeline.recompute``.
+        pixels: pixels of a micro-batch, its windows together.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class StagePasses:
         self._costs, self._share = found.costs, pixels / found.pixels
 
     def of_rank(self, rank: int) -> Passes:
+        """Return the predicted seconds of a rank's passes in a step."""
         total: Counter = Counter()
         for op in operations(self.orders[rank], self.partition.edges, self.recompute):
             if isinstance(op, (Forward, Backward, Weight, Recompute)):
@@ -80,6 +87,10 @@ class StagePasses:
         return total
 
     def seconds(self, kind: str, stage: int) -> float:
+        """Return the predicted seconds of one pass of a stage.
+
+        ``kind`` is forward, recompute, backward or weight.
+        """
         layers = (
             self._costs.layers
             if self.partition.ranges[stage] == range(0)
@@ -94,21 +105,27 @@ class StagePasses:
         )
 
     def simulated(self, factor: float) -> Simulation:
-        """The step of one pipeline, where every pass takes ``factor`` times as long and messages nothing."""
+        """Return the simulated step of one pipeline.
+
+        Every pass takes ``factor`` times its predicted seconds; messages take no time.
+        """
         again = set().union(*(recomputed(order, self.recompute) for order in self.orders))
-        of: Callable[[str], Callable[[int, int], float]] = lambda kind: (
-            lambda stage, m: factor * self.seconds(kind, stage)
-        )
-        once_more = lambda stage, m: of("recompute")(stage, m) if (stage, m) in again else 0.0
+
+        def time_of(kind: str) -> Callable[[int, int], float]:
+            return lambda stage, m: factor * self.seconds(kind, stage)
+
+        def recompute(stage: int, m: int) -> float:
+            return time_of("recompute")(stage, m) if (stage, m) in again else 0.0
+
         return simulate(
             self.orders,
             self.partition.edges,
-            of("forward"),
-            of("backward"),
+            time_of("forward"),
+            time_of("backward"),
             self.partition.placement,
             None,
-            once_more,
-            of("weight"),
+            recompute,
+            time_of("weight"),
         )
 
 
@@ -119,16 +136,17 @@ def of_tiles(
     program: Sequence[Operation],
     works: Sequence[StagePlan],
 ) -> Passes:
-    """Of streamed tiles on a rank: layers cost as their cells do."""
+    """Return the predicted seconds of a rank's passes on streamed tiles.
+
+    A layer's cost on a tile is in proportion to the cells that it computes there.
+    """
     sizes, total = executor.layout(image).sizes, Counter()
 
     def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:
         work = works[op.micro_batch]
         for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts):
-            share, layer = (
-                part.made.pixels / max(1, math.prod(sizes[number + 1])),
-                found.costs.layers[number],
-            )
+            share = part.made.pixels / max(1, math.prod(sizes[number + 1]))
+            layer = found.costs.layers[number]
             yield share * layer.forward, share * layer.backward
 
     for op in program:

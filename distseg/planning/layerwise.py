@@ -1,6 +1,7 @@
-"""A flat model one layer at a time: each on what its predecessor gave, cut off from it, with its skips.
+"""Run a flat model one layer at a time, each with a graph of its own.
 
-So a layer is timed alone, only its activations are alive, and it can be seen which tensors it keeps and hands on.
+A layer's inputs are detached from the layers before it. So each layer can be timed alone, only its
+activations are in memory, and its saved tensors and its output can be told from other layers'.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from distseg.tiling.graph import last_readings
 
 
 class Alone:
-    """One layer on its inputs, cut off from the layers before it. The image needs no gradient; ``readers``: of the result."""
+    """One layer on detached inputs.
+
+    Args:
+        layer: the layer.
+        inputs: its inputs, which are detached here.
+        image: the index of the image among the inputs, which needs no gradient; None if it is not
+            an input.
+        readers: the number of layers that read the result.
+    """
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Tensor], image: int | None, readers: int):
         self.layer, self.readers = layer, readers
@@ -29,22 +38,28 @@ class Alone:
         self.output: Tensor | None = None
 
     def forward(self) -> Tensor:
+        """Return the layer's output, and keep it for :meth:`backward`."""
         with skip_store({}):
             self.output = self.layer(*map(_Alias.apply, self.inputs))
         return self.output
 
     def backward(self) -> None:
+        """Compute the gradients of inputs and parameters from an arbitrary output gradient."""
         inputs = [t for t in (*self.inputs, *self.layer.parameters()) if t.requires_grad]
         if inputs and self.output.requires_grad:
-            # Any values do as gradients, of which those of several readers are added, and its own are there already.
+            # The output serves as its own gradient, so none is allocated. There is one gradient
+            # per reader, as autograd adds them up. A layer need not use all of its parameters.
             times = max(1, self.readers)
             torch.autograd.grad(
                 [self.output] * times, inputs, [self.output.detach()] * times, allow_unused=True
-            )  # a layer need not use all of its parameters
+            )
 
 
 class _Alias(torch.autograd.Function):
-    """The input again: autograd lets a layer overwrite this one, as in-place activations do, but not a leaf."""
+    """Identity whose result a layer may overwrite, as in-place activations do.
+
+    Autograd refuses to overwrite a leaf that requires a gradient.
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -56,12 +71,13 @@ class _Alias(torch.autograd.Function):
 
 
 def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
-    """Each layer in order, fed with what those before it gave: who takes one runs its forward."""
+    """Yield each layer's name and the layer on its inputs, in order.
+
+    The caller runs the layer's forward pass before it takes the next one.
+    """
     calls = calls_of(model)
-    frees, readers = (
-        last_readings([call.inputs for call in calls], range(len(calls))),
-        Counter(source for call in calls for source in call.reads),
-    )
+    frees = last_readings([call.inputs for call in calls], range(len(calls)))
+    readers = Counter(source for call in calls for source in call.reads)
     maps = {0: x}
     for number, call in enumerate(calls):
         found = Alone(
@@ -77,7 +93,7 @@ def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
 
 
 class Numbers:
-    """Numbers storages in the order of their first appearance, and remembers their bytes."""
+    """Numbers of tensor storages, in the order of their first appearance, with their bytes."""
 
     def __init__(self, model: nn.Module):
         self.sizes: list[int] = []
@@ -88,9 +104,11 @@ class Numbers:
         self._alive: list[Tensor] = []  # so that no address is used twice
 
     def is_weight(self, tensor: Tensor) -> bool:
+        """Return True if a tensor lies in the storage of a parameter or buffer."""
         return tensor.untyped_storage()._cdata in self._weights
 
     def of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known[storage._cdata] = len(self.sizes)
@@ -100,7 +118,7 @@ class Numbers:
 
 
 def copied(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
-    """The model in training mode with converted parameters and buffers."""
+    """Return a copy of a model in training mode with converted parameters and buffers."""
     parameters = {id(p): _as_parameter(convert(p), p) for p in model.parameters()}
     return copy.deepcopy(model, parameters | {id(b): convert(b) for b in model.buffers()}).train()
 
@@ -110,7 +128,7 @@ def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def random_input(model: nn.Module, size: Sequence[int], batch: int, device) -> Tensor:
-    """(batch, C, *size) of the weights' dtype."""
+    """Return random images (batch, C, *size) in the dtype of the model's weights."""
     return torch.randn(
         batch, channels_of(model)[0], *size, dtype=next(model.parameters()).dtype, device=device
     )

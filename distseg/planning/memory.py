@@ -1,10 +1,13 @@
-"""The memory of a pipeline stage: weights and what comes with them, and the activations of the micro-batches in flight.
+"""Model the memory of a pipeline stage: weights, optimizer state and activations in flight.
 
-Every run of layers is a possible stage, so sizes are tables: ``full[a, b]`` of layers a..b-1. Per micro-batch a stage
-holds either all tensors that autograd keeps, with its inputs and outputs, or, where it recomputes them, only what it was
-handed: its input and the skips that reach it. Between B and W, where a schedule has these apart, it holds the inputs of its
-convolutions and the gradients of their outputs. Room for what the next actions will be handed is made ahead. A tensor that
-is several of these counts once. benchmarks/stage_memory.py holds all this against what is measured.
+Every run of layers is a possible stage, so sizes are tables: ``full[a, b]`` belongs to layers
+a..b-1. For each micro-batch in flight a stage holds all tensors that autograd keeps, with its
+inputs and outputs. If it recomputes activations, it holds only the tensors that it received: its
+input and the skips that reach it. A schedule may split a backward pass into B (gradients of
+activations) and W (gradients of weights). Between B and W a stage holds the inputs of its
+convolutions and the gradients of their outputs. Receive buffers of the next actions are allocated
+ahead. A tensor that is several of these counts once. benchmarks/stage_memory.py compares this
+model with measured memory.
 """
 
 from __future__ import annotations
@@ -25,15 +28,19 @@ WEIGHT_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class Policy:
-    """How a pipeline runs, as far as memory and time depend on it."""
+    """Settings of a pipeline on which its memory and time depend."""
 
     micro_batches: int = 1
-    """Of an optimizer step."""
+    """Micro-batches of an optimizer step."""
     schedule: Literal["gpipe", "1f1b", "zb-h1"] = "gpipe"
     recompute: Literal["never", "except_last", "always"] = "never"
-    """Activations computed again in the backward pass: of no micro-batch, of those whose backward pass does not come next, or of all."""
+    """Micro-batches whose activations are recomputed in the backward pass.
+
+    ``never`` is none, ``always`` is all. ``except_last`` leaves out micro-batches whose backward
+    pass follows their forward pass at once.
+    """
     optimizer_copies: int = 2
-    """Numbers that the optimizer keeps a weight: Adam 2, SGD with momentum 1."""
+    """Values that the optimizer keeps per weight: Adam 2, SGD with momentum 1."""
 
     def __post_init__(self):
         if self.micro_batches < 1:
@@ -48,25 +55,25 @@ class Policy:
                 )
 
     def actions(self, stage: int, stages: int) -> list[Action]:
-        """Of a stage that a rank has for itself."""
+        """Return the actions of ``stage`` on a rank that has no other stage."""
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
     def forward_passes(self, stage: int, stages: int) -> float:
-        """A micro-batch of a stage, on average."""
+        """Return the mean number of forward passes of a micro-batch in ``stage``, 1 to 2."""
         return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
 
 
 class Held(NamedTuple):
-    """What a stage holds at some moment: numbers of micro-batches.
+    """Numbers of micro-batches of which a stage holds tensors at one moment.
 
     Attributes:
-        full: with all activations.
-        inputs: with their inputs only.
-        arriving: with room for inputs that later actions will be handed.
-        returning: with room for gradients of outputs.
-        leaving: without activations, but with outputs that the next stages have not taken yet.
-        put_off: with what gradients of weights are yet to be computed from.
-        backward: whether a backward pass is under way.
+        full: micro-batches held with all activations.
+        inputs: micro-batches held with their inputs only.
+        arriving: buffers allocated for inputs that later actions receive.
+        returning: buffers allocated for gradients of outputs.
+        leaving: micro-batches without activations whose outputs the next stage has not received.
+        put_off: micro-batches whose gradients of weights are still to be computed.
+        backward: True if a backward pass is in progress.
     """
 
     full: int
@@ -79,10 +86,10 @@ class Held(NamedTuple):
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
-    """As a stage's schedule goes on: during each forward pass, the first or again, and during each backward pass.
+    """Return what a stage holds during each forward, recomputed and backward pass of a step.
 
-    A stage behind is at most so many micro-batches late as there are stages in between, and one that waits ahead of it is
-    taken (``AHEAD``), if all stages are about as fast.
+    The model assumes stages of about the same speed. A later stage then lags by at most as many
+    micro-batches as there are stages in between, less the ones it receives ahead (``AHEAD``).
     """
     actions = policy.actions(stage, stages)
     again = recomputed(actions, policy.recompute)
@@ -97,9 +104,8 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
             full, inputs = full + (not dropped), inputs + dropped
             found.add(Held(full, inputs, arriving, returning, min(inputs, late), put_off))
         if isinstance(action, Backward):
-            if (
-                dropped
-            ):  # computed again, just before its backward pass, while the gradient is awaited
+            # Recomputed just before its backward pass, while the stage waits for the gradient.
+            if dropped:
                 found.add(
                     Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off)
                 )
@@ -125,17 +131,23 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Of every run of layers a..b-1, in [a, b]; each (n + 1, n + 1), bytes unless said otherwise, of one micro-batch.
+    """Tables over all runs of layers; entry [a, b] belongs to layers a..b-1.
+
+    Every table has shape (n + 1, n + 1) for n layers. Values are bytes of one micro-batch unless
+    stated otherwise.
 
     Attributes:
-        parameters: count.
-        full: tensors that autograd keeps, inputs and output of the run, and skips that are popped behind it.
-        inputs: what the run is handed.
-        working: how far a backward pass rises above the activations it begins with: gradients of input, output and weights of the layer in
-            work and of the skips, less the activations that are freed by then.
-        put_off: inputs of convolutions and gradients of their outputs.
-        working_apart: as working, where the gradients of weights are put off.
-        received, sent: what crosses the cuts in the forward pass.
+        parameters: number of parameters.
+        full: tensors that autograd keeps, the run's inputs and output, and stashed skips that a
+            later layer pops.
+        inputs: tensors that the run receives.
+        working: rise of a backward pass above the activations it begins with: gradients of the
+            current layer's input, output and weights and of the skips, less activations freed by
+            then.
+        put_off: inputs of convolutions and gradients of their outputs, if gradients of weights are
+            computed later (W).
+        working_apart: rise of a backward pass, if gradients of weights are computed later.
+        received, sent: tensors that cross the cuts in the forward pass.
     """
 
     parameters: np.ndarray
@@ -149,21 +161,15 @@ class Ranges:
 
 
 def ranges_of(costs: Costs) -> Ranges:
+    """Return the memory tables of all runs of layers."""
     n, size = len(costs.layers), costs.sizes
     results = [0, *(layer.result for layer in costs.layers)]  # results[i] is the input of layer i
     full, handed, working, put_off, working_apart, received, sent = (
         np.zeros((n + 1, n + 1)) for _ in range(7)
     )
     for a in range(n):
-        inputs, kept, read, rise, rise_apart, activations, gradients = (
-            {results[a]},
-            set(),
-            set(),
-            0,
-            0,
-            0,
-            0,
-        )
+        inputs, kept, read = {results[a]}, set(), set()
+        rise = rise_apart = activations = gradients = 0
         for b in range(a + 1, n + 1):
             layer = costs.layers[b - 1]
             inputs |= {results[s.stash] for s in costs.skips if s.stash < a and s.pop == b - 1}
@@ -171,7 +177,7 @@ def ranges_of(costs: Costs) -> Ranges:
             waiting = {results[s.stash] for s in costs.skips if a <= s.stash < b <= s.pop}
             skips = sum(size[t] for t in waiting)
             activations += layer.activation
-            # With layer b - 1 in work, the activations of the layers before b are still there.
+            # During the backward pass of layer b - 1, all layers before b still have activations.
             in_work = (
                 activations
                 + size[results[b - 1]]
@@ -205,9 +211,9 @@ def ranges_of(costs: Costs) -> Ranges:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak bytes of a stage by what they are for; arrays where it is asked for many runs of layers at once.
+    """Peak bytes of a stage by purpose; the fields are arrays if computed for all runs of layers.
 
-    ``working`` is what a backward pass adds; ``activations`` the rest, messages too.
+    ``working`` is what a backward pass adds. ``activations`` is the rest, messages included.
     """
 
     weights: float
@@ -222,17 +228,25 @@ class StageMemory:
 
 
 def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy) -> StageMemory:
-    """Of layers a..b-1, ``where = (a, b)``, as stage ``stage`` of ``stages``; ``where = ...`` gives tables over all (a, b)."""
+    """Return the peak memory of layers a..b-1 as stage ``stage`` of ``stages``.
+
+    Args:
+        where: ``(a, b)``, or ``...`` for tables over all (a, b).
+    """
     weights = WEIGHT_BYTES * ranges.parameters[where]
     full, inputs, received, sent, put_off = (
         getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "put_off")
     )
     working = (ranges.working_apart if splits(policy.schedule) else ranges.working)[where]
     loads = [
-        held.full * full + held.inputs * inputs + held.arriving * received + (held.returning + held.leaving) * sent
-        + held.put_off * put_off + held.backward * working
+        held.full * full
+        + held.inputs * inputs
+        + held.arriving * received
+        + (held.returning + held.leaving) * sent
+        + held.put_off * put_off
+        + held.backward * working
         for held in holdings(stage, stages, policy)
-    ]  # fmt: skip
+    ]
     return StageMemory(
         weights,
         weights,
@@ -243,7 +257,10 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
 
 
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
-    """(S, n + 1, n + 1) bytes, for :func:`distseg.planning.balance.fastest_split`."""
+    """Return the peak bytes of every run of layers in every stage, (S, n + 1, n + 1).
+
+    This is an input of :func:`distseg.planning.balance.fastest_split`.
+    """
     return np.stack(
         [stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)]
     )
@@ -252,10 +269,13 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
 def stage_seconds(
     costs: Costs, ranges: Ranges, policy: Policy, stages: int, bytes_per_second: float | None = None
 ) -> np.ndarray:
-    """(S, n + 1, n + 1) seconds of a micro-batch: forward, backward, forward again where it is recomputed, and what crosses the cuts.
+    """Return the seconds that every run of layers takes in every stage, (S, n + 1, n + 1).
+
+    The seconds are those of one micro-batch: forward, backward, recomputation and messages.
 
     Args:
-        bytes_per_second: of a link; activations and their gradients cross it once each, and both its ends wait. None: at no cost.
+        bytes_per_second: bandwidth of a link between stages. Activations and their gradients cross
+            it once each, and both ends wait. None if messages cost nothing.
     """
     passes = np.array([policy.forward_passes(stage, stages) for stage in range(stages)])
     seconds = passes[:, None, None] * sums(costs.forward) + sums(costs.backward)

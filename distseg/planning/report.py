@@ -1,4 +1,7 @@
-"""``distseg plan``: how a model is cut into stages, what each stage takes, and how other splits compare."""
+"""Report how a model is cut into stages, what each stage takes, and how other splits compare.
+
+This is the content of ``distseg plan``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,11 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Stage:
-    """``seconds`` are of a micro-batch, forward and backward; ``memory`` is the peak in bytes."""
+    """One stage of a split.
+
+    ``seconds`` is the time of one micro-batch, forward and backward; ``memory`` is the peak in
+    bytes.
+    """
 
     layers: int
     first: str
@@ -42,15 +49,21 @@ def plan(
     limit: float | None = None,
     judged_by: Costs | None = None,
 ) -> dict:
-    """Ours and the splits to compare it with, as plain values for JSON.
+    """Return our split and others to compare it with, as plain values for JSON.
 
     Args:
-        model: the name; the paper's split of it is among those compared, where there is one of so many stages.
-        limit: bytes that a stage may take. Ours keeps to it; whether the others do is told.
-        judged_by: costs of a second measurement: those by which a split was chosen flatter it.
+        model: the name of the model. If Seal et al. 2020 give a split of it into ``stages``
+            stages, that is one of the others.
+        costs: the costs by which our split is chosen.
+        stages: the number of stages.
+        policy: the schedule and recomputation.
+        limit: bytes that a stage may take. Our split stays within it; for the others the report
+            says if they do.
+        judged_by: costs by which all splits are compared; ``costs`` by default. Take those of a
+            second measurement, since a split looks best by the costs it was chosen by.
 
     Raises:
-        ValueError: more stages than layers, or no split fits.
+        ValueError: there are more stages than layers, or no split fits.
     """
     ranges = ranges_of(costs)
     seconds = stage_seconds(costs, ranges, policy, stages)
@@ -81,20 +94,21 @@ def plan(
 
 
 def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
-    """Balances by name: even in layers, torchgpipe's, the paper's."""
-    passes = (
-        sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages
-    )  # these two know layers, not stages
+    """Return other balances by name: ``even``, ``torchgpipe`` and ``paper`` (Seal et al. 2020).
+
+    A balance that leaves a stage without layers is left out.
+    """
+    # These balances know one cost per layer, whatever its stage, so forward passes are averaged.
+    passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages
     seconds = [passes * f + b for f, b in zip(costs.forward, costs.backward)]
     splits = {"even": even_split(len(seconds), stages)}
-    with suppress(ImportError):  # a comparison only
+    with suppress(ImportError):  # torchgpipe is optional
         splits["torchgpipe"] = torchgpipe_split(seconds, stages)
     papers = ZOO[model].balance if model in ZOO else None
     if papers is not None and len(papers) == stages and sum(papers) == len(seconds):
         splits["paper"] = list(papers)
-    return {
-        name: balance for name, balance in splits.items() if min(balance) > 0
-    }  # torchgpipe's heuristic may leave a stage without layers
+    # torchgpipe's heuristic may leave a stage without layers.
+    return {name: balance for name, balance in splits.items() if min(balance) > 0}
 
 
 def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, seconds) -> list[Stage]:
@@ -117,7 +131,18 @@ def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, second
 
 
 def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) -> dict:
-    """Of a split: its slowest stage in seconds, ``best`` (ours) over that, mean stage over slowest, its fullest stage in bytes."""
+    """Return the figures by which a split is compared with ours.
+
+    Args:
+        stages: the stages of the split.
+        best: seconds of the slowest stage of our split.
+        limit: bytes that a stage may take.
+
+    Returns:
+        ``slowest``, seconds of the slowest stage; ``ratio``, ``best`` divided by it;
+        ``efficiency``, the mean stage divided by the slowest; ``fullest``, bytes of the stage with
+        the most memory; ``fits``, True if that is within ``limit``.
+    """
     slowest, fullest = max(stage.seconds for stage in stages), max(stage.memory for stage in stages)
     efficiency = sum(stage.seconds for stage in stages) / (len(stages) * slowest)
     return {
@@ -130,17 +155,19 @@ def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) ->
 
 
 def summary(report: dict) -> str:
-    """The report for a terminal: a table a split, then a line a split."""
+    """Return the report as text: a table per split, then a table of all splits."""
     policy, limit = report["policy"], report["memory_limit"]
-    said = f"{policy['micro_batches']} micro-batches, {policy['schedule']}, recompute {policy['recompute']}"
+    settings = (
+        f"{policy['micro_batches']} micro-batches, {policy['schedule']}, "
+        f"recompute {policy['recompute']}"
+    )
     blocks = [
-        f"{report['model']}: costs {report['costs']}; {said}"
+        f"{report['model']}: costs {report['costs']}; {settings}"
         + ("" if limit is None else f"; at most {limit / 2**30:.4g} GiB a stage")
     ]
     for name, split in report["splits"].items():
-        blocks.append(
-            f"{name}: {' '.join(map(str, split['balance']))}\n{table([_row(i, stage) for i, stage in enumerate(split['stages'])])}"
-        )
+        rows = [_row(i, stage) for i, stage in enumerate(split["stages"])]
+        blocks.append(f"{name}: {' '.join(map(str, split['balance']))}\n{table(rows)}")
     return "\n\n".join(
         [*blocks, table([_line(name, split, limit) for name, split in report["splits"].items()])]
     )
@@ -172,20 +199,30 @@ def _line(name: str, split: dict, limit: float | None) -> dict:
 def costs_of(
     model: str, window: Sequence[int], batch: int, kind: str = "modelled", device: str | None = None
 ) -> Costs:
-    """Modelled for a device by name (V100 by default), or measured on the accelerator or CPU at hand.
+    """Return a model's costs, modelled for a device or measured on this machine.
+
+    Args:
+        model: the name of the model.
+        window: the size of a window in pixels.
+        batch: images of a micro-batch.
+        kind: ``modelled``, or ``measured`` on the GPU if there is one, else on the CPU.
+        device: the name of the device to model; V100 by default.
 
     Raises:
-        ValueError: an unknown model or device, a device chosen for measured costs, or a window that does not go through the model.
+        ValueError: the model or device is unknown, a device is chosen for measured costs, or the
+            model does not take the window.
     """
     if device is not None and device not in DEVICES:
         raise ValueError(f"unknown --device {device!r}: choose {', '.join(DEVICES)}")
-    with torch.device("meta"):  # for a user's own function; the zoo's outlines lie there anyway
+    # outline_model puts models of the zoo on the meta device by itself, but not a user's function.
+    with torch.device("meta"):
         network = outline_model(ModelConfig(model))
     _check_window(network, window)
     if kind == "measured":
         if device is not None:
             raise ValueError(
-                f"measured costs are those of the device at hand, but --device is {device}: leave it out, or take --costs modelled"
+                f"measured costs are those of the device at hand, but --device is {device}: leave "
+                "it out, or take --costs modelled"
             )
         network = build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -197,20 +234,22 @@ def costs_of(
     except (RuntimeError, ValueError) as e:
         why = " ".join(str(e).splitlines()[:1])
         raise ValueError(
-            f"model {model} can not be planned on {batch} windows of {Size(window)} pixels (--tile, --batch): {why}"
+            f"model {model} cannot be planned on {batch} windows of {Size(window)} pixels "
+            f"(--tile, --batch): {why}"
         ) from e
 
 
 def check_stages(model: str, stages: int) -> None:
-    """Refuse more stages than layers, before costs are worked out.
+    """Refuse more stages than layers, before costs are computed.
 
     Raises:
-        ValueError: also of an unknown model, or one that is not flat.
+        ValueError: there are more stages than layers, or the model is unknown or not flat.
     """
     layers = len(flat_layers(outline_model(ModelConfig(model))))
     if not 1 <= stages <= layers:
         raise ValueError(
-            f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): choose 1 to {layers}"
+            f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): "
+            f"choose 1 to {layers}"
         )
 
 
@@ -218,11 +257,13 @@ def _check_window(model: nn.Module, window: Sequence[int]) -> None:
     dims = next((p.dim() - 2 for p in model.parameters() if p.dim() > 2), len(window))
     if len(window) != dims:
         raise ValueError(
-            f"--tile is {Size(window)}, of {len(window)} dims, but the model's images have {dims}: give it as many numbers"
+            f"--tile is {Size(window)}, of {len(window)} dims, but the model's images have "
+            f"{dims}: give it as many numbers"
         )
     if Size(window).volume > _MOST_PIXELS:
         raise ValueError(
-            f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give what a stage computes at once"
+            f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give what a stage "
+            "computes at once"
         )
 
 
@@ -230,5 +271,5 @@ _MOST_PIXELS = 2**40
 
 
 def window_of(tile: Sequence[int]) -> Size:
-    """A lone number stands for a square."""
+    """Return the size of a window; a single number stands for a square."""
     return Size((*tile, *tile) if len(tile) == 1 else tile)

@@ -1,8 +1,9 @@
-"""Devices as two numbers, arithmetic and bandwidth, and the work of a piece of PyTorch in these terms.
+"""Estimate the seconds of PyTorch code by the roofline model (Williams et al. 2009).
 
-A kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009). Work is counted kernel by
-kernel as PyTorch issues them, on the meta device, where a tensor has a shape but no memory: a network of a billion
-weights on a window of any size takes a second.
+A device is two numbers, arithmetic throughput and memory bandwidth. A kernel takes the longer of
+its arithmetic and its memory traffic. Work is counted for each kernel that PyTorch runs on the meta
+device, where a tensor has a shape but no memory. So a network of a billion weights on a window of
+any size takes a second to count.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True)
 class Device:
-    """What convolutions and copies sustain, in FLOP/s and bytes/s (read and written together)."""
+    """Sustained throughput of a device.
+
+    Attributes:
+        name: the device's name.
+        flops_per_second: FLOP/s of convolutions.
+        bytes_per_second: bytes/s of copies, bytes read and bytes written together.
+    """
 
     name: str
     flops_per_second: float
     bytes_per_second: float
 
     def seconds(self, work: Work) -> float:
+        """Return the seconds of some work: the longer of its arithmetic and its traffic."""
         return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
 
 
@@ -38,12 +46,12 @@ class Work:
     bytes: int
 
 
-# The data sheet's 15.7 TFLOP/s (float32) and 900 GB/s. Efficiency: 70% of the first, 80% of the second.
+# The data sheet gives 15.7 TFLOP/s (float32) and 900 GB/s; 70 % and 80 % of them are sustained.
 V100 = Device("v100", 0.7 * 15.7e12, 0.8 * 900e9)
 
 
 def this_cpu() -> Device:
-    """The CPU at hand with the threads that PyTorch now uses, measured in about half a second."""
+    """Measure this machine's CPU with PyTorch's current number of threads, in half a second."""
     x, w = torch.randn(1, 64, 128, 128), torch.randn(64, 64, 3, 3)
     a, b = torch.ones(2**24), torch.empty(2**24)
     convolution = fastest(lambda: F.conv2d(x, w, padding=1), 3)
@@ -55,7 +63,7 @@ DEVICES: dict[str, Callable[[], Device]] = {"v100": lambda: V100, "cpu": this_cp
 
 
 def fastest(call: Callable[[], object], repeats: int) -> float:
-    """The least seconds of ``repeats`` calls, after one that warms up."""
+    """Return the seconds of the fastest of ``repeats`` calls, after one that warms up."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -65,14 +73,17 @@ def fastest(call: Callable[[], object], repeats: int) -> float:
 
 
 def counted(call: Callable) -> tuple[object, Work]:
-    """What ``call`` returns, and the work of the kernels it issues."""
+    """Return the result of ``call`` and the work of the kernels that it runs."""
     with _Traffic() as traffic, FlopCounterMode(display=False) as arithmetic:
         result = call()
     return result, Work(arithmetic.get_total_flops(), traffic.bytes)
 
 
 class _Traffic(TorchDispatchMode):
-    """Sums the bytes of what each kernel takes and gives. Views move nothing; a norm reads its input twice, first for the statistics."""
+    """Sum of the bytes that kernels read and write.
+
+    Views move no bytes. A norm reads its input twice, the first time for the statistics.
+    """
 
     def __init__(self):
         super().__init__()

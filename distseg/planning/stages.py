@@ -1,4 +1,8 @@
-"""The stages that a config asks for: its own balance, or the split whose slowest stage is fastest at the windows in hand."""
+"""Decide which layers each pipeline stage gets.
+
+A config gives the balance itself (``pipeline.balance``), or the planner finds the split whose
+slowest stage is fastest at the windows that ranks compute.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
 from distseg.tiling.tile import ReceptiveField, tiles, window
 
-# One core in float32, roughly (docs/performance.md): constants, so that all ranks of any machines find the same stages.
+# One core in float32, roughly (docs/performance.md). These are constants and not measured, so that
+# ranks on different machines find the same stages.
 CORE = Device("a CPU core", 90e9, 10e9)
 
 
@@ -37,15 +42,19 @@ def partition_of(
     reach: ReceptiveField,
     device: str = "cpu",
 ) -> Partition | None:
-    """The stages of ``mesh.stages`` ranks, or of one rank's devices; None for one stage of a model that is no flat Sequential.
+    """Return the partition of a model's layers into stages, or None if it stays whole.
+
+    Stages belong to ``mesh.stages`` ranks, or to the devices of one rank
+    (``pipeline.placement: devices``). All ranks find the same partition.
 
     Args:
-        model: whole, on any device, the meta device included.
-        image: the size of the images that a step has, in pixels.
-        device: whose costs are modelled, cpu or cuda. All ranks find the same.
+        model: the whole model, on any device, the meta device included.
+        image: the size of a step's images in pixels.
+        reach: the receptive field of the whole model, which sets the size of windows.
+        device: the kind of device whose costs are modelled, cpu or cuda.
 
     Raises:
-        ValueError: the model can't be cut, or the balance does not fit it.
+        ValueError: the model cannot be cut, or the balance does not fit it.
     """
     pipeline, stages = config.pipeline, config.mesh.stages
     if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
@@ -55,14 +64,15 @@ def partition_of(
     balance = pipeline.balance
     if balance is not None and len(balance) != len(placement):
         raise ValueError(
-            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with pipeline.placement {pipeline.placement} makes "
-            f"{len(placement)} stages: give the layers of each"
+            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
+            f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
+            "layers of each"
         )
     return Partition.of(calls, balance or _balance(config, model, image, reach, device), placement)
 
 
 def _placement(config: Config) -> tuple[int, ...]:
-    """The rank of each stage, by ``pipeline.placement``."""
+    """Return the rank of each stage by ``pipeline.placement``."""
     if config.pipeline.placement == "devices":
         return (0,) * stages_of(config.pipeline)
     return (
@@ -90,7 +100,7 @@ def _balance(
 
 
 def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
-    """The split whose slowest rank is fastest."""
+    """Return the layers of each stage that make the slowest rank fastest."""
     placement = _placement(config)
     policy = _policy(config, model)
     if config.pipeline.placement == "v":
@@ -107,9 +117,11 @@ def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
 def _balance_streaming(
     config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str
 ) -> list[int]:
-    """The same where windows of tiles overlap, and by how much depends on where stages are cut: layers cost as much more as they compute more cells.
+    """Return the split for streamed tiles, whose overlap depends on where stages are cut.
 
-    What that is for one split tells the next one, a few times; the best by its own costs is taken.
+    Overlapping windows compute cells more than once, and a layer's cost grows in proportion. The
+    overlap of one split gives the costs for the next split, for a few rounds. The split with the
+    fastest slowest rank by its own costs is taken.
     """
     graph, calls = graph_of(model), calls_of(model)
     part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
@@ -119,9 +131,8 @@ def _balance_streaming(
         for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)
     ]
     tiling = GridTiling(config.spatial.tiles_per_rank)
-    costs = modelled(
-        model, image, config.data.images, CORE if device == "cpu" else V100
-    )  # a size that the network takes, which a tile's may not be
+    # Modelled on the image's size, which the network takes; it may not take a tile's size.
+    costs = modelled(model, image, config.data.images, CORE if device == "cpu" else V100)
     split, tried = _split(config, model, costs), {}
     while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
         times = computed_again(
@@ -143,7 +154,7 @@ _ROUNDS = 6
 
 
 def _slowest(config: Config, model: nn.Module, costs: Costs, split: Sequence[int]) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank for one micro-batch."""
     placement, ranges, busy = _placement(config), stage_ranges(split, len(costs.layers)), Counter()
     seconds = stage_seconds(costs, ranges_of(costs), _policy(config, model), len(placement))
     for stage, (layers, rank) in enumerate(zip(ranges, placement)):
@@ -160,16 +171,21 @@ def _policy(config: Config, model: nn.Module) -> Policy:
         and config.pipeline.schedule in ("auto", "1f1b")
         and not config.spatial.exchanges
     )
-    return Policy(
-        _MANY, "1f1b", "always" if live else "never" if in_turn else "except_last"
-    )  # the last stage's tiles go forward once where no norm cuts it, but for Dice
+    if live:
+        return Policy(_MANY, "1f1b", "always")
+    # Without active norms the last stage computes its tiles forward only once, except for Dice.
+    return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")
 
 
-_MANY = 100  # tiles, which follow each other as micro-batches do
+_MANY = 100  # assumed number of tiles; tiles follow each other as micro-batches do
 
 
 def schedule_of(config: Config, linear: bool = True) -> str:
-    """gpipe, 1f1b or zb-h1; what ``auto`` is depends on whether the loss is linear (:class:`distseg.layers.loss.Loss`). torchgpipe knows gpipe only."""
+    """Return the schedule to run: gpipe, 1f1b or zb-h1.
+
+    ``auto`` becomes gpipe for several stages with a loss that is not linear
+    (:class:`distseg.layers.loss.Loss`), else 1f1b. torchgpipe runs gpipe only.
+    """
     if config.pipeline.placement == "devices":
         return "gpipe"
     if config.pipeline.schedule != "auto":

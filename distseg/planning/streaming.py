@@ -1,8 +1,9 @@
-"""How a rank's part of an image is cut into streamed tiles so that a step stays within a budget of memory.
+"""Choose the size of streamed tiles so that a step stays within a memory budget.
 
-What a segment takes on a tile, at its worst moment, is counted layer by layer: the results that autograd keeps, the
-gradients under way, what a convolution's kernel wants besides. The grid then is the one of those that fit whose
-windows overlap least. benchmarks/streaming.py holds the count against measured peaks.
+The peak memory of a segment on one tile is counted layer by layer: the results that autograd
+keeps, the gradients in flight, and the copies that a convolution's kernel makes. Among the tile
+sizes that fit the budget, the planner takes the one with the lowest estimated time, so windows
+overlap little. benchmarks/streaming.py compares the count with measured peaks.
 """
 
 from __future__ import annotations
@@ -33,74 +34,104 @@ _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 
 def is_streamed(config: Config) -> bool:
-    """Whether ranks compute tile after tile by :mod:`distseg.runtime.streaming`."""
+    """Return True if ranks stream tiles (:mod:`distseg.runtime.streaming`)."""
     return config.spatial.streaming in ("recompute", "offload") or (
         config.spatial.streaming == "auto" and config.run.memory is not None
     )
 
 
 def budget_of(memory: int, base: int, what: str) -> float:
-    """The bytes that activations may take of ``memory`` where a process takes ``base`` besides.
+    """Return the bytes of ``memory`` that activations may take in a process of ``base`` bytes.
 
     Args:
-        what: the process holds, for the error.
+        memory: the value of ``run.memory`` in bytes.
+        base: bytes that the process takes before any tile is computed.
+        what: a description of what ``base`` consists of, for the error message.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: ``base`` is at least ``memory``.
     """
     if memory <= base:
         raise ValueError(
-            f"run.memory is {memory / 1e6:.0f} MB, but a process with {what} takes {base / 1e6:.0f} MB already: give {(base + _BESIDES) / 1e6:.0f} MB or more"
+            f"run.memory is {memory / 1e6:.0f} MB, but a process with {what} takes "
+            f"{base / 1e6:.0f} MB already: give {(base + _BESIDES) / 1e6:.0f} MB or more"
         )
     return max(_SURE * (memory - base - _KEPT), (memory - base) / _RISES)
 
 
 def room_of(memory: int, base: int, what: str, comm) -> float:
-    """The same where least is left on any rank of ``comm``. Collective.
+    """Return the budget of the rank of ``comm`` with the least memory left. Collective.
+
+    Arguments are those of :func:`budget_of`. All ranks get the same number.
 
     Raises:
-        JointFailure: nothing is left on some rank.
+        JointFailure: some rank's process alone takes ``memory`` bytes or more.
     """
     most = max(comm.allgather(base))
     with raise_jointly(comm):
-        room = budget_of(memory, most, what)
-    return room
+        budget = budget_of(memory, most, what)
+    return budget
 
 
 def short_of_room(memory: int | None, base: float) -> list[str]:
-    """What to tell before work whose peak may be above ``memory``, where a process takes ``base`` before any tile is computed."""
+    """Return a note if the peak may rise above ``memory``, else an empty list.
+
+    ``base`` is the number of bytes that the process takes before any tile is computed.
+    """
     if memory is None or memory - base >= _BESIDES:
         return []
     return [
-        f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"
+        f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB "
+        f"before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB "
+        f"besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"
     ]
 
 
 def short_of_decoding(memory: int | None, base: float, image: str, decoding: int) -> list[str]:
-    """The same where an ``image`` can only be decoded whole, which takes ``decoding`` bytes before anything is computed."""
+    """Return a note if decoding ``image`` may rise above ``memory``, else an empty list.
+
+    This concerns image formats that can only be decoded as a whole.
+
+    Args:
+        memory: the value of ``run.memory`` in bytes.
+        base: bytes that the process takes before decoding.
+        image: the name of the image.
+        decoding: bytes that decoding takes; 0 if the image can be read in parts.
+    """
     if memory is None or not decoding or base + decoding + _DECODER <= memory:
         return []
-    return [f"note: run.memory is {memory / 1e6:.0f} MB, but {image} can only be decoded whole, which takes {decoding / 1e6:.0f} MB for a while beside the {base / 1e6:.0f} MB of this process: "
-            f"give {(base + decoding + _DECODER + _VARIES) / 1e6:.0f} MB, or convert it to tiled TIFF or npy, which are read in parts"]  # fmt: skip
+    enough = base + decoding + _DECODER + _VARIES
+    return [
+        f"note: run.memory is {memory / 1e6:.0f} MB, but {image} can only be decoded whole, which "
+        f"takes {decoding / 1e6:.0f} MB for a while beside the {base / 1e6:.0f} MB of this "
+        f"process: give {enough / 1e6:.0f} MB, or convert it to tiled TIFF or npy, which are read "
+        "in parts"
+    ]
 
 
-_VARIES = 15e6  # bytes by which the next process may be larger
-_DECODER = 25e6  # bytes of the decoder's code and of a strip that is taken over from it
-_BESIDES = 150e6  # bytes, measured where tiles are as small as they get
-_KEPT = 300e6  # bytes that the allocator keeps in blocks that nothing fits into, and kernels take besides (benchmarks/streaming.py)
-_SURE = 0.8  # of the rest
-_RISES = 4  # bytes of run.memory for a byte of the budget, at most
+_VARIES = 15e6  # bytes by which the base memory differs from process to process
+_DECODER = 25e6  # bytes of the decoder's code and of a strip that is copied from its buffer
+_BESIDES = 150e6  # bytes that kernels and allocator gaps take even with the smallest tiles
+# Bytes of allocator blocks too fragmented to be used, and of kernel workspaces
+# (benchmarks/streaming.py).
+_KEPT = 300e6
+_SURE = 0.8  # share of the remaining bytes that activations may take
+_RISES = 4  # at most this many bytes of run.memory are needed for one byte of the budget
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What tiles of a model's segments take.
+    """Memory model of a network's segments on streamed tiles.
 
     Args:
-        kinds: of the plain model's layers, by which it is told which results are kept.
-        channels: of the maps (:func:`distseg.models.network.channels_of_maps`).
-        itemsize: bytes of a value in the network; ``pixel``: of one as it is read.
-        last: whether channels come last; else convolutions reorder what they are given.
+        graph: the network's graph of layers.
+        kinds: the class of each layer of the plain model. It decides which results autograd keeps.
+        channels: the channels of each feature map, by tensor id
+            (:func:`distseg.models.network.channels_of_maps`).
+        itemsize: bytes of a value in the network.
+        pixel: bytes of a value of the image as it is read.
+        last: True if the memory format is channels_last; otherwise convolutions copy their input
+            and their output into another order.
     """
 
     graph: Graph
@@ -110,10 +141,13 @@ class Activations:
     pixel: int
     last: bool
     graph_kept: bool = True
-    """Whether autograd keeps results for a backward pass."""
+    """True if autograd keeps results for a backward pass."""
 
     def of(self, way: Chain, images: int) -> float:
-        """Bytes at the worst moment of a segment's backward pass on a tile of ``images`` images; without a graph, of its forward pass."""
+        """Return the peak bytes of a segment on one tile of ``images`` images.
+
+        The peak is that of the backward pass, or of the forward pass if no graph is kept.
+        """
         segment = way.segment
         values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
         if not self.graph_kept:
@@ -126,16 +160,15 @@ class Activations:
                 under_way, (1 + reordered) * (made + values(self.graph[number].first, takes))
             )
         if segment.result == self.graph.result:
-            under_way += (
-                (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result
-            )  # the loss, with labels
+            # The loss with its labels.
+            under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result
         gradients = sum(
             values(source, box.pixels) for source, box in way.read.items() if source != 0
         )
         return self.kept(way, images) + gradients + under_way + values(segment.result, result)
 
     def kept(self, way: Chain, images: int) -> float:
-        """Bytes that a tile holds between its forward and its backward pass."""
+        """Return the bytes that a tile holds between its forward and its backward pass."""
         values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
         total = sum(
             images * self.channels[0] * box.pixels * self.pixel
@@ -151,6 +184,7 @@ class Activations:
         return total
 
     def weigh(self, way: Chain, images: int) -> Weighed:
+        """Return the bytes that a tile keeps between its passes, and its peak bytes."""
         return Weighed(self.kept(way, images), self.of(way, images))
 
     def _forward(self, way: Chain, values: Callable[[int, int], float]) -> float:
@@ -180,11 +214,15 @@ class Activations:
         return most
 
     def bytes_of(self, position: int, box: Box, images: int) -> int:
-        """Of a part of a map, as it is stored."""
+        """Return the bytes of region ``box`` of the stored feature map ``position``."""
         return images * self.channels[position] * box.pixels * self.itemsize
 
     def _kept_otherwise(self, number: int) -> bool:
-        """Whether a layer's result is its input's memory, or computed together with the norm before it (distseg.runtime.parallelize)."""
+        """Return True if a layer's result takes no memory of its own.
+
+        It then is the memory of the layer's input, or one fused call computes the layer together
+        with the norm before it (distseg.runtime.parallelize).
+        """
         if issubclass(self.kinds[number], _FREE):
             return True
         before = self.graph[number].first - 1
@@ -199,7 +237,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class GridTiling:
-    """The same grid of tiles for every segment."""
+    """Tile sizes from one fixed grid that is the same for every segment."""
 
     grid: Sequence[int]
 
@@ -208,7 +246,10 @@ class GridTiling:
 
 
 def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTiling) -> list[float]:
-    """Of each layer: the cells that all tiles of an image compute, over those of its result."""
+    """Return by layer how many times each cell of its result is computed on average.
+
+    Overlapping windows compute some cells more than once, so a ratio may be above 1.
+    """
     graph, cells = layout.graph, [0] * len(layout.graph)
     for segment in segments:
         result = layout.sizes[segment.result]
@@ -226,8 +267,11 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
 
 @dataclass(frozen=True)
 class SizeTiling:
-    """Tiles of about the same part of the image for every segment, as many pixels as ``tile`` has; whole rows where these are not too thin,
-    as what a tile reads and writes of a map then lies side by side."""
+    """Tile sizes that cover about ``tile`` pixels of the image in every segment.
+
+    Tiles are whole rows unless these would be too thin: the region that a tile reads or writes of
+    a feature map is then contiguous.
+    """
 
     tile: Sequence[int]
 
@@ -246,10 +290,10 @@ _THIN = 32  # rows below which a strip's windows would overlap too much
 
 
 class BudgetTiling:
-    """For every segment the tiles that stay within ``budget`` bytes and whose windows overlap least.
+    """Tile sizes that stay within ``budget`` bytes and take the least estimated time.
 
-    Their size is a multiple of what a cell of the segment's coarsest map covers, where that fits: windows then are of one
-    size, for which memory that is free again, and kernels that were made, serve once more.
+    If it fits, the size is a multiple of what one cell of the segment's coarsest feature map
+    covers. All windows then have one size, so freed memory and prepared kernels are reused.
 
     Raises:
         ValueError: when called, if not even a tile of a few cells fits.
@@ -275,9 +319,11 @@ class BudgetTiling:
         least = tuple(min(n, _LEAST) for n in result.size)
         if judged(least)[0] == math.inf:
             taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
+            more = math.ceil(_RISES * (taken - self.budget) / 1e6)
             raise ValueError(
-                f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the process itself, but layers {segment.nodes[0]} to "
-                f"{segment.nodes[-1]} take {taken / 1e6:.1f} MB on a tile of {Size(least)} cells: give {math.ceil(_RISES * (taken - self.budget) / 1e6)} MB more"
+                f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the "
+                f"process itself, but layers {segment.nodes[0]} to {segment.nodes[-1]} take "
+                f"{taken / 1e6:.1f} MB on a tile of {Size(least)} cells: give {more} MB more"
             )
         coarsest = [
             min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes)
@@ -287,23 +333,30 @@ class BudgetTiling:
         conditions = [
             lambda size, most=most: judged(size)[0] <= most for most in (_PAGED, _FAR, 1.0)
         ]
-        largest = lambda steps: [
-            _with_rows(rows, result.size, least, steps, fits)
-            for fits in conditions
-            for rows in _counts(result.size[0])
-        ]
-        found = [*filter(None, largest(steps))] or filter(None, largest([1] * len(steps)))
+
+        def largest(steps: Sequence[int]) -> list[tuple[int, ...]]:
+            sizes = [
+                _with_rows(rows, result.size, least, steps, fits)
+                for fits in conditions
+                for rows in _counts(result.size[0])
+            ]
+            return [size for size in sizes if size]
+
+        found = largest(steps) or largest([1] * len(steps))
         return min(found, key=lambda size: judged(size)[1])
 
     def _judge(
         self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int
     ) -> tuple[float, float]:
-        """Of tiles of a size: how many times longer a value takes for the tensors' size, without end where they do not fit; and about the time of all tiles."""
+        """Return (slowdown, time) of tiles of one size.
+
+        The slowdown is the factor by which large tensors slow the memory traffic: 1.0, ``_FAR``,
+        ``_PAGED``, or infinity if the tile does not fit. The time of all tiles of the image is an
+        estimate, in units of the traffic of one value.
+        """
         activations, way = self.activations, chain(layout, segment, _middle(result, size))
-        total, firsts = (
-            activations.of(way, images),
-            [layout.graph[number].first for number in segment.nodes],
-        )
+        total = activations.of(way, images)
+        firsts = [layout.graph[number].first for number in segment.nodes]
         cells = [
             *zip(firsts, way.takes),
             *((number + 1, makes) for number, makes in zip(segment.nodes, way.makes)),
@@ -314,21 +367,17 @@ class BudgetTiling:
         )
         costs = _THERE_AND_BACK if activations.graph_kept else _THERE
         near = max(costs.near, costs.share * self.budget)
-        slow = (
-            math.inf
-            if total > self.budget
-            else 1.0
-            if total <= near
-            else _FAR
-            if largest <= _REUSED and total <= _CACHED
-            else _PAGED
-        )
+        if total > self.budget:
+            slow = math.inf
+        elif total <= near:
+            slow = 1.0
+        else:
+            slow = _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
         traffic = sum(
             activations.channels[source] * takes for source, takes in zip(firsts, way.takes)
         )
-        whole_rows = (
-            size[1:] == result.size[1:]
-        )  # these lie side by side on the disk, and their windows are of one size
+        # Whole rows are contiguous on the disk, and their windows have one size.
+        whole_rows = size[1:] == result.size[1:]
         count = math.prod(-(-n // s) for n, s in zip(result.size, size))
         runs = (
             0
@@ -342,7 +391,7 @@ class BudgetTiling:
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
-    """The tile in the middle, with neighbours on all sides where there are some."""
+    """Return the tile in the middle of ``result``, which has the most neighbours."""
     starts = [
         a + (-(-(b - a) // s) - 1) // 2 * s for a, b, s in zip(result.start, result.stop, size)
     ]
@@ -351,14 +400,16 @@ def _middle(result: Box, size: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class _Costs:
-    """What tells tilings from each other.
+    """Constants of the time estimate by which tile sizes are compared.
 
     Attributes:
-        near: bytes of a tile's tensors up to which it is as fast as any; larger ones leave larger gaps in the memory, which count where it is short.
-        share: of the budget, up to which it is the same where that is more.
-        cut: how much longer tiles take that are not whole rows.
-        run: values whose traffic takes as long as a row of such a tile on its way from or to the disk.
-        each: the same for what comes with every tile.
+        near: bytes of a tile's tensors up to which its size does not slow it down. Larger tensors
+            leave larger gaps in the allocator's memory.
+        share: share of the budget that replaces ``near`` if it is more bytes.
+        cut: factor on the time of tiles that are not whole rows.
+        run: cost of one contiguous run of values on its way to or from the disk, counted in
+            values whose traffic takes as long.
+        each: fixed cost of one tile, counted in values whose traffic takes as long.
     """
 
     near: float
@@ -369,20 +420,19 @@ class _Costs:
 
 
 _THERE_AND_BACK = _Costs(near=48e6, share=1 / 8, cut=1.3, run=0, each=1e6)
-_THERE = _Costs(
-    near=16e6, share=0, cut=1.0, run=4e3, each=2e5
-)  # tiles so small that the process hardly grows by them, whatever the image's size
-_CACHED = 256e6  # bytes up to which they stay near the processor
-_REUSED = (
-    LARGE_BLOCK - 2**16
-)  # bytes of a tensor up to which the allocator keeps its memory (launch.keep_freed_memory)
-_FAR = 1.2  # how many times as much traffic is taken rather than larger tensors
-_PAGED = 1.5  # how much longer yet larger ones take: they are new pages in every layer, which cheap layers feel most
-_LEAST = 8  # cells a side that no tile goes below
+# Small tiles, so that the memory of the process hardly depends on the image's size.
+_THERE = _Costs(near=16e6, share=0, cut=1.0, run=4e3, each=2e5)
+_CACHED = 256e6  # bytes of a tile's tensors up to which the slowdown is only _FAR
+# Bytes of a tensor up to which the allocator reuses its memory (launch.keep_freed_memory).
+_REUSED = LARGE_BLOCK - 2**16
+_FAR = 1.2  # slowdown of tiles above `near` whose tensors the allocator reuses
+# Slowdown of yet larger tiles: their tensors get new memory pages in every layer.
+_PAGED = 1.5
+_LEAST = 8  # smallest side of a tile in cells
 
 
 def _counts(most: int) -> list[int]:
-    """1, 2, 3, ... up to ``most``, in steps that grow."""
+    """Return 1, 2, 3, ... up to ``most``, in steps that grow by about a quarter."""
     found, n = [], 1
     while n < most:
         found.append(n)
@@ -393,7 +443,10 @@ def _counts(most: int) -> list[int]:
 def _with_rows(
     rows: int, whole: Sequence[int], least: Sequence[int], steps: Sequence[int], fits
 ) -> tuple[int, ...] | None:
-    """The largest tiles in so many rows that fit, other dims cut alike; None where none does."""
+    """Return the largest tile size that fits if the first dim is cut into ``rows`` parts.
+
+    All other dims are cut into equally many parts. Return None if no size fits.
+    """
     round_up = lambda n, dim: min(max(-(-n // steps[dim]) * steps[dim], least[dim]), whole[dim])
     size = lambda cuts: tuple(
         round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole)

@@ -1,7 +1,8 @@
-"""A pipeline's schedule, simulated or measured, as text, as a picture, and as a trace for Perfetto (ui.perfetto.dev).
+"""Show a pipeline's schedule as text, as a picture, or as a trace for Perfetto (ui.perfetto.dev).
 
-All start from spans (distseg.runtime.trace). The name of an action's span begins with F, B or W, micro-batch and stage
-(``F3,0``), as torchgpipe's paper writes F_ij and B_ij.
+The schedule is a list of spans (distseg.runtime.trace), simulated or measured. The name of an
+action's span begins with F, B or W, the micro-batch and the stage (``F3,0``), like F_ij and B_ij in
+torchgpipe (Kim et al. 2020).
 """
 
 from __future__ import annotations
@@ -17,23 +18,31 @@ from distseg.report.tables import table
 from distseg.runtime.actions import Backward, Forward, Weight
 from distseg.runtime.trace import Span
 
-COLORS = {  # in the order in which they are drawn: what may lie inside another span comes after it
-    "forward": PALETTE[5], "backward": PALETTE[4], "recompute": PALETTE[2], "update": PALETTE[0], "wait": "#DDDDDD", "weight": "#F4D58D", "reduce": PALETTE[6],
-    "send": PALETTE[1], "norm-exchange": PALETTE[3], "halo": PALETTE[7], "read": "#999999", "scratch": "#8C6D46",
-}  # fmt: skip
+# Colours by kind, in drawing order: kinds that may lie inside another span come after it.
+COLORS = {
+    "forward": PALETTE[5],
+    "backward": PALETTE[4],
+    "recompute": PALETTE[2],
+    "update": PALETTE[0],
+    "wait": "#DDDDDD",
+    "weight": "#F4D58D",
+    "reduce": PALETTE[6],
+    "send": PALETTE[1],
+    "norm-exchange": PALETTE[3],
+    "halo": PALETTE[7],
+    "read": "#999999",
+    "scratch": "#8C6D46",
+}
 _ACTIONS = {action.kind: action for action in (Forward, Backward, Weight)}
 ACTION = re.compile(r"[FBW](\d+),(\d+)")
-_ABOVE = (
-    "send",
-    "norm-exchange",
-    "halo",
-    "read",
-    "scratch",
-)  # inside an action: drawn narrower, on top of it
+# Kinds that lie inside an action: they are drawn narrower, on top of it.
+_ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")
 
 
 def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """A row for each clock cycle, a column for each rank; ``cycle`` is in seconds. An entry stands where its action starts::
+    """Return a table of a row per clock cycle and a column per rank.
+
+    An entry stands in the cycle in which its action starts; ``cycle`` is in seconds::
 
     clock  rank 0  rank 1
     -----  ------  ------
@@ -50,7 +59,10 @@ def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """A line for each stage, a column for each ``cycle`` seconds; 3 is the forward pass of micro-batch 3, 3' its backward pass, 3" what that put off::
+    """Return a text of a line per stage and a column per ``cycle`` seconds.
+
+    3 is the forward pass of micro-batch 3, 3' is its backward pass. 3" is the computation of its
+    gradients of weights, where the schedule has it apart::
 
     stage 0  0 1      0' 1'
     stage 1    0 1 0' 1'
@@ -68,7 +80,7 @@ def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def _place(span: Span) -> tuple[int, int]:
-    """(micro-batch, stage)."""
+    """Return the micro-batch and the stage of an action's span."""
     match = ACTION.match(span.name)
     if not match:
         raise ValueError(
@@ -83,18 +95,24 @@ def plot_timeline(
     title: str = "Timeline",
     rows: Sequence[str] | None = None,
 ) -> None:
-    """A row for each rank, a box for each span with its micro-batch; of a rank's several stages, the later are hatched.
+    """Draw a timeline with a row per rank and a box per span, labelled with its micro-batch.
+
+    If a rank has several stages, boxes of all but the first are hatched.
 
     Args:
+        spans: the spans of all ranks.
+        output: the path of the picture.
+        title: the title of the picture.
         rows: names of the ranks; ``rank 0`` and so on by default.
 
     Raises:
-        ValueError: no span, or one of an unknown kind.
+        ValueError: there is no span, or a span of an unknown kind.
     """
     unknown = {s.kind for s in spans} - set(COLORS)
     if unknown or not spans:
         raise ValueError(
-            f"a timeline needs spans of the kinds {', '.join(COLORS)}, got {', '.join(sorted(unknown)) or 'none at all'}"
+            f"a timeline needs spans of the kinds {', '.join(COLORS)}, got "
+            f"{', '.join(sorted(unknown)) or 'none at all'}"
         )
     ranks, end = max(s.rank for s in spans) + 1, max(s.end for s in spans)
     boxes = Counter(s.rank for s in spans if s.kind not in _ABOVE)
@@ -125,7 +143,7 @@ def _first_stage(spans: Sequence[Span], rank: int) -> int:
 
 
 def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
-    """Whether a span is of a later one of its rank's stages."""
+    """Return True if a span belongs to another stage than the first of its rank."""
     action = ACTION.match(span.name)
     return action is not None and int(action[2]) > first_stage[span.rank]
 
@@ -133,7 +151,10 @@ def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
 def _alike(
     spans: Sequence[Span], first_stage: Mapping[int, int]
 ) -> list[tuple[tuple[int, int, bool], list[Span]]]:
-    """Spans that are drawn at once, by (place of their kind among the colours, rank, whether of a later stage)."""
+    """Return groups of spans that are drawn in one call, in drawing order.
+
+    The key of a group is (index of the kind in ``COLORS``, rank, True for a later stage).
+    """
     order = {kind: place for place, kind in enumerate(COLORS)}
     found: dict[tuple[int, int, bool], list[Span]] = {}
     for span in spans:
@@ -147,13 +168,20 @@ def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
     kind = spans[0].kind
     height = 0.32 if kind in _ABOVE else 0.8
     axis.broken_barh(
-        [(s.start, s.seconds) for s in spans], (rank - height / 2, height), facecolor=COLORS[kind], edgecolor="white",
-        linewidth=0.1 if kind in _ABOVE else 0.6, hatch="///" if later else None,
-    )  # fmt: skip
+        [(s.start, s.seconds) for s in spans],
+        (rank - height / 2, height),
+        facecolor=COLORS[kind],
+        edgecolor="white",
+        linewidth=0.1 if kind in _ABOVE else 0.6,
+        hatch="///" if later else None,
+    )
 
 
 def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
-    """The micro-batch, in boxes that have room for it. ``smallest``: seconds that a digit takes on paper."""
+    """Write the number of the micro-batch into a box if the box is wide enough.
+
+    ``smallest`` is the width of a digit in seconds of the time axis.
+    """
     action = ACTION.match(span.name)
     if action and span.kind not in ("wait", *_ABOVE) and span.seconds > smallest * len(action[1]):
         color = "white" if span.kind == "recompute" else INK
@@ -175,12 +203,17 @@ def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
 
 
 def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None = None) -> dict:
-    """The Chrome trace format: complete events (ph X) in microseconds, a process for the job, a thread for each rank."""
+    """Return spans in the Chrome trace format.
+
+    Spans are complete events (ph X) in microseconds. The job is a process, each rank a thread.
+    """
     ranks = sorted({s.rank for s in spans})
     threads = [
         {"name": "thread_name", "ph": "M", "pid": job, "tid": rank, "args": {"name": name}}
         for rank, name in zip(ranks, _names(rows, ranks))
     ]
+    # Perfetto nests a span that lies inside an earlier one, so the longer of two comes first.
+    in_order = sorted(spans, key=lambda s: (s.start, -s.end))
     events = [
         {
             "name": s.name,
@@ -192,9 +225,7 @@ def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None
             "tid": s.rank,
             "args": {"kind": s.kind},
         }
-        for s in sorted(
-            spans, key=lambda s: (s.start, -s.end)
-        )  # Perfetto nests what lies inside an earlier span
+        for s in in_order
     ]
     process = {
         "name": "process_name",
@@ -208,7 +239,7 @@ def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None
 def write_trace(
     spans: Sequence[Span], output: str | Path, job: int = 0, rows: Sequence[str] | None = None
 ) -> None:
-    """Open the file in ui.perfetto.dev or chrome://tracing."""
+    """Write a trace file that ui.perfetto.dev and chrome://tracing can open."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(trace_events(spans, job, rows)))

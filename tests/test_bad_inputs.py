@@ -240,9 +240,9 @@ TABLE = {
     "an epoch of no crops": (verify(data__epoch_samples="9"), "data.epoch_samples is 9, but whole images are trained on, .*: set data.crop"),
     "groups of instance norm": (verify(model__groups="2"), "model.groups is 2, but model.norm is instance: set it to group"),
     "a fusion of no exchanges": (verify(spatial__fuse_below="8"), "spatial.fuse_below is 8, but spatial.exchange_every is all"),
-    "scratch for nothing": (verify(spatial__scratch="/tmp"), "spatial.scratch is /tmp, but no maps wait without streamed tiles: give run.memory or spatial.streaming"),
+    "scratch for nothing": (verify(spatial__scratch="/tmp"), "spatial.scratch is /tmp, but feature maps are stored only with streamed tiles: give run.memory or spatial.streaming"),
     "tiles and memory": (verify(spatial__tiles_per_rank="2x2", run__memory="4GB"), "spatial.tiles_per_rank is 2x2, but run.memory is given and decides the tiles"),
-    "recomputing in time": (verify(pipeline__recompute="always", run__memory="4GB"), "pipeline.recompute is always, but streamed tiles .* compute again by themselves"),
+    "recomputing in time": (verify(pipeline__recompute="always", run__memory="4GB"), "pipeline.recompute is always, but streamed tiles .* decide by themselves"),
     # verify
     "a mesh that the ranks do not fill": (verify(mesh__tiles="1x2"), r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...\)"),
     "a grid too fine": (verify(spatial__tiles_per_rank="9x2"), "grid of 9x2 tiles is too fine for an image of 29x43 .* stride 4x4, so the largest grid that fits is 8x11"),

@@ -382,9 +382,9 @@ class TestBudget:
     "settings, message",
     [
         (dict(streaming="recompute", tiles_per_rank=GRID), r"streaming is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to offload, model.norm to none"),
-        (dict(streaming="offload"), r"in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
+        (dict(streaming="offload"), r"the number of tiles is not given: set run.memory, such as 4GB, or spatial.tiles_per_rank"),
         (dict(streaming="offload", tiles_per_rank=GRID, halo=3), r"streaming is offload, but streamed tiles are exact windows: leave out spatial.halo"),
-        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v"),
+        (dict(memory="4GB", placement="devices", balance=[10, 19]), r"run.memory is 4GB, but torchgpipe cannot stream tiles: set pipeline.placement to line or v"),
         (dict(streaming="offload", tiles_per_rank=GRID, scratch="/nowhere"), r"spatial.scratch is /nowhere, which is no folder"),
         (dict(streaming="in_memory", memory="4GB"), r"run.memory is 4GB, but with spatial.streaming in_memory nothing can be cut to fit it"),
         (dict(memory="1MB"), r"run.memory is 1 MB, but a process .* takes \d+ MB already"),

@@ -1,8 +1,10 @@
-"""Settings that can not be together, in one table: two settings, why not, and the repair.
+"""Refuse settings that cannot be combined; ``RULES`` is the table of them.
 
-Either they contradict each other, or one would be without effect beside the other: who sets it believes that it acts. Both are refused before
-any work (:func:`check_settings`). Where only the mesh or the model of the day leaves a setting without effect, as when a config of many ranks is
-tried on one, it is told instead (:func:`notes`). The loss refuses what its terms do not take (:class:`distseg.layers.loss.Loss`).
+Two settings may contradict each other, or one may have no effect beside the other, although its
+user believes that it has. :func:`check_settings` refuses both before any work. A setting may also
+have no effect only because of the mesh or the model, for example when a config for many ranks is
+tried on one. That is a note instead (:func:`notes`). Settings of the loss are checked by
+:class:`distseg.layers.loss.Loss`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ _DEFAULTS = Config()
 
 @dataclass(frozen=True)
 class Facts:
-    """A config, and the norms of its plain model by name, as far as there is one."""
+    """A config and the norms of its plain model, by which rules decide.
+
+    Attributes:
+        config: the settings.
+        norms: name and module of each norm; empty if there is no model.
+    """
 
     config: Config
     norms: Sequence[tuple[str, nn.Module]] = ()
@@ -43,7 +50,7 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        """Of a rank that drives several devices."""
+        """Number of stages of a rank that drives several devices."""
         return stages_of(self.config.pipeline)
 
     @property
@@ -60,7 +67,7 @@ class Facts:
 
     @property
     def live(self) -> str | None:
-        """The first norm that takes statistics in training."""
+        """The first active norm: one that computes statistics in training."""
         return self._first(self._is_live)
 
     @property
@@ -70,7 +77,7 @@ class Facts:
 
     @property
     def shared(self) -> str | None:
-        """The first norm whose statistics ranks share in training, and how many do."""
+        """The first norm whose statistics several ranks share, with the number of ranks."""
         return self._first(
             lambda norm: not self.windows and self._is_live(norm) and self._ranks(norm) > 1,
             lambda norm: f" would share its statistics with {self._ranks(norm)} ranks",
@@ -90,20 +97,27 @@ class Facts:
     def _first(
         self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: ""
     ) -> str | None:
-        """Its name and kind, and what else is said of it."""
-        return next(
-            (
-                f"{name} ({kind_of(norm)}{' norm' if isinstance(norm, NORMS) else ' over the image'}){more(norm)}"
-                for name, norm in self.norms
-                if which(norm)
-            ),
-            None,
-        )
+        """Return the name and kind of the first norm for which ``which`` is True, or None.
+
+        ``more`` returns text that is appended.
+        """
+        for name, norm in self.norms:
+            if which(norm):
+                what = "norm" if isinstance(norm, NORMS) else "over the image"
+                return f"{name} ({kind_of(norm)} {what}){more(norm)}"
+        return None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``setting``, where it is not the default's, is ``refused`` beside ``other``; ``why``, and the repair, with the config as ``c`` and the facts as ``f``."""
+    """Two settings that cannot be combined.
+
+    Attributes:
+        setting: a setting; the rule holds if it differs from its default.
+        other: the setting that it does not go with.
+        refused: a function that returns True if the combination is refused.
+        why: the reason and the repair, a format string with the config ``c`` and the facts ``f``.
+    """
 
     setting: str
     other: str
@@ -112,15 +126,18 @@ class Rule:
 
 
 def _with(setting: str, facts: Facts) -> bool:
-    """Whether ``setting`` is what makes ranks compute streamed tiles."""
+    """Return True if ``setting`` is the one that turns on streaming."""
     return facts.streaming and (setting == "run.memory") == (
         facts.config.spatial.streaming == "auto"
     )
 
 
 def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
-    """Of either setting by which tiles are computed in time."""
-    rule = lambda setting: Rule(setting, other, lambda f: _with(setting, f) and beside(f), why)
+    """Return a rule for each of the two settings that turn on streaming."""
+
+    def rule(setting: str) -> Rule:
+        return Rule(setting, other, lambda f: _with(setting, f) and beside(f), why)
+
     return rule("spatial.streaming"), rule("run.memory")
 
 
@@ -129,72 +146,251 @@ def _with_patchgd(setting: str) -> "Rule":
         setting,
         "train.method",
         lambda f: f.config.train.method == "patchgd",
-        "train.method is patchgd, which computes patches, each as a whole image on one rank: leave one of them out",
+        "train.method is patchgd, which computes patches, each as a whole image on one rank: "
+        "leave one of them out",
     )
 
 
+def _without_patchgd(setting: str) -> "Rule":
+    return Rule(
+        setting,
+        "train.method",
+        lambda f: f.config.train.method != "patchgd",
+        "train.method is {c.train.method}: set that to patchgd, or leave it out",
+    )
+
+
+_NOT_WITH_PATCHGD = (
+    "mesh.stages",
+    "pipeline.placement",
+    "pipeline.schedule",
+    "pipeline.balance",
+    "pipeline.recompute",
+    "spatial.tiles_per_rank",
+    "spatial.streaming",
+    "spatial.halo",
+    "spatial.exchange_every",
+    "spatial.frozen_norm",
+    "train.accumulate",
+    "run.memory",
+    "model.outputs",
+)
+_PATCHGD_ONLY = (
+    "patchgd.patch",
+    "patchgd.step",
+    "patchgd.features",
+    "patchgd.sampled",
+    "patchgd.inner",
+    "patchgd.accumulate",
+    "patchgd.head",
+    "patchgd.head_channels",
+    "patchgd.at_once",
+    "patchgd.grid",
+    "patchgd.statistics",
+    "patchgd.y_filling",
+)
+
 RULES = (
-    # contradictions
-    *(_with_patchgd(s) for s in ("mesh.stages", "pipeline.placement", "pipeline.schedule", "pipeline.balance", "pipeline.recompute", "spatial.tiles_per_rank", "spatial.streaming", "spatial.halo",
-                                 "spatial.exchange_every", "spatial.frozen_norm", "train.accumulate", "run.memory", "model.outputs")),
-    Rule("spatial.norm_scope", "train.method", lambda f: f.config.train.method == "patchgd" and f.windows, "train.method is patchgd: set it to group or step"),
-    *(Rule(f"patchgd.{field}", "train.method", lambda f: f.config.train.method != "patchgd", "train.method is {c.train.method}: set that to patchgd, or leave it out")
-      for field in ("patch", "step", "features", "sampled", "inner", "accumulate", "head", "head_channels", "at_once", "grid", "statistics", "y_filling")),
-    Rule("patchgd.grid", "patchgd.head", lambda f: f.config.patchgd.head in ("cnn", "cnn-max", "transformer", "attention"),
-         "patchgd.head {c.patchgd.head} takes any grid: set that to conv3 or conv4, or leave patchgd.grid out"),
-    Rule("spatial.halo", "spatial.exchange_every", lambda f: f.config.spatial.exchanges,
-         "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one of them out"),
-    Rule("spatial.norm_scope", "spatial.exchange_every", lambda f: f.windows and f.config.spatial.exchanges,
-         "with spatial.exchange_every {c.spatial.exchange_every} there are no windows: set it to group or step"),
-    Rule("spatial.frozen_norm", "model.norm", lambda f: f.untracked is not None, "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave spatial.frozen_norm out"),
-    *_streaming("pipeline.placement", lambda f: f.on_devices,
-              "tiles one after another are what torchgpipe does not do: set pipeline.placement to line or v, or leave it out"),
-    *_streaming("spatial.halo", lambda f: f.config.spatial.halo is not None, "streamed tiles are exact windows: leave out spatial.halo, or it"),
-    *_streaming("spatial.norm_scope", lambda f: f.windows, "streamed tiles are exact, and spatial.norm_scope window is not: leave that out, or it"),
-    Rule("run.memory", "spatial.streaming", lambda f: not f.streaming, "with spatial.streaming {c.spatial.streaming} nothing can be cut to fit it: set spatial.streaming to auto, or leave one out"),
-    Rule("spatial.streaming", "spatial.tiles_per_rank", lambda f: f.streaming and f.config.run.memory is None and f.config.spatial.tiles_per_rank.volume == 1,
-         "in how many tiles is not said: give run.memory, such as 4GB, or spatial.tiles_per_rank"),
-    Rule("spatial.streaming", "model.norm", lambda f: f.config.spatial.streaming == "recompute" and f.live is not None,
-         "{f.live} takes statistics of the whole image: set it to offload, model.norm to none, or, with batch norm, spatial.frozen_norm"),
-    Rule("pipeline.schedule", "spatial.streaming", lambda f: f.streaming and f.config.pipeline.schedule == "zb-h1",
-         "streamed tiles (run.memory or spatial.streaming) free all that a tile holds in its backward pass, and put nothing off: set it to 1f1b, gpipe or auto"),
-    Rule("pipeline.placement", "spatial.exchange_every", lambda f: f.on_devices and f.config.spatial.exchanges,
-         "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank compute at once, where exchanges need one order: set that to all, or put "
-         "the stages on ranks (mesh.stages)"),
-    Rule("pipeline.placement", "mesh.stages", lambda f: f.on_devices and f.config.mesh.stages != 1,
-         "that puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set mesh.stages to 1, or pipeline.placement to line for a stage a rank"),
-    Rule("pipeline.placement", "pipeline.schedule", lambda f: f.on_devices and f.config.pipeline.schedule in ("1f1b", "zb-h1"),
-         "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe knows gpipe only: set it to gpipe or auto"),
-    Rule("pipeline.placement", "spatial.tiles_per_rank", lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
-         "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement to line"),
-    Rule("pipeline.placement", "mesh.tiles", lambda f: f.on_devices and f.shared is not None,
-         "threads then compute the stages, and {f.shared} from there: set mesh.tiles to 1x1 and spatial.norm_scope to group, "
-         "train with model.norm none or spatial.frozen_norm, or set pipeline.placement to line"),
-    # without effect
-    Rule("model.groups", "model.norm", lambda f: f.norm not in ("group", None), "model.norm is {f.norm}: set it to group, or leave model.groups out"),
-    Rule("pipeline.recompute", "spatial.streaming", lambda f: f.streaming, "streamed tiles (run.memory or spatial.streaming) compute again by themselves what they need: leave it out"),
-    Rule("spatial.fuse_below", "spatial.exchange_every", lambda f: not f.config.spatial.exchanges,
-         "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or level, or leave spatial.fuse_below out"),
-    Rule("spatial.scratch", "spatial.streaming", lambda f: not f.streaming,
-         "no maps wait without streamed tiles: give run.memory or spatial.streaming, or leave it out (predict.scratch is prediction's)"),
-    Rule("spatial.tiles_per_rank", "run.memory", lambda f: f.streaming and f.config.run.memory is not None, "run.memory is given and decides the tiles: leave one of them out"),
-    Rule("data.focus_share", "data.focus_class", lambda f: f.config.data.focus_class is None, "data.focus_class is not set: name a class, or leave data.focus_share out"),
-    Rule("data.epoch_samples", "data.crop", lambda f: f.config.data.crop is None, "whole images are trained on, each once an epoch: set data.crop, or leave data.epoch_samples out"),
-    Rule("train.init_names", "train.init", lambda f: f.config.train.init is None, "train.init is not set: name a file, or leave train.init_names out"),
-    Rule("optim.decay_factor", "optim.schedule", lambda f: f.config.optim.schedule != "linear",
-         "optim.schedule is {c.optim.schedule}, which does not read it: set that to linear, or leave optim.decay_factor out"),
-    Rule("optim.momentum", "optim.name", lambda f: f.config.optim.name != "sgd", "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum out"),
-)  # fmt: skip
+    # Contradictions.
+    *map(_with_patchgd, _NOT_WITH_PATCHGD),
+    Rule(
+        "spatial.norm_scope",
+        "train.method",
+        lambda f: f.config.train.method == "patchgd" and f.windows,
+        "train.method is patchgd: set it to group or step",
+    ),
+    *map(_without_patchgd, _PATCHGD_ONLY),
+    Rule(
+        "patchgd.grid",
+        "patchgd.head",
+        lambda f: f.config.patchgd.head in ("cnn", "cnn-max", "transformer", "attention"),
+        "patchgd.head {c.patchgd.head} takes any grid: set that to conv3 or conv4, or leave "
+        "patchgd.grid out",
+    ),
+    Rule(
+        "spatial.halo",
+        "spatial.exchange_every",
+        lambda f: f.config.spatial.exchanges,
+        "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one "
+        "of them out",
+    ),
+    Rule(
+        "spatial.norm_scope",
+        "spatial.exchange_every",
+        lambda f: f.windows and f.config.spatial.exchanges,
+        "with spatial.exchange_every {c.spatial.exchange_every} there are no windows: set it to "
+        "group or step",
+    ),
+    Rule(
+        "spatial.frozen_norm",
+        "model.norm",
+        lambda f: f.untracked is not None,
+        "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave "
+        "spatial.frozen_norm out",
+    ),
+    *_streaming(
+        "pipeline.placement",
+        lambda f: f.on_devices,
+        "torchgpipe cannot stream tiles: set pipeline.placement to line or v, or leave it out",
+    ),
+    *_streaming(
+        "spatial.halo",
+        lambda f: f.config.spatial.halo is not None,
+        "streamed tiles are exact windows: leave out spatial.halo, or it",
+    ),
+    *_streaming(
+        "spatial.norm_scope",
+        lambda f: f.windows,
+        "streamed tiles are exact, and spatial.norm_scope window is not: leave that out, or it",
+    ),
+    Rule(
+        "run.memory",
+        "spatial.streaming",
+        lambda f: not f.streaming,
+        "with spatial.streaming {c.spatial.streaming} nothing can be cut to fit it: set "
+        "spatial.streaming to auto, or leave one out",
+    ),
+    Rule(
+        "spatial.streaming",
+        "spatial.tiles_per_rank",
+        lambda f: (
+            f.streaming
+            and f.config.run.memory is None
+            and f.config.spatial.tiles_per_rank.volume == 1
+        ),
+        "the number of tiles is not given: set run.memory, such as 4GB, or spatial.tiles_per_rank",
+    ),
+    Rule(
+        "spatial.streaming",
+        "model.norm",
+        lambda f: f.config.spatial.streaming == "recompute" and f.live is not None,
+        "{f.live} takes statistics of the whole image: set it to offload, model.norm to none, "
+        "or, with batch norm, spatial.frozen_norm",
+    ),
+    Rule(
+        "pipeline.schedule",
+        "spatial.streaming",
+        lambda f: f.streaming and f.config.pipeline.schedule == "zb-h1",
+        "streamed tiles (run.memory or spatial.streaming) free all that a tile holds in its "
+        "backward pass, so zb-h1 has nothing to postpone: set it to 1f1b, gpipe or auto",
+    ),
+    Rule(
+        "pipeline.placement",
+        "spatial.exchange_every",
+        lambda f: f.on_devices and f.config.spatial.exchanges,
+        "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank "
+        "compute at once, where exchanges need one order: set that to all, or put "
+        "the stages on ranks (mesh.stages)",
+    ),
+    Rule(
+        "pipeline.placement",
+        "mesh.stages",
+        lambda f: f.on_devices and f.config.mesh.stages != 1,
+        "that puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set "
+        "mesh.stages to 1, or pipeline.placement to line for a stage a rank",
+    ),
+    Rule(
+        "pipeline.placement",
+        "pipeline.schedule",
+        lambda f: f.on_devices and f.config.pipeline.schedule in ("1f1b", "zb-h1"),
+        "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe knows gpipe only: set it to "
+        "gpipe or auto",
+    ),
+    Rule(
+        "pipeline.placement",
+        "spatial.tiles_per_rank",
+        lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
+        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all "
+        "micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement "
+        "to line",
+    ),
+    Rule(
+        "pipeline.placement",
+        "mesh.tiles",
+        lambda f: f.on_devices and f.shared is not None,
+        "threads then compute the stages, and {f.shared} from there: set mesh.tiles to 1x1 and "
+        "spatial.norm_scope to group, train with model.norm none or spatial.frozen_norm, or set "
+        "pipeline.placement to line",
+    ),
+    # Settings without effect.
+    Rule(
+        "model.groups",
+        "model.norm",
+        lambda f: f.norm not in ("group", None),
+        "model.norm is {f.norm}: set it to group, or leave model.groups out",
+    ),
+    Rule(
+        "pipeline.recompute",
+        "spatial.streaming",
+        lambda f: f.streaming,
+        "streamed tiles (run.memory or spatial.streaming) decide by themselves what is "
+        "recomputed: leave it out",
+    ),
+    Rule(
+        "spatial.fuse_below",
+        "spatial.exchange_every",
+        lambda f: not f.config.spatial.exchanges,
+        "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or "
+        "level, or leave spatial.fuse_below out",
+    ),
+    Rule(
+        "spatial.scratch",
+        "spatial.streaming",
+        lambda f: not f.streaming,
+        "feature maps are stored only with streamed tiles: give run.memory or "
+        "spatial.streaming, or leave it out (predict.scratch is prediction's)",
+    ),
+    Rule(
+        "spatial.tiles_per_rank",
+        "run.memory",
+        lambda f: f.streaming and f.config.run.memory is not None,
+        "run.memory is given and decides the tiles: leave one of them out",
+    ),
+    Rule(
+        "data.focus_share",
+        "data.focus_class",
+        lambda f: f.config.data.focus_class is None,
+        "data.focus_class is not set: name a class, or leave data.focus_share out",
+    ),
+    Rule(
+        "data.epoch_samples",
+        "data.crop",
+        lambda f: f.config.data.crop is None,
+        "whole images are trained on, each once an epoch: set data.crop, or leave "
+        "data.epoch_samples out",
+    ),
+    Rule(
+        "train.init_names",
+        "train.init",
+        lambda f: f.config.train.init is None,
+        "train.init is not set: name a file, or leave train.init_names out",
+    ),
+    Rule(
+        "optim.decay_factor",
+        "optim.schedule",
+        lambda f: f.config.optim.schedule != "linear",
+        "optim.schedule is {c.optim.schedule}, which does not read it: set that to linear, or "
+        "leave optim.decay_factor out",
+    ),
+    Rule(
+        "optim.momentum",
+        "optim.name",
+        lambda f: f.config.optim.name != "sgd",
+        "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum "
+        "out",
+    ),
+)
 
 
 def check_settings(config: Config, model: nn.Module | None = None) -> None:
-    """Refuse settings that contradict each other, or that would be without effect.
+    """Refuse settings that contradict each other, or that would have no effect.
 
     Args:
-        model: plain; without it, what depends on its norms is not looked at.
+        config: the settings.
+        model: the plain model; without it, rules about norms are not checked.
 
     Raises:
-        ValueError: naming the setting, its value, the other one, why, and the repair.
+        ValueError: naming the setting, its value, the other setting, the reason and the repair.
     """
     facts = Facts(
         config,
@@ -207,14 +403,16 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
-    together = config.data.images * (
-        config.mesh.samples if config.spatial.norm_scope == "step" else 1
-    )
+    together = config.data.images
+    if config.spatial.norm_scope == "step":
+        together *= config.mesh.samples
     vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
     if vectors and together < 2 and not config.spatial.frozen_norm:
         raise ValueError(
-            f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes statistics of one vector an image, so it needs at least 2 images in a batch: "
-            "set data.images to 2 or more, or spatial.norm_scope to step with several sample groups, or use another norm there"
+            f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes "
+            "statistics of one vector an image, so it needs at least 2 images in a batch: set "
+            "data.images to 2 or more, or spatial.norm_scope to step with several sample groups, "
+            "or use another norm there"
         )
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
@@ -224,7 +422,10 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
 
 
 def _is_set(value, default) -> bool:
-    """Return True if a setting differs from its default, which for a grid of one tile has any dims."""
+    """Return True if a setting differs from its default.
+
+    A grid of one tile is a default in any number of dims.
+    """
     one = isinstance(default, Size) and default.volume == 1
     return value.volume != 1 if one and value is not None else value != default
 
@@ -248,14 +449,14 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
         for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
             if count < 2:
                 raise ValueError(
-                    f"image {name!r} of {Size(size)} pixels: the norm {norm} takes statistics of {count} value a "
-                    "channel there, and needs at least 2: leave the image out, take larger images or crops, or a "
-                    "smaller model.depth"
+                    f"image {name!r} of {Size(size)} pixels: the norm {norm} takes statistics of "
+                    f"{count} value a channel there, and needs at least 2: leave the image out, "
+                    "take larger images or crops, or a smaller model.depth"
                 )
 
 
 def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return those sizes than which no other one is smaller or equal in every dim."""
+    """Return the minimal sizes, by name: no other size is smaller or equal in every dim."""
     found: dict[str, Sequence[int]] = {}
     for name, size in sorted(sizes.items(), key=_volume):
         if not any(all(m <= n for m, n in zip(other, size)) for other in found.values()):
@@ -270,12 +471,13 @@ def _volume(item: tuple[str, Sequence[int]]) -> int:
 def _values_of_norms(
     model: nn.Module, size: Sequence[int], images: int, frozen: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield the name of each active norm, and how many values each of its statistics is of."""
+    """Yield the name of each active norm and the number of values in each of its statistics."""
     try:
         graph = graph_of(model)
         cells = Layout(graph, size, [(0, n) for n in size]).sizes
     except ValueError:
-        return  # computed on whole images, by PyTorch; or a size that is refused elsewhere
+        # Without a graph PyTorch computes whole images; a wrong size is refused elsewhere.
+        return
     for call, node in zip(calls_of(model), graph):
         norm = call.layer
         if not isinstance(norm, NORMS) or isinstance(norm, VectorNorm) or frozen and tracks(norm):
@@ -287,18 +489,18 @@ def _values_of_norms(
 
 
 def check_labels(store: Store, model: nn.Module, config: Config) -> None:
-    """Refuse a network, or a loss, that is for other labels than the store has.
+    """Refuse a network, or a loss, that does not fit the kind of labels in the store.
 
     Args:
-        model: plain, or captured.
+        store: the training data.
+        model: the network, plain or captured.
+        config: the settings.
 
     Raises:
-        ValueError: naming both, and the repair.
+        ValueError: naming both kinds and the repair.
     """
-    numbers, size = (
-        len(store.classes) == 1,
-        crop_size(store.size(store.split("train")[0]), config.data.crop),
-    )
+    numbers = len(store.classes) == 1
+    size = crop_size(store.size(store.split("train")[0]), config.data.crop)
     if of_image(model, size) != store.of_images:
         made, has = (
             ("a vector of each image", "labels of pixels")
@@ -306,7 +508,8 @@ def check_labels(store: Store, model: nn.Module, config: Config) -> None:
             else ("a map of each image", "a label for each image")
         )
         raise ValueError(
-            f"the network makes {made}, but {store.path} has {has}: take another network (model.name), or prepare the store with the labels that are meant"
+            f"the network makes {made}, but {store.path} has {has}: take another network "
+            "(model.name), or prepare the store with the labels that are meant"
         )
     if of_numbers(config.loss.name) != numbers:
         has = (
@@ -315,15 +518,17 @@ def check_labels(store: Store, model: nn.Module, config: Config) -> None:
             else f"{len(store.classes)} classes"
         )
         raise ValueError(
-            f"loss.name is {config.loss.name}, but {store.path} has {has}: take {'mse or l1' if numbers else 'cross_entropy'}"
+            f"loss.name is {config.loss.name}, but {store.path} has {has}: take "
+            f"{'mse or l1' if numbers else 'cross_entropy'}"
         )
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:
-    """What this model or mesh leaves without effect, each in a sentence.
+    """Return notes on settings whose effect differs with this model or mesh, a sentence each.
 
     Args:
-        model: plain.
+        config: the settings.
+        model: the plain model.
     """
     norms = [m for m in model.modules() if isinstance(m, NORMS)]
     spatial, mesh = config.spatial, config.mesh
@@ -338,7 +543,8 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
     if (fewer := _fewer_groups(config, model)) is not None:
         found.append(
-            f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}"
+            f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so "
+            f"it takes {fewer[1]}"
         )
     if config.patchgd.statistics == "pass" and not any(
         isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms
@@ -347,19 +553,24 @@ def notes(config: Config, model: nn.Module) -> list[str]:
     if config.model.outputs:
         weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
         found.append(
-            f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction take {next(iter(config.model.outputs))}"
+            f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction "
+            f"take {next(iter(config.model.outputs))}"
         )
     if config.pipeline.placement == "v" and mesh.stages == 1:
         found.append("pipeline.placement v is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:
         found.append(
-            f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient"
+            f"mesh.compression {mesh.compression} is without effect: one rank holds all of the "
+            "gradient"
         )
     return found
 
 
 def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
-    """A group norm that has fewer groups than the config says, and how many."""
+    """Return the name and number of groups of a group norm with fewer than ``model.groups``.
+
+    Return None if there is none.
+    """
     groups = config.model.groups
     if not groups or norm_of(config) != "group":
         return None
@@ -372,13 +583,16 @@ def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
 
 
 def of(config: Config, setting: str):
-    """The value of ``section.field``."""
+    """Return the value of the setting ``section.field``."""
     section, _, field = setting.partition(".")
     return getattr(getattr(config, section), field)
 
 
 def norm_of(config: Config) -> str | None:
-    """The norm of a network by name; None of a user's own function, which may do what it likes with its arguments."""
+    """Return the kind of norm of the config's network.
+
+    Return None for a user's own function, whose norms do not follow from ``model.norm``.
+    """
     from distseg.models.zoo import ZOO
 
     name = config.model.name
@@ -389,15 +603,16 @@ def norm_of(config: Config) -> str | None:
 
 
 def with_store(config: Config, ignore: int) -> Config:
-    """The config with the store's ignore value, which holds for its labels.
+    """Return the config with the store's ignore value as ``loss.ignore_index``.
 
     Raises:
-        ValueError: the config sets another one.
+        ValueError: the config sets another value.
     """
     own = config.loss.ignore_index
     if own not in (ignore, _DEFAULTS.loss.ignore_index):
         raise ValueError(
-            f"loss.ignore_index is {own}, but the labels of {config.data.store} have {ignore} where nothing counts: leave loss.ignore_index out, "
-            f"or prepare the store with --ignore {own}"
+            f"loss.ignore_index is {own}, but the labels of {config.data.store} have {ignore} "
+            "where nothing counts: leave loss.ignore_index out, or prepare the store with "
+            f"--ignore {own}"
         )
     return replace(config, loss=replace(config.loss, ignore_index=ignore))

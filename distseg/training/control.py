@@ -1,14 +1,17 @@
-"""What a run is told from outside while it works: to write a checkpoint, or to end with one.
+"""Let signals and clocks make a run write a checkpoint, or end with one.
 
-Signals and clocks reach ranks at different moments, so each step begins a small message in which all of them say what they
-were told, and ends with the answer: all act at the same step. The message travels while the step is computed.
+Signals and clocks reach ranks at different moments. So at the beginning of each step the ranks
+start a small allreduce of what each has received, and at its end they read the result: all act at
+the same step. The message travels while the step is computed.
 
-====================  ==========================================================================================
+====================  ============================================================================
 SIGUSR1               write a checkpoint and go on
-SIGTERM, SIGUSR2      write a checkpoint and end, to be continued (exit code 75); mpirun hands on USR2, at TERM it kills at once
-the job's time limit  the same, in time before it: Slurm's own, or ``train.job_minutes``
+SIGTERM, SIGUSR2      write a checkpoint and end, to be continued (exit code 75)
+the job's time limit  write a checkpoint and end in time: Slurm's limit, or ``train.job_minutes``
 checkpoint_minutes    write a checkpoint and go on
-====================  ==========================================================================================
+====================  ============================================================================
+
+Use SIGUSR2 under mpirun: it forwards that signal, but at SIGTERM it kills all ranks at once.
 """
 
 from __future__ import annotations
@@ -25,30 +28,35 @@ from distseg.comm.waits import waits_of
 from distseg.config.settings import TrainConfig
 
 _STOPS = ("", "a signal came", "the job's time limit is near")
-_SLACK, _SHARE = (
-    30.0,
-    0.1,
-)  # seconds before the limit besides the work that is left, at most this share of the job's time
+# The run ends this many seconds before the limit, in addition to the time of a step and checkpoint;
+# in short jobs at most this share of the job's time.
+_SLACK, _SHARE = 30.0, 0.1
 
 
 class Decision(NamedTuple):
-    """What all ranks do after a step."""
+    """Decision of all ranks after a step.
+
+    Attributes:
+        save: True to write a checkpoint.
+        stop: the reason to end the run; empty to go on.
+    """
 
     save: bool
-    stop: str  # why, or empty
+    stop: str
 
 
 class RunControl:
-    """Listens from ``with`` to its end.
+    """Listener for signals and clocks inside its ``with`` block.
 
     Args:
-        world: all ranks.
+        world: the communicator of all ranks.
+        config: the ``train`` settings.
     """
 
     def __init__(self, world, config: TrainConfig):
         self.world, self._every = world, config.checkpoint_minutes
         self._due, self._near = False, False
-        self._heeded = 0  # signals
+        self._heeded = 0  # signals to save that were acted upon
         self._request = None
         self._saved = self._began = time.monotonic()
         self._longest = self._saving = 0.0  # seconds of a step, of a checkpoint
@@ -63,7 +71,7 @@ class RunControl:
         self._listening.__exit__(*error)
 
     def post(self) -> None:
-        """Begin to tell the others, at the beginning of a step."""
+        """Start the allreduce of what each rank has received, at the beginning of a step."""
         self._began = time.monotonic()
         if self.world.rank == 0:
             self._look_at_clocks()
@@ -77,11 +85,11 @@ class RunControl:
         if self.world.size > 1:
             from mpi4py import MPI
 
-            self._mine = mine  # MPI reads it until it is done
+            self._mine = mine  # MPI reads this memory until the request is complete
             self._request = self.world.Iallreduce(self._mine, self._found, op=MPI.MAX)
 
     def met(self) -> Decision:
-        """What all were told, at the step's end; the same on every rank."""
+        """Return the decision at the end of a step; it is the same on every rank."""
         if self._request is not None:
             waits_of(self.world).wait(self._request, "the other ranks' end of the step")
             self._request = None
@@ -90,12 +98,12 @@ class RunControl:
         return Decision(bool(save or stop), _STOPS[stop])
 
     def ask(self) -> Decision:
-        """Both at once, between other work."""
+        """Return a decision between other work: :meth:`post` and :meth:`met` in one call."""
         self.post()
         return self.met()
 
     def saved(self, seconds: float) -> None:
-        """Note that a checkpoint was begun, and how long the one before took."""
+        """Record that a checkpoint was begun, and the seconds that the previous one took."""
         self._saved, self._saving = time.monotonic(), max(self._saving, seconds)
 
     def _look_at_clocks(self) -> None:
@@ -108,8 +116,11 @@ class RunControl:
 
 
 def _end_of_job(minutes: float | None) -> float | None:
-    """When the job ends, by this process's clock: by the setting, else as Slurm tells."""
+    """Return the time.monotonic() at which the job ends, or None if it has no limit.
+
+    The limit is ``train.job_minutes``, else Slurm's.
+    """
     if minutes is not None:
         return BORN + 60 * minutes
-    told = os.environ.get("SLURM_JOB_END_TIME", "")  # Unix time
-    return time.monotonic() + float(told) - time.time() if told.isdecimal() else None
+    end = os.environ.get("SLURM_JOB_END_TIME", "")  # Unix time
+    return time.monotonic() + float(end) - time.time() if end.isdecimal() else None

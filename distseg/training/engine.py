@@ -1,4 +1,9 @@
-"""Everything a rank needs for optimizer steps, made from a config, a mesh and a plain model."""
+"""Build what a rank needs for optimizer steps from a config, a mesh and a plain model.
+
+:class:`Engine` checks the settings and the model, keeps this rank's layers, and computes steps. The
+functions below it derive the receptive field, the halo exchange and the streaming executor from a
+config.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +61,22 @@ from distseg.training.step import GradientStep, InTiles, LossHead, OnDevices, On
 
 
 class Engine(ParameterUpdate):
-    """A model ready to train on this rank's windows.
+    """A model that is ready to train on this rank's tiles. Collective to make.
 
     Args:
-        model: the plain model, whole but perhaps only outlined (on the meta device). It is changed in place: of its layers
-            only those of this rank's stages stay, on ``device``.
+        config: the settings of the run.
+        mesh: this rank's place in the mesh.
+        model: the whole plain model, perhaps on the meta device. It is changed in place: only the
+            layers of this rank's stages stay, on ``device``.
         image: the size of a step's images in pixels, by which stages are balanced.
-        device: of this rank; with ``pipeline.placement: devices`` only its kind, or its number among the node's GPUs, counts.
+        device: the device of this rank. With ``pipeline.placement: devices`` only its kind counts,
+            or its index among the node's GPUs.
         precision: fp32, bf16 (autocast) or fp64.
+        channels_last: True for the channels_last memory format.
 
     Raises:
-        ValueError: a model, or settings, that can't be trained, before any work and on all ranks.
+        ValueError: the model cannot be trained, or settings contradict each other. It is raised on
+            all ranks before any work.
     """
 
     def __init__(
@@ -79,29 +89,24 @@ class Engine(ParameterUpdate):
         precision: str = "fp32",
         channels_last: bool = False,
     ):
-        self.config, self.mesh, self.precision, self.channels_last = (
-            config,
-            mesh,
-            precision,
-            channels_last,
-        )
+        self.config, self.mesh = config, mesh
+        self.precision, self.channels_last = precision, channels_last
         mesh.waits.timeout = config.run.timeout
         with raise_jointly(mesh.world):
             check_there(config.pipeline)
             check_settings(config, model)
             self.devices = devices_of(config, device)
             self.device = self.devices[0]
+            # With pipeline.placement devices this is not the device that the launcher chose.
             if self.device.type == "cuda":
-                torch.cuda.set_device(
-                    self.device
-                )  # with pipeline.placement devices another than the launcher chose
+                torch.cuda.set_device(self.device)
             self.autocast = autocast(precision, device)
             freeze(model, config.optim)
             check_trainable(model)
             check_exact(model, image)
             if config.spatial.norm_scope == "step" and config.mesh.samples > 1:
                 check_apart(model, image)
-            told = fingerprint_of(model)
+            fingerprint = fingerprint_of(model)
             own_memory(model)
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
@@ -131,7 +136,7 @@ class Engine(ParameterUpdate):
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         assert_consistent(
             mesh.world,
-            {"what the network calls": told},
+            {"what the network calls": fingerprint},
             "Let its forward pass not follow the order of a set, the process, or the rank",
         )
         super().__init__(config, mesh, model, self.device)
@@ -187,7 +192,10 @@ class Engine(ParameterUpdate):
         return GradientStep(way, head, self.loss, self.context)
 
     def _budget(self, memory: int) -> float:
-        """Bytes for the activations of streamed tiles: the same on all ranks, as each stage knows the tiles of all."""
+        """Return the bytes for the activations of streamed tiles. Collective.
+
+        All ranks get the same budget, because each stage computes the tile sizes of all stages.
+        """
         keep_freed_memory(large=False)
         return room_of(
             memory,
@@ -211,16 +219,18 @@ class Engine(ParameterUpdate):
 
     @property
     def streaming(self) -> InTiles | None:
-        """How streamed tiles are computed, where they are."""
+        """The computation of steps on streamed tiles; None if tiles are not streamed."""
         return self.gradient_step.way if isinstance(self.gradient_step.way, InTiles) else None
 
     def base_memory(self) -> int:
-        """Bytes of this process, or on its GPU, with gradients and the optimizer's state, some of which are yet to come."""
+        """Return the bytes of this process, or on its GPU, without activations.
+
+        Gradients and the optimizer's state are included even if they are not allocated yet.
+        """
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
-        gradients = (
-            0 if self.device.type == "cuda" and self.gradients.buckets else weights
-        )  # buckets a GPU has at once, a CPU once they are written
+        # A GPU allocates gradient buckets at once, a CPU when they are first written.
+        gradients = 0 if self.device.type == "cuda" and self.gradients.buckets else weights
         return (
             memory_in_use(self.device)
             + gradients
@@ -230,11 +240,14 @@ class Engine(ParameterUpdate):
 
     @property
     def reading(self) -> ReceptiveField:
-        """What is read around a tile: nothing, where borders of pixels are exchanged."""
+        """The halo that is read around a tile; empty if tiles exchange halos of pixels instead."""
         return read_around(self.config, self.reach, self.exchange)
 
     def to_device(self, piece: TileBatch) -> TileBatch:
-        """The piece where the model begins, labels where it ends, in its dtype and memory format."""
+        """Return a tile batch with pixels on the first device and labels on the last.
+
+        Pixels get the model's dtype and memory format.
+        """
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
         if pixels is not None:
@@ -244,7 +257,7 @@ class Engine(ParameterUpdate):
         return TileBatch(pixels, labels, piece.place)
 
     def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
-        """The same for what is read part by part."""
+        """Return a lazy tile batch whose regions are moved to the devices when they are read."""
         block = (
             piece
             if isinstance(piece, LazyTileBatch)
@@ -255,7 +268,10 @@ class Engine(ParameterUpdate):
         return LazyTileBatch(block.place, pixels, labels)
 
     def backward(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
-        """The gradient of the step's loss, summed over all replicas, into the parameters' ``grad``; returns the loss, on every stage."""
+        """Compute the gradient of the step's loss in the parameters' ``grad``. Collective.
+
+        The gradient is summed over all replicas. Returns the loss, on every stage.
+        """
         self.gradients.zero()
         prepared = self.to_blocks if self.streaming else self.to_device
         with self.mesh.waits.putting_off():
@@ -266,32 +282,47 @@ class Engine(ParameterUpdate):
         return self._over_stages(loss)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
-        """Have ``watch`` told the share of a step that is done, where steps are long: with streamed tiles."""
+        """Call ``watch`` with the finished share of a step, from 0 to 1, while tiles are streamed.
+
+        Without streamed tiles it is never called.
+        """
         if self.streaming:
             self.streaming.executor.watch = watch
 
     def step(
         self, micro_batches: list[list[TileBatch | LazyTileBatch]], rate: float
     ) -> tuple[float, float]:
-        """An optimizer step; returns the loss and the gradient's norm before clipping."""
+        """Run an optimizer step; return the loss and the gradient's norm before clipping.
+
+        Args:
+            micro_batches: this rank's tile batches, by micro-batch.
+            rate: the learning rate.
+        """
         loss = self.backward(micro_batches)
         return loss, self.update(rate)
 
     def pixels(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> int:
-        """Owned pixels of this rank's step times the replicas: the job's, but for uneven tiles."""
+        """Return about how many pixels a step of the whole job has.
+
+        It is this rank's owned pixels times the number of replicas, exact if all tiles have one
+        size.
+        """
         return self.mesh.replicas.size * sum(
             len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces
         )
 
     def update(self, rate: float) -> float:
-        """Clip, step the optimizer, commit running statistics; returns the gradient's norm before clipping."""
+        """Clip gradients, step the optimizer, and commit running statistics.
+
+        Returns the gradient's norm before clipping.
+        """
         norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5
         self.descend(rate, norm, self.context.epoch)
         self.model.commit_statistics()
         return norm
 
     def _over_stages(self, part: float) -> float:
-        """The sum over the pipeline's ranks."""
+        """Return the sum of ``part`` over the pipeline's ranks."""
         return (
             part
             if self.mesh.pipeline.size == 1
@@ -300,14 +331,17 @@ class Engine(ParameterUpdate):
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that nothing can be learnt by, or whose gradients a hook changes: ranks and tiles have parts of them.
+    """Refuse a model without trainable parameters, or with a hook that changes gradients.
+
+    A rank and a tile have only a part of each gradient, so a hook would not see the gradient.
 
     Raises:
-        ValueError: all of its parameters are frozen, or it has none, or has such a hook.
+        ValueError: all parameters are frozen, there are none, or a parameter has a hook.
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise ValueError(
-            f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: leave it out"
+            f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: "
+            "leave it out"
         )
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
@@ -320,17 +354,20 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def is_cut(config: Config) -> bool:
-    """Whether ranks compute parts of images."""
+    """Return True if images are cut into tiles."""
     return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or is_streamed(
         config
     )
 
 
 def check_parts(config: Config, model: nn.Module) -> None:
-    """Refuse to cut images for a model whose computation is not known: what a probe does not see would be wrong without a word.
+    """Refuse to cut images for a model that is not a graph of known layers.
+
+    A probe of its receptive field could miss dependencies, and results would be silently wrong.
 
     Raises:
-        ValueError: saying what keeps it from being known.
+        ValueError: the model is not captured as a graph. The message names the call that prevents
+            it.
     """
     if not is_cut(config):
         return
@@ -338,7 +375,8 @@ def check_parts(config: Config, model: nn.Module) -> None:
         isinstance(layer, Fill) for layer in model.modules()
     ):
         raise ValueError(
-            f"spatial.halo is {config.spatial.halo}, but this network fills images up to multiples of some pixels, of which windows of such a halo know nothing: leave it out"
+            f"spatial.halo is {config.spatial.halo}, but this network fills images up to "
+            "multiples of some pixels, of which windows of such a halo know nothing: leave it out"
         )
     try:
         graph = graph_of(model)
@@ -347,25 +385,28 @@ def check_parts(config: Config, model: nn.Module) -> None:
             return
         halo = "" if model in unbounded else ", or set spatial.halo, which may be an approximation"
         raise ValueError(
-            f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or split samples only (mesh.samples){halo}"
+            f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or "
+            f"split samples only (mesh.samples){halo}"
         ) from None
     if (setting := _stands_alone(config.spatial)) and (
         sized := next((node.name for node in graph if node.sized), None)
     ):
         raise ValueError(
-            f"{setting}, so that windows go through the network as images of their own, but layer {sized} places its cells by the size of the whole image: leave {setting.split()[0]} out"
+            f"{setting}, so that windows go through the network as images of their own, but layer "
+            f"{sized} places its cells by the size of the whole image: leave {setting.split()[0]} "
+            "out"
         )
 
 
 def _stands_alone(spatial: SpatialConfig) -> str | None:
-    """Return the setting by which a window goes through the network as if it were an image; None if none does."""
+    """Return the setting that makes the network treat a window as an image, or None."""
     if spatial.halo is not None:
         return f"spatial.halo is {spatial.halo}"
     return "spatial.norm_scope is window" if spatial.norm_scope == "window" else None
 
 
 def owned_per_rank(config: Config) -> Size:
-    """The tiles of a rank that the mesh knows of: one, where it is cut in time."""
+    """Return the grid of tiles that a rank reads: one tile if it is streamed in parts."""
     return (
         Size((1,) * len(config.mesh.tiles))
         if is_streamed(config)
@@ -374,10 +415,12 @@ def owned_per_rank(config: Config) -> Size:
 
 
 def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
-    """Who shares statistics, by ``norm_scope``.
+    """Return the context of distributed layers, with the communicators of ``norm_scope``.
 
     Args:
-        splits: whether gradients of weights wait for actions of their own.
+        config: the settings.
+        mesh: the mesh.
+        splits: True if the schedule computes gradients of weights in actions of their own.
     """
     scope = config.spatial.norm_scope
     return Context(
@@ -393,10 +436,13 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
 def make_exchange(
     config: Config, model: nn.Module, reach: ReceptiveField, comm, device, channels_last: bool
 ) -> Exchange | None:
-    """Of a plain model, perhaps only outlined, on a mesh's grid of tiles; None where whole windows go through every layer.
+    """Return the halo exchange of a plain model on the mesh's grid of tiles.
+
+    Return None if whole windows go through every layer. The model may be on the meta device.
 
     Raises:
-        ValueError: ``spatial.exchange_every`` asks for exchanges of a model that can't be computed in parts.
+        ValueError: ``spatial.exchange_every`` asks for exchanges in a model that cannot be computed
+            in parts.
     """
     spatial, grid, per_rank = config.spatial, config.mesh.tiles, owned_per_rank(config)
     if not (spatial.exchanges or is_streamed(config)):
@@ -432,7 +478,7 @@ def make_exchange(
 def activations_of(
     model: nn.Module, exchange: Exchange, precision: str, channels_last: bool
 ) -> Activations:
-    """What tiles of a plain model, perhaps only outlined, take."""
+    """Return the memory model of a plain model's tiles; the model may be on the meta device."""
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
     kinds = [type(layer) for _, layer in flat_layers(model)]
     return Activations(
@@ -441,15 +487,28 @@ def activations_of(
 
 
 def make_streaming_executor(
-    config: Config, exchange: Exchange, activations: Activations, budget: float | None, partition: Partition | None, comm, model: TiledModel | None = None,
-    cast: Callable[[], ContextManager] = nullcontext, devices: Sequence[torch.device] = (torch.device("cpu"),),
-) -> StreamingExecutor:  # fmt: skip
-    """The executor of streamed tiles that a config asks for.
+    config: Config,
+    exchange: Exchange,
+    activations: Activations,
+    budget: float | None,
+    partition: Partition | None,
+    comm,
+    model: TiledModel | None = None,
+    cast: Callable[[], ContextManager] = nullcontext,
+    devices: Sequence[torch.device] = (torch.device("cpu"),),
+) -> StreamingExecutor:
+    """Return the streaming executor that a config asks for.
 
     Args:
-        budget: bytes for the activations of a tile; None: as many tiles as the config says.
-        comm: of the pipeline's ranks.
-        model: None for one that only plans.
+        config: the settings.
+        exchange: the halo exchange of the plain model.
+        activations: the memory model of its tiles.
+        budget: bytes for the activations of a tile; None for ``spatial.tiles_per_rank`` tiles.
+        partition: the stages; None for one stage.
+        comm: the communicator of the pipeline's ranks.
+        model: this rank's layers; None for an executor that only plans.
+        cast: a context manager for autocast.
+        devices: the devices of this rank.
     """
     spatial = config.spatial
     tiling = (
@@ -457,18 +516,36 @@ def make_streaming_executor(
     )
     folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
+    # Stages without a budget keep the graphs of their tiles, so that there is nothing to trim.
+    trims = budget is not None or comm.size == 1
     return StreamingExecutor(
-        model, exchange.graph, exchange.stored, exchange.layout, tiling, folder, activations, cast, devices, stages, placement, comm,
-        trims=budget is not None or comm.size == 1, borders=Borders(exchange), room=budget,  # stages without a budget keep their tiles' graphs
-    )  # fmt: skip
+        model,
+        exchange.graph,
+        exchange.stored,
+        exchange.layout,
+        tiling,
+        folder,
+        activations,
+        cast,
+        devices,
+        stages,
+        placement,
+        comm,
+        trims=trims,
+        borders=Borders(exchange),
+        room=budget,
+    )
 
 
 def streaming_order(config: Config, linear: bool, live: bool) -> str:
-    """Of streamed tiles.
+    """Return the schedule of micro-batches with streamed tiles, gpipe or 1f1b.
 
     Args:
-        linear: the loss's slope is known beforehand; else 1F1B computes all forward passes twice.
-        live: norms take statistics, for which all tiles of an image wait: what waits lies on a disk, so all micro-batches go forward first.
+        config: the settings.
+        linear: True if the loss gradient is known before the outputs. Otherwise 1F1B would compute
+            all forward passes twice.
+        live: True if there are active norms, for which all tiles of an image wait. Stored feature
+            maps lie on the disk, so all micro-batches go forward first.
     """
     if config.pipeline.schedule != "auto":
         return config.pipeline.schedule
@@ -476,7 +553,7 @@ def streaming_order(config: Config, linear: bool, live: bool) -> str:
 
 
 def read_around(config: Config, reach: ReceptiveField, exchange: Exchange | None) -> ReceptiveField:
-    """What is read of an image for a tile of it."""
+    """Return the receptive field by which a tile's window is read from an image."""
     if exchange and exchange.exchanges and not is_streamed(config):
         nothing = (0,) * len(reach.halo)
         return (
@@ -490,16 +567,18 @@ def read_around(config: Config, reach: ReceptiveField, exchange: Exchange | None
 
 
 def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField) -> list[str]:
-    """What in this config gives up the serial program's gradient, each in a sentence."""
+    """Return a sentence for each setting that gives up the serial program's exact gradient."""
     found = []
     tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
     if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
         found.append(
-            f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo {max(exact.halo)}: pixels near tile borders are approximate"
+            f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo "
+            f"{max(exact.halo)}: pixels near tile borders are approximate"
         )
     if tiled and config.spatial.norm_scope == "window":
         found.append(
-            "spatial.norm_scope is window: each norm sees the pixels of one window, halo included, not those of the image"
+            "spatial.norm_scope is window: each norm sees the pixels of one window, halo "
+            "included, not those of the image"
         )
     if config.mesh.compression == "fp16":
         found.append(

@@ -1,7 +1,7 @@
-"""Training from a config: the story of a run from top to bottom.
+"""Train from a config; this file is the whole run from top to bottom.
 
-Every rank runs the same lines. Where only one should speak or write, it holds the real log, bar or checkpoint folder
-and the others hold silent ones.
+Every rank runs the same lines. If only one rank should print or write, that rank has the real log,
+progress bar or checkpoint writer, and the others have silent ones.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from distseg.training.run import Run, plain
 
 
 def train(config: Config, world) -> dict | None:
-    """Train on all ranks of ``world``; returns the last validation's scores on rank 0.
+    """Train on all ranks of ``world``; return the last validation's scores on rank 0. Collective.
 
     Raises:
-        ValueError, OSError: on all ranks, before work starts, for whatever in config, data or mesh can not be.
-        ToBeContinued: on all ranks, when the run was told to end and has written a checkpoint.
+        ValueError, OSError: the config, data or mesh is wrong. It is raised on all ranks before any
+            work.
+        ToBeContinued: a signal or the time limit ended the run, and a checkpoint is written. It is
+            raised on all ranks.
     """
     run = Run(config, world)
     result = run.position.validation if run.first else None
     if run.finished:
         if run.first:
             print(
-                f"{config.train.output} has its {run.position.epoch} epochs already, and train.epochs is {config.train.epochs}: raise it to go on",
+                f"{config.train.output} has its {run.position.epoch} epochs already, and "
+                f"train.epochs is {config.train.epochs}: raise it to go on",
                 flush=True,
             )
         return result
     with (
-        RunControl(run.mesh.world, config.train) as orders,
+        RunControl(run.mesh.world, config.train) as control,
         open_log(
             config.train.output,
             config.train.tensorboard,
@@ -62,14 +65,14 @@ def train(config: Config, world) -> dict | None:
             config=plain(run.config),
             parameters=run.parameters,
         )
-        story = _Story(run, orders, log)
-        while not story.ended:
-            story.epoch()
+        training = _Training(run, control, log)
+        while not training.ended:
+            training.epoch()
         log.write(
             "end",
-            story.position.step,
-            story.position.epoch - 1,
-            seconds=story.seconds,
+            training.position.step,
+            training.position.epoch - 1,
+            seconds=training.seconds,
             bytes_read=run.loader.bytes_read,
         )
         if run.first and run.loader.steps_read:
@@ -79,16 +82,16 @@ def train(config: Config, world) -> dict | None:
             )
     phase("waiting for all ranks to end")
     gathered(world)
-    for line in story.closing() if run.first else ():
+    for line in training.closing() if run.first else ():
         print(line, flush=True)
-    return story.position.validation if run.first else None
+    return training.position.validation if run.first else None
 
 
-class _Story:
-    """Epoch after epoch of a run."""
+class _Training:
+    """Training of a run, epoch by epoch."""
 
-    def __init__(self, run: Run, orders: RunControl, log: SilentLog):
-        self.run, self.orders, self.log, self.config = run, orders, log, run.config
+    def __init__(self, run: Run, control: RunControl, log: SilentLog):
+        self.run, self.control, self.log, self.config = run, control, log, run.config
         self.position, self.first_step = run.position, run.first_step
         self.ended, self._start = False, time.monotonic()
 
@@ -97,7 +100,7 @@ class _Story:
         return time.monotonic() - self._start
 
     def epoch(self) -> None:
-        """The steps of an epoch that are left, its checkpoint, its validation."""
+        """Run the rest of the current epoch, write its checkpoint, and validate."""
         run, train, number = self.run, self.config.train, self.position.epoch
         run.engine.context.epoch = number
         self._steps(number)
@@ -108,8 +111,9 @@ class _Story:
             and (self.ended or (number + 1) % train.validate_every == 0)
             and "val" in run.store.splits
         )
+        # Save before validation, so that an error in validation loses no steps.
         if saves and validates:
-            self._save()  # what validation meets with costs no steps
+            self._save()
         if validates:
             self._validate(number)
         self.position, self.first_step = replace(self.position, epoch=number + 1, samples=0), 0
@@ -134,10 +138,9 @@ class _Story:
                 loader.epoch(number, self.first_step), self.first_step
             ):
                 phase(f"epoch {number + 1}, step {k + 1} of {steps}")
-                self.orders.post()
-                rate = learning_rate(
-                    self.config.optim, number * steps + k, run.total
-                )  # not by the step: a resumed run may take other steps
+                self.control.post()
+                # Not position.step: a resumed run may have another number of steps per epoch.
+                rate = learning_rate(self.config.optim, number * steps + k, run.total)
                 loss, norm = engine.step(micro_batches, rate)
                 step = self.position.step + 1
                 self.position = replace(self.position, step=step, samples=run.samples_after(k + 1))
@@ -157,35 +160,36 @@ class _Story:
                 self._heed()
 
     def _heed(self) -> None:
-        """Do what the run is told after a step."""
+        """Follow the decision of all ranks after a step."""
         self.run.checkpoints.check()
-        wish = self.orders.met()
-        if wish.save:
+        decision = self.control.met()
+        if decision.save:
             self._save()
-        if wish.stop:
-            self._leave(wish.stop)
+        if decision.stop:
+            self._leave(decision.stop)
 
     def _save(self) -> None:
         run = self.run
         run.checkpoints.save(run.model, run.engine.optimizer, run.manifest(self.position))
-        self.orders.saved(run.checkpoints.seconds)
+        self.control.saved(run.checkpoints.seconds)
 
     def _leave(self, why: str) -> None:
-        """End with the checkpoint that was just begun."""
+        """End the run once the checkpoint that was just begun is written."""
         self.run.checkpoints.flush()
         phase("waiting for all ranks to end")
         gathered(self.run.world)
         at = self.position
         raise ToBeContinued(
-            f"{why}: the run ends after step {at.step} with a checkpoint in {self.config.train.output}, to be continued with --train.resume true"
+            f"{why}: the run ends after step {at.step} with a checkpoint in "
+            f"{self.config.train.output}, to be continued with --train.resume true"
         )
 
     def _validate(self, number: int) -> None:
-        run, told = self.run, []
+        run, decisions = self.run, []
 
         def stop() -> bool:
-            told.append(self.orders.ask())
-            return bool(told[-1].stop)
+            decisions.append(self.control.ask())
+            return bool(decisions[-1].stop)
 
         phase(f"validation after epoch {number + 1}")
         of_images = run.store.of_images
@@ -194,7 +198,7 @@ class _Story:
         )
         if found is None:
             self._save()
-            self._leave(told[-1].stop)
+            self._leave(decisions[-1].stop)
         result = found if of_images else scores(found, run.store.classes)
         if of_images:
             logged = {
@@ -219,19 +223,19 @@ class _Story:
         self.position = replace(self.position, validation=result)
 
     def closing(self) -> list[str]:
-        """Return what came out of the run, where it lies, and the next command."""
+        """Return the closing lines: the result, the run's folder and the next command."""
         output, at = self.config.train.output, self.position
         best = find(output)
         manifest = read_run_manifest(best)
-        told = None
+        scored = None
         if manifest.get("score") is not None:
-            told = {
+            scored = {
                 "checkpoint": best,
                 "epoch": manifest["epoch"],
                 "validation": manifest["validation"],
             }
         return closing_of_training(
-            output, at.epoch, at.step, self.seconds, told, list(self.run.store.splits)
+            output, at.epoch, at.step, self.seconds, scored, list(self.run.store.splits)
         )
 
     def _out_of_time(self) -> bool:
@@ -240,9 +244,16 @@ class _Story:
 
 
 def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
-    """Both are the same on every rank, so all of them end here together."""
+    """End the run if the loss or the gradient's norm is not a finite number.
+
+    Both are the same on every rank, so all ranks raise together.
+
+    Raises:
+        JointFailure: naming the step, both values and the repair.
+    """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise JointFailure(
-            f"step {step}: the loss is {loss} and the gradient's norm {norm}: lower optim.lr, set optim.clip, or train with train.precision fp32; "
+            f"step {step}: the loss is {loss} and the gradient's norm {norm}: lower optim.lr, set "
+            "optim.clip, or train with train.precision fp32; "
             f"checkpoints up to here are in {config.train.output}"
         )

@@ -1,4 +1,4 @@
-"""Where a run goes on, and what has changed since: compared with the checkpoint, and told before work."""
+"""Find the position from which a run goes on, and list what changed since its checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ _FREE = (
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: optimizer steps, whole epochs with their validation, and samples of the epoch under way."""
+    """Position of a run.
+
+    Attributes:
+        step: optimizer steps so far.
+        epoch: finished epochs, validation included.
+        samples: samples of the current epoch so far.
+        validation: the scores of the last validation.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -35,10 +42,15 @@ class Position:
 
 
 def chosen(output: str, resume: bool | str) -> Path | None:
-    """The checkpoint to go on from; None: from the beginning, as a job's first run does that always says resume.
+    """Return the checkpoint to go on from, or None to begin anew.
+
+    Args:
+        output: the run's folder.
+        resume: False, the name of a checkpoint, or True for the last one. True begins anew if there
+            is none, so that a job script can always set it.
 
     Raises:
-        FileNotFoundError: one is named that is not there.
+        FileNotFoundError: the named checkpoint does not exist.
     """
     if resume is False or resume is True and not names_of(output):
         return None
@@ -46,25 +58,33 @@ def chosen(output: str, resume: bool | str) -> Path | None:
 
 
 def position_of(manifest: dict) -> Position:
+    """Return the position at which a checkpoint was written."""
     return Position(
         manifest["step"], manifest["epoch"], manifest.get("samples", 0), manifest.get("validation")
     )
 
 
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
-    """The step of an epoch at which to go on after so many samples of it, and a word if it is not the very next sample."""
+    """Return the step of an epoch at which a run goes on, and a line if samples repeat.
+
+    Args:
+        samples: samples of the epoch before the checkpoint.
+        batch: samples of a step now.
+        steps: steps of an epoch now.
+    """
     step = min(samples // batch, steps)
     twice = samples - step * batch
+    if not twice:
+        return step, None
     return (
         step,
-        f"{twice} of the epoch's samples are seen twice: the checkpoint was written after {samples}, and a step now takes {batch}"
-        if twice
-        else None,
+        f"{twice} of the epoch's samples are seen twice: the checkpoint was written after "
+        f"{samples}, and a step now takes {batch}",
     )
 
 
 def changes(before: Mapping, now: Mapping) -> list[str]:
-    """A sentence for each setting that a run now has otherwise, but for those that may be anything."""
+    """Return a sentence for each setting that changed, except those that cannot change results."""
     old, new = settings(before), settings(now)
     names = [
         name for name in new if not name.startswith(_FREE) and old.get(name, new[name]) != new[name]
@@ -73,35 +93,41 @@ def changes(before: Mapping, now: Mapping) -> list[str]:
 
 
 def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
-    """A sentence if the mesh is another, with what becomes of the gradient.
+    """Return a sentence if the mesh changed, with the effect on the gradient; else an empty list.
 
     Args:
-        batch_norm: whether the network has some that takes statistics of the images in hand.
+        before: the config of the checkpoint.
+        now: the config of this run.
+        batch_norm: True if the network has batch norm with statistics of the current images.
     """
-    shape = lambda mesh: (
-        f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"
-    )  # noqa: E731
-    if "mesh" not in before or shape(before["mesh"]) == shape(now["mesh"]):
+    if "mesh" not in before or _shape(before["mesh"]) == _shape(now["mesh"]):
         return []
     images = [_images(config) for config in (before, now)]
     if images[0] != images[1]:
-        what = f"a step was of {images[0]} images, is of {images[1]}, so the loss curve is another; train.accumulate and data.images make it the same"
+        what = (
+            f"a step was of {images[0]} images, is of {images[1]}, so the loss curve is another; "
+            "train.accumulate and data.images make it the same"
+        )
     elif now["spatial"]["norm_scope"] == "window" or now["spatial"]["halo"] is not None:
         what = "what is approximate (spatial.norm_scope window, spatial.halo) depends on it"
     elif batch_norm and _together(before) != _together(now):
         what = "batch norm sees other images of a step together, so the loss curve is another"
     else:
         what = "the gradient is the same"
-    return [f"the mesh was {shape(before['mesh'])}, is {shape(now['mesh'])}: {what}"]
+    return [f"the mesh was {_shape(before['mesh'])}, is {_shape(now['mesh'])}: {what}"]
+
+
+def _shape(mesh: Mapping) -> str:
+    return f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"
 
 
 def _images(config: Mapping) -> int:
-    """That a step takes."""
+    """Return the number of images of a step."""
     return config["mesh"]["samples"] * config["train"]["accumulate"] * config["data"]["images"]
 
 
 def _together(config: Mapping) -> int:
-    """How many images of a step, one after another, a batch norm sees together."""
+    """Return the number of a step's images that a batch norm sees together."""
     return config["data"]["images"] * (
         1 if config["spatial"]["norm_scope"] == "group" else config["mesh"]["samples"]
     )
@@ -110,10 +136,13 @@ def _together(config: Mapping) -> int:
 def schedule_change(
     before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]
 ) -> list[str]:
-    """What becomes of the learning rate.
+    """Return a sentence if the learning rate goes on at another value, else an empty list.
 
     Args:
-        at: the position of the next step in all steps of the run, and their number; ``at_before``: by the settings before.
+        before: the optimizer settings of the checkpoint.
+        now: the optimizer settings of this run.
+        at: the number of the next step and the number of all steps.
+        at_before: the same two numbers by the settings of the checkpoint.
     """
     rate = learning_rate(now, *at)
     would = learning_rate(before, *at_before) if at_before[0] < at_before[1] else None
@@ -121,5 +150,6 @@ def schedule_change(
         return []
     was = "it had come to its end" if would is None else f"it would have been {would:.3g}"
     return [
-        f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a rate of {rate:.3g}; with the settings before {was}"
+        f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a rate of "
+        f"{rate:.3g}; with the settings before {was}"
     ]

@@ -1,4 +1,4 @@
-"""A run, opened: store, model, engine, loader, checkpoints, all of it known to fit before the first step."""
+"""Open a run: its store, model, engine, loader and checkpoints, checked before the first step."""
 
 from __future__ import annotations
 
@@ -60,14 +60,19 @@ from distseg.training.run_config import is_code
 
 
 class Run:
-    """What a run works with, and how far it is. Collective to make.
+    """Objects of a training run and its position. Collective to make.
+
+    Args:
+        config: the settings.
+        world: the communicator of all ranks.
 
     Attributes:
-        position: where it goes on.
-        lines: what is to be told before work, by rank 0.
+        position: the position from which the run goes on.
+        lines: the lines that rank 0 prints before the first step.
 
     Raises:
-        ValueError, OSError: on all ranks, before work starts, for whatever in config, data, checkpoint or mesh can not be.
+        ValueError, OSError: the config, data, checkpoint or mesh is wrong. It is raised on all
+            ranks before any work.
     """
 
     def __init__(self, config: Config, world):
@@ -92,17 +97,15 @@ class Run:
             if isinstance(self.model, PatchNetwork):
                 check_grids(self.model, config, list(sizes.values()))
             check_labels(self.store, self.model, config)
-            self.parameters, self.channels = (
-                sum(p.numel() for p in self.model.parameters()),
-                channels_of(self.model),
-            )
+            self.parameters = sum(p.numel() for p in self.model.parameters())
+            self.channels = channels_of(self.model)
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
-            for size in sorted(set(sizes.values()))[
-                world.rank :: world.size
-            ]:  # ranks share the work
+            own_sizes = sorted(set(sizes.values()))[world.rank :: world.size]
+            for size in own_sizes:
                 check_calls(self.model, size, config.data.images)
-            if config.train.method != "patchgd":  # whose norms see patches
+            # The norms of PatchGD see patches, not these images.
+            if config.train.method != "patchgd":
                 check_norms(config, self.model, sizes)
             self._notes = notes(config, self.model)
             self._batch_norm = not config.spatial.frozen_norm and any(
@@ -117,7 +120,8 @@ class Run:
         assert_consistent(
             world,
             self._facts(),
-            "Let all ranks see the same files: the store and train.output belong on a file system that all nodes share",
+            "Let all ranks see the same files: the store and train.output belong on a file "
+            "system that all nodes share",
         )
         phase("building the network")
         precision, channels_last = choose(config.train, self.device, world)
@@ -157,11 +161,11 @@ class Run:
 
     @property
     def _begun(self) -> nn.Module:
-        """What ``train.init`` gives weights to: the network, or a backbone."""
+        """The module that gets the weights of ``train.init``: the network or a backbone."""
         return self.model.begun if isinstance(self.model, PatchNetwork) else self.model
 
     def _predictor(self) -> Predictor:
-        """The network in training on whole images."""
+        """Return a predictor of whole images with the network in training. Collective."""
         config, engine, world = self.config, self.engine, self.world
         memory = config.run.memory
         room = (
@@ -172,13 +176,22 @@ class Run:
             )
         )
         return Predictor(
-            engine.model, self.mesh.replicas, engine.devices, engine.autocast, config.predict.tile, config.predict.scratch, engine.channels_last,
-            engine.pipeline if engine.partition else None, exact=config.spatial.halo is None, neighbours=ranks_on_node(world), room=room,
-        )  # fmt: skip
+            engine.model,
+            self.mesh.replicas,
+            engine.devices,
+            engine.autocast,
+            config.predict.tile,
+            config.predict.scratch,
+            engine.channels_last,
+            engine.pipeline if engine.partition else None,
+            exact=config.spatial.halo is None,
+            neighbours=ranks_on_node(world),
+            room=room,
+        )
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs were there before."""
+        """True if the checkpoint already has all epochs."""
         return self.position.epoch >= self.config.train.epochs
 
     @property
@@ -186,15 +199,20 @@ class Run:
         return self.mesh.shape.samples * self.config.train.accumulate * self.config.data.images
 
     def manifest(self, position: Position) -> dict:
-        """What a checkpoint tells of the run, besides the tensors."""
+        """Return the manifest of a checkpoint at ``position``: all that is not a tensor."""
         store = self.store
         data = {
-            "classes": store.classes, "ignore": store.ignore, "mean": list(map(float, store.mean)), "std": list(map(float, store.std)),
-            "store": getattr(store, "digest", None), "steps_per_epoch": self.loader.steps_per_epoch,
-            "types": sorted({str(store.dtype(name)) for name in store.split("train")}), "size": list(self.image),
+            "classes": store.classes,
+            "ignore": store.ignore,
+            "mean": list(map(float, store.mean)),
+            "std": list(map(float, store.std)),
+            "store": getattr(store, "digest", None),
+            "steps_per_epoch": self.loader.steps_per_epoch,
+            "types": sorted({str(store.dtype(name)) for name in store.split("train")}),
+            "size": list(self.image),
             "colours": None if getattr(store, "colours", None) is None else store.colours.tolist(),
-        }  # fmt: skip
-        told = {
+        }
+        run = {
             "channels": list(self.channels),
             "config": plain(self.config),
             "data": data,
@@ -202,25 +220,26 @@ class Run:
             "host": platform.node(),
             "time": round(time.time()),
         }
-        return {**asdict(position), **told}
+        return {**asdict(position), **run}
 
     def samples_after(self, steps: int) -> int:
-        """Samples of an epoch that so many of its steps take."""
+        """Return the number of an epoch's samples that its first ``steps`` steps take."""
         return steps * self._batch
 
     def _facts(self) -> dict:
-        """What all ranks must have found alike."""
+        """Return facts that must be equal on all ranks, by description."""
         model = [
             (name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()
         ]
-        of = lambda what: hashlib.sha256(repr(what).encode()).hexdigest()[:12]  # noqa: E731
+        checkpoint = "none"
+        if self.checkpoint:
+            digest = _short_digest(self.resumed.get("digest", self.resumed))
+            checkpoint = f"{self.checkpoint.name} ({digest})"
         return {
             "the store's content": getattr(self.store, "digest", None),
-            "the checkpoint to go on from": f"{self.checkpoint.name} ({of(self.resumed.get('digest', self.resumed))})"
-            if self.checkpoint
-            else "none",
+            "the checkpoint to go on from": checkpoint,
             "the number of the model's tensors": len(model),
-            "their names and shapes": of(model),
+            "their names and shapes": _short_digest(model),
         }
 
     def _load(self) -> None:
@@ -234,7 +253,10 @@ class Run:
         share(self.model, self.engine.optimizer, self.mesh.replicas)
 
     def _checkpoints(self) -> SilentCheckpoints:
-        """The run's folder taken: locked, with room, nothing in it that would be overwritten."""
+        """Lock the run's folder and return the writer of its checkpoints. Collective.
+
+        The first rank checks the free disk space and moves checkpoints of another run aside.
+        """
         config, output = self.config, Path(self.config.train.output)
         needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
         with raise_jointly(self.world):
@@ -263,13 +285,14 @@ class Run:
         )
 
     def _changes(self) -> list[str]:
-        """What is other than when the checkpoint was written."""
+        """Return a line for each change since the checkpoint was written."""
         if not self.resumed:
             return []
         before, now, steps = self.resumed["config"], plain(self.config), self.loader.steps_per_epoch
         steps_before = self.resumed["data"].get("steps_per_epoch", steps)
         lines = [
-            f"goes on from {self.checkpoint.name}: {self.position.step} steps, {self.position.epoch} epochs"
+            f"goes on from {self.checkpoint.name}: {self.position.step} steps, "
+            f"{self.position.epoch} epochs"
             + (f" and {self.position.samples} samples" if self.position.samples else "")
         ]
         lines += mesh_change(before, now, self._batch_norm) + changes(before, now)
@@ -304,18 +327,20 @@ class Run:
         )
         lines = [
             f"model {config.model.name}: {self.parameters:,} parameters{sees}",
-            f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, {engine.precision}"
-            + (", channels_last" if engine.channels_last else ""),
-            f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} images a step",
+            f"mesh {mesh.shape}; gradients summed by {engine.reducer.name}; {engine.device.type}, "
+            f"{engine.precision}" + (", channels_last" if engine.channels_last else ""),
+            f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} "
+            "images a step",
             str(self.threads),
             *gpu_lines(engine.device, engine.precision, mesh.shape.size),
         ]
         if by_patches:
-            return lines + engine.lines(self.image) + self._told
+            return lines + engine.lines(self.image) + self._init_and_notes
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(
-                f"tiles exchange borders before {points} layers of the forward pass (spatial.exchange_every {config.spatial.exchange_every}) and read no halo"
+                f"tiles exchange borders before {points} layers of the forward pass "
+                f"(spatial.exchange_every {config.spatial.exchange_every}) and read no halo"
             )
         if engine.streaming:
             with raise_jointly(self.world):
@@ -332,14 +357,14 @@ class Run:
         lines += [
             f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)
         ]
-        return lines + self._told
+        return lines + self._init_and_notes
 
     @property
-    def _told(self) -> list[str]:
+    def _init_and_notes(self) -> list[str]:
         return [*(self.init.lines if self.init else ()), *(f"note: {text}" for text in self._notes)]
 
     def _overlap(self) -> list[str]:
-        """A word on windows that are mostly halo."""
+        """Return a note if windows are much larger than tiles, else an empty list."""
         tile, window = owned_tiles(
             self.image,
             self.config.mesh.tiles,
@@ -350,26 +375,34 @@ class Run:
         if window.pixels <= _MUCH * tile.pixels:
             return []
         return [
-            f"note: for tiles of {Size(tile.size)} windows of {Size(window.size)} are read and computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
+            f"note: for tiles of {Size(tile.size)} windows of {Size(window.size)} are read and "
+            f"computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
             "spatial.exchange_every 1, or level, tiles exchange borders instead"
         ]
 
 
-_MUCH = 1.5  # times the pixels of a tile, above which a window is
+_MUCH = 1.5  # ratio of a window's to a tile's pixels above which there is a note
+
+
+def _short_digest(content) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
 
 def lock_run(output: Path) -> IO:
-    """Keep other jobs out of a run's folder as long as the file is open; a job that was killed leaves nothing behind.
+    """Lock a run's folder against other jobs for as long as the returned file is open.
+
+    The lock of a job that was killed is free again.
 
     Raises:
-        BlockingIOError: another job is at work there; says which.
+        BlockingIOError: another job trains into the folder. The message names it.
     """
     path = output / "lock"
     try:
         lock = locked(path, output)
     except BlockingIOError:
         raise BlockingIOError(
-            f"another job trains into {output} ({path.read_text().strip()}): wait for it, or choose another train.output"
+            f"another job trains into {output} ({path.read_text().strip()}): wait for it, or "
+            "choose another train.output"
         ) from None
     lock.truncate(0)
     lock.write(
@@ -386,7 +419,7 @@ def _open_store(config: Config) -> Store:
 
 
 def _largest(store: Store, config: Config) -> tuple[int, ...]:
-    """The size of the largest sample, by which stages are balanced."""
+    """Return the size of the largest training sample, by which stages are balanced."""
     return max(
         (crop_size(store.size(name), config.data.crop) for name in store.split("train")),
         key=math.prod,
@@ -394,12 +427,16 @@ def _largest(store: Store, config: Config) -> tuple[int, ...]:
 
 
 def _outputs(config: Config, store: Store) -> int | None:
-    """One output a class, or for the number that one class names; two classes may also share one (sigmoid) if the config says so."""
+    """Return the number of the network's outputs.
+
+    It is one per class, or one for a store of numbers, which has one class. Two classes may share
+    one output (sigmoid) if ``model.out_channels`` is 1.
+    """
     return 1 if config.model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 
 
 def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:
-    """What this rank reads of the training split."""
+    """Return the loader of this rank's tiles of the training split."""
     return StepLoader(
         store,
         "train",
@@ -419,7 +456,7 @@ def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> Ste
 
 
 def plain(config: Config) -> dict:
-    """The config as JSON and YAML hold it: sizes as 97x131."""
+    """Return a config as plain values for JSON and YAML; sizes are strings such as 97x131."""
     return {
         s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()}
         for s, fields in asdict(config).items()

@@ -1,9 +1,10 @@
-"""What evaluation and prediction take over from the manifest of a run, which may come from somebody else.
+"""Take settings over from a run's manifest, for evaluation and prediction.
 
-The network, and what its results depend on, are the run's: they are taken over, as checked values. Code is not: a network that
-is a function of the user's (``package.module:function``) has to be named again, as importing it runs it, unless it is a run of the user's
-own (:mod:`distseg.training.checkpoint.own_runs`). What belongs to
-the machine of the training, its folders, devices and threads, stays there.
+The manifest may come from somebody else. The network's settings, and those on which its results
+depend, are taken over as checked values. Code is not imported from its name alone: a network that
+is a user's function (``package.module:function``) must be named again, because importing it runs
+it. Runs of this user are an exception (:mod:`distseg.training.checkpoint.own_runs`). Settings of
+the machine that trained, such as folders, devices and threads, are not taken over.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ TAKEN = {
     "predict": ("tile", "probabilities", "formats"),
     "run": ("device",),
 }
-_LEFT = (
-    "pipeline.devices",
-    "predict.scratch",
-    "run.threads",
-    "run.timeout",
-)  # of the machine; told where they are set
+# Settings of the machine that trained; they are not taken over, but listed if they were set.
+_LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")
 
 
 def taken_over(config: dict, run: str) -> dict:
-    """The sections and fields of a manifest's ``config`` that hold for evaluation and prediction too.
+    """Return the sections and fields of a manifest's ``config`` that evaluation and prediction use.
+
+    Names of code that is not trusted are left out.
 
     Raises:
-        ValueError: there is no network in it, or one that this version can not make.
+        ValueError: the manifest has no network, or one that this version cannot build.
     """
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("name"), str):
         raise ValueError(
-            f"{run}: manifest.json names no network (config, model, name), so what was trained is not known: use another checkpoint"
+            f"{run}: manifest.json names no network (config, model, name), so what was trained is "
+            "not known: use another checkpoint"
         )
     if unknown := sorted(set(model) - set(TAKEN["model"])):
         raise ValueError(
-            f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not know: update distseg, or use another checkpoint"
+            f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not "
+            "know: update distseg, or use another checkpoint"
         )
     found = {}
     for section, names in TAKEN.items():
@@ -65,7 +66,7 @@ def taken_over(config: dict, run: str) -> dict:
         if isinstance(content, dict):
             found[section] = {name: content[name] for name in names if name in content}
     if is_code(model["name"]) and distrusted(_folder(run), model["name"]):
-        del found["model"]["name"]  # the user names it, or nobody
+        del found["model"]["name"]  # the user must name it
     if is_code(head := _head_of(config)) and distrusted(_folder(run), head, "head"):
         del found["patchgd"]["head"]
     if _on_devices(config):
@@ -75,13 +76,20 @@ def taken_over(config: dict, run: str) -> dict:
 
 
 def _folder(run: str | Path) -> Path:
-    """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
+    """Return the folder of a run; ``run`` is that folder or the folder of a checkpoint."""
     path = Path(run).absolute()
     return path.parents[1] if (path / MANIFEST).exists() else path
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
-    """Settings of the training that are not taken over though they differ from the defaults, as they were written: ``run.threads 4``."""
+    """Return training settings that are not taken over although they were set.
+
+    Each is text such as ``run.threads 4``.
+
+    Args:
+        config: the manifest's config.
+        defaults: the default config.
+    """
     found = []
     for setting in _LEFT:
         section, _, field = setting.partition(".")
@@ -96,11 +104,12 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
     """Refuse code that the user did not name, and a network other than the run's.
 
     Args:
-        config: the manifest's.
-        own: of the flags, over what was taken over.
+        config: the manifest's config.
+        own: the model settings: the run's, overridden by the user's flags.
+        run: the run's folder, for the error message.
 
     Raises:
-        ValueError: with the flag to add, or the one to leave out.
+        ValueError: naming the flag to add, or the one to leave out.
     """
     model = config["model"]
     check_named(config, own.name, run)
@@ -108,42 +117,52 @@ def check_model(config: dict, own: ModelConfig, run: str) -> None:
         value = getattr(own, field)
         if field in model and model[field] != value:
             raise ValueError(
-                f"model.{field} is {value}, but {run} was trained with {model[field]}: leave --model.{field} out"
+                f"model.{field} is {value}, but {run} was trained with {model[field]}: leave "
+                f"--model.{field} out"
             )
 
 
 def check_head(config: dict, given: str, run: str) -> None:
-    """Refuse a head of patches that the user did not name, or another one.
+    """Refuse the code of a PatchGD head that the user did not name.
 
     Args:
-        config: the manifest's.
-        given: ``patchgd.head`` of the flags.
+        config: the manifest's config.
+        given: ``patchgd.head`` of the user's flags.
+        run: the run's folder.
 
     Raises:
-        ValueError: with the flag to add.
+        ValueError: naming the flag to add.
     """
     name = _head_of(config)
     if is_code(name) and given != name and (why := distrusted(_folder(run), name, "head")):
         raise ValueError(
-            f"{run} was trained with the head {name}: its manifest may come from anywhere, and to import that runs its code ({why}). If you trust it, add --patchgd.head {name}"
+            f"{run} was trained with the head {name}: its manifest may come from anywhere, and to "
+            f"import that runs its code ({why}). If you trust it, add --patchgd.head {name}"
         )
 
 
 def _head_of(config: dict) -> str:
-    """Return the head of the patches of a run, "" if its network is not one of patches."""
+    """Return ``patchgd.head`` of a run, or "" if the run is not PatchGD."""
     train, section = config.get("train"), config.get("patchgd")
     section = section if isinstance(train, dict) and train.get("method") == "patchgd" else None
     return str(section.get("head", "")) if isinstance(section, dict) else ""
 
 
 def check_named(config: dict, given: str, run: str) -> None:
-    """Refuse code that is not the network which the user has ``given``."""
+    """Refuse a run whose network is code, unless it is the network ``given`` by the user.
+
+    Runs of this user are not refused.
+
+    Raises:
+        ValueError: naming the flag to add.
+    """
     name = config["model"]["name"]
     if is_code(name) and given != name and (why := distrusted(_folder(run), name)):
         but = "" if given == ModelConfig.name else f", not {given}"
         raise ValueError(
-            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere, and to import that runs its code ({why}). "
-            f"If you trust it, add --model.name {name}"
+            f"{run} was trained with the network {name}{but}: its manifest may come from "
+            f"anywhere, and to import that runs its code ({why}). If you trust it, add "
+            f"--model.name {name}"
         )
 
 
@@ -156,21 +175,23 @@ def load(
 ) -> nn.Module:
     """Return the trained network of a run, for whole images, in evaluation mode on the CPU.
 
-    The module takes images as they are in files, float (N, bands, *size), and normalises them by the
-    constants of the run (:class:`Normalised`); the network itself is its attribute ``network``.
+    The module takes raw pixel values, float (N, bands, *size), and normalises them by the constants
+    of the run (:class:`Normalised`). Its attribute ``network`` is the network itself.
 
     Args:
         run: the folder of a run, or of a checkpoint.
-        model: a module of your own that was trained, made as for training; its weights are
-            overwritten. None where the run's network is one by name, or the run is your own.
+        model: your own module, built as for training. Its weights are overwritten. It may be None
+            if the run's network is one of distseg's, or if you trained the run yourself.
         which: best, last, or the name of a checkpoint.
-        normalise: False returns the network itself, which takes images that are normalised,
+        normalise: False to return the network itself. It takes normalised images,
             (pixels - mean) / std by band, with the constants of ``export.json`` or the store.
-        head: what the function makes that is ``patchgd.head`` of a run of PatchGD; likewise.
+        head: your own head of a PatchGD run, built as for training. It may be None in the same
+            cases as ``model``.
 
     Raises:
-        ValueError: the run's network is a function of somebody's own and ``model`` is not given, or
-            ``model`` is another one; likewise its ``head``.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: ``model`` or ``head`` is needed and not given, or is not the one that was
+            trained.
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
@@ -179,11 +200,12 @@ def load(
 
 
 class Normalised(nn.Module):
-    """A network that takes images as they are in files: (N, bands, *size) of raw pixel values.
+    """A network that takes raw pixel values as in image files, (N, bands, *size).
 
     Args:
-        network: takes normalised images.
-        mean: of each band; ``std`` likewise: what a band's pixels are normalised by.
+        network: a network that takes normalised images.
+        mean: the mean of each band.
+        std: the standard deviation of each band.
     """
 
     def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]):
@@ -200,7 +222,7 @@ class Normalised(nn.Module):
 
 
 def normalised(network: nn.Module, manifest: dict) -> Normalised:
-    """Return a run's network behind a layer with the constants of its training data."""
+    """Return a network that normalises its input by the constants of the run's training data."""
     data = manifest["data"]
     return Normalised(network, data["mean"], data["std"]).eval()
 
@@ -218,7 +240,8 @@ def _network(
     found = taken_over(manifest["config"], str(run))["model"]
     if "name" not in found:
         raise ValueError(
-            f"{run} was trained with the network {manifest['config']['model']['name']}: make it, and give it as model"
+            f"{run} was trained with the network {manifest['config']['model']['name']}: make it, "
+            "and give it as model"
         )
     return _with_weights(
         checkpoint,
@@ -232,8 +255,8 @@ def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
     """Return the network of a checkpoint, which takes normalised images.
 
     Args:
-        own: the model of the run, whose function, if it is somebody's own, was checked
-            (:func:`check_model`).
+        checkpoint: the folder of the checkpoint.
+        own: the model settings of the run. A name of code must have passed :func:`check_model`.
     """
     manifest = read_run_manifest(checkpoint)
     if ":" not in own.name:
@@ -248,7 +271,10 @@ def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
 
 
 def _open(model: ModelConfig) -> ModelConfig:
-    """The manifest says how many outputs there are; a backbone's are others."""
+    """Return model settings without ``out_channels``; the number of outputs is in the manifest.
+
+    A backbone of PatchGD has another number of outputs.
+    """
     return replace(model, out_channels=None)
 
 
@@ -265,18 +291,21 @@ def _with_weights(
     made: Callable[[int], nn.Module],
     head: nn.Module | None = None,
 ) -> nn.Module:
-    """Return the trained network.
+    """Build a run's network and load its weights.
 
     Args:
-        made: makes the network of a run, or the backbone of one of patches, with so many outputs.
-        head: of one of patches, in the place of the run's by name.
+        checkpoint: the folder of the checkpoint.
+        manifest: its manifest.
+        made: a function that builds the network, or PatchGD's backbone, for a number of outputs.
+        head: the head of a PatchGD network; by default the one that the manifest names.
     """
     outputs = manifest["channels"][1]
     if of_patches(manifest):
         taken = taken_over(manifest["config"], str(checkpoint))
         if head is None and "head" not in taken["patchgd"]:
             raise ValueError(
-                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, and give it to distseg.load as head"
+                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, "
+                "and give it to distseg.load as head"
             )
         config = Config(
             model=ModelConfig(seed=taken["model"].get("seed", 0)),
@@ -293,12 +322,12 @@ def _with_weights(
 
 
 def of_patches(manifest: dict) -> bool:
-    """Whether a run's network is one of patches (:mod:`distseg.patchgd.network`)."""
+    """Return True if a run was trained by PatchGD (:mod:`distseg.patchgd.network`)."""
     return manifest["config"].get("train", {}).get("method") == "patchgd"
 
 
 def is_code(name: str) -> bool:
-    """Whether a network is a function of somebody's, other than distseg's own."""
+    """Return True if a name is a user's function, not one of distseg's networks."""
     return ":" in name and not name.startswith("distseg.models.")
 
 

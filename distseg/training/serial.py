@@ -1,8 +1,9 @@
-"""The serial program: what every layout is compared with.
+"""Run optimizer steps serially, as the reference for every distributed layout.
 
-One process, the whole images of one optimizer step, the module as its author wrote it, run by PyTorch, but that norms
-and losses are their textbook formulas on whole images. It shares no code with the distributed step but the mask of a
-dropout, which is a definition (:mod:`distseg.layers.dropout`), and the optimizer, which is PyTorch's.
+One process runs the unmodified module in PyTorch on the whole images of a step. Norms and losses
+are replaced by their textbook formulas on whole images. The serial program shares no code with the
+distributed step, except dropout masks, which are a definition (:mod:`distseg.layers.dropout`), and
+PyTorch's optimizer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,15 @@ Dropouts = Mapping[int, Dropped] | None
 
 @dataclass(frozen=True)
 class Image:
-    """A whole image of a step: pixels (C, *size), labels (*size), or (1, ...) that of the image, its number in the epoch and its place in the step."""
+    """A whole image of a step.
+
+    Attributes:
+        pixels: (C, *size).
+        labels: (*size), or (1, ...) for one label of the whole image.
+        number: the image's number in the epoch.
+        group: its sample group in the mesh.
+        micro_batch: its micro-batch in the step.
+    """
 
     pixels: Tensor
     labels: Tensor
@@ -46,9 +55,14 @@ class Image:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step yields; the dicts are keyed by the model's own names.
+    """Results of a step, by the model's own names.
 
-    ``gradients`` are of what is trained: zeros of the ``unused``, on which the loss does not depend, and none of a parameter whose ``requires_grad`` is off.
+    Attributes:
+        loss: the loss.
+        gradients: gradients of all parameters with ``requires_grad``; zeros for unused ones.
+        weights: all parameters after the step.
+        buffers: floating-point buffers after the step.
+        unused: names of trained parameters on which the loss does not depend.
     """
 
     loss: float
@@ -61,11 +75,15 @@ class Outcome:
 def serial_step(
     model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
 ) -> Outcome:
-    """One optimizer step over ``images`` with a copy of ``model``, in the model's own precision.
+    """Run one optimizer step over ``images`` with a copy of ``model``, in the model's precision.
 
     Args:
-        dropouts: of the calls of dropout functions in a forward pass, by number, the layer that each is (:class:`distseg.models.network.Network`); by default
-            the module that calls it.
+        model: the plain model.
+        images: all images of the step.
+        config: the settings.
+        epoch: the epoch, on which dropout masks depend.
+        dropouts: the layer of each call of a dropout function in a forward pass, by the call's
+            number (:class:`distseg.models.network.Network`). By default it is the calling module.
     """
     return SerialProgram(model, config, dropouts).step(images, epoch)
 
@@ -87,7 +105,10 @@ class SerialProgram:
         self._update = WeightUpdate(self._parameters, config)
 
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
-        """Return what an optimizer step over ``images`` yields; its weights and buffers are the model's own, and change with the next step."""
+        """Run an optimizer step over ``images`` and return its results.
+
+        Weights and buffers in the result are the model's own tensors, which the next step changes.
+        """
         self.model.zero_grad(set_to_none=True)
         loss, whole = _forward(self.model, images, self.config, epoch, self.dropouts)
         if loss.requires_grad:
@@ -108,20 +129,23 @@ class SerialProgram:
         )
 
     def take_over(self, outcome: Outcome) -> None:
-        """Go on from the weights and buffers of another program, so that a later step is not compared by what rounding made of this one."""
+        """Copy the weights and buffers of another program.
+
+        Rounding errors of this step then do not count in the comparison of the next step.
+        """
         take_over(self._parameters, outcome.weights)
         take_over(self._buffers, outcome.buffers)
 
 
 @torch.no_grad()
 def take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Give tensors the numbers of others of the same names."""
+    """Copy the values of ``found`` into the tensors of the same names."""
     for name, tensor in found.items():
         tensors[name].copy_(tensor)
 
 
 class WeightUpdate:
-    """The optimizer's steps on the gradients of some parameters, whoever computed them."""
+    """Optimizer steps on some parameters, with gradients from any source."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: Config):
         self.parameters, self._clip, self._rate = parameters, config.optim.clip, config.optim.lr
@@ -130,7 +154,7 @@ class WeightUpdate:
 
     @classmethod
     def of(cls, model: nn.Module, config: Config) -> "WeightUpdate":
-        """Return the steps of copies of a model's parameters."""
+        """Return an optimizer on copies of a model's parameters."""
         return cls(
             {
                 name: nn.Parameter(p.detach().clone(), p.requires_grad)
@@ -140,7 +164,12 @@ class WeightUpdate:
         )
 
     def __call__(self, epoch: int, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the parameters behind a step on these gradients, or on those that they have."""
+        """Run a step and return the parameters after it.
+
+        Args:
+            epoch: the epoch, for the learning rate.
+            gradients: gradients by name; by default those in the parameters' ``grad``.
+        """
         set_learning_rate(self._optimizer, self._rate, epoch)
         for name, gradient in (gradients or {}).items():
             self.parameters[name].grad = gradient.clone()
@@ -158,9 +187,10 @@ def rounding_of_gradients(
     epoch: int = 0,
     dropouts: Dropouts = None,
 ) -> dict[str, float]:
-    """How far rounding moves each gradient: the norm of ``wanted`` less a third of the gradient of thrice the loss.
+    """Return how far rounding moves each gradient, in the 2-norm.
 
-    The same sums over the same images, but no product in them rounds as before.
+    The gradient of 3 * loss, divided by 3, has the same sums over the same images, but every
+    product rounds differently. The result is the norm of its difference from ``wanted``, by name.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
@@ -172,13 +202,13 @@ def rounding_of_gradients(
 def rounding_of_step(
     model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
 ) -> Outcome:
-    """The step of :func:`serial_step`, whose every function's result is off by up to half of its last bit more."""
+    """Run :func:`serial_step` with a random error of up to half an ulp in every result."""
     with _Rounding():
         return serial_step(model, images, config, epoch, dropouts)
 
 
 class _Rounding(TorchFunctionMode):
-    """In which new tensors differ in their last bits."""
+    """Mode in which the results of torch functions get random errors in their last bits."""
 
     def __init__(self):
         super().__init__()
@@ -210,20 +240,20 @@ class _Rounding(TorchFunctionMode):
 def _forward(
     model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, "_Whole"]:
-    """The loss, with its graph, and what norms have seen."""
+    """Return the loss with its graph, and the mode that recorded the norms' inputs."""
     whole, logits = _Whole(model, config, epoch, dropouts), {}
     for batch in _batches(model, images, config.spatial.norm_scope):
         with whole.of(batch):
             outputs = model(torch.stack([image.pixels for image in batch]))
         logits.update(zip((image.number for image in batch), outputs))
     labels, weights = [i.labels for i in images], (config.model.outputs or {"": 1.0}).values()
-    outputs = zip(
-        *(logits[i.number].chunk(len(weights)) for i in images)
-    )  # of each, the logits of all images
-    return sum(
+    # One tuple per output of the network, with the logits of all images.
+    outputs = zip(*(logits[i.number].chunk(len(weights)) for i in images))
+    loss = sum(
         weight * serial_loss(config.loss, list(each), labels)
         for weight, each in zip(weights, outputs)
-    ), whole
+    )
+    return loss, whole
 
 
 def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -234,7 +264,11 @@ def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:
-    """The images that go through the network together: those of a micro-batch, or one by one where their sizes differ and there is no batch norm."""
+    """Return the batches of images that go through the network together.
+
+    A batch is a micro-batch. If sizes differ in one and there is no batch norm, every image is a
+    batch of its own.
+    """
     batches: dict = {}
     for image in images:
         batches.setdefault(
@@ -248,38 +282,37 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
         if len(sizes) > 1:
             apart = "spatial.norm_scope to group" if norm_scope == "step" else "data.images to 1"
             raise ValueError(
-                f"plain batch norm has no meaning for images of different sizes in one batch ({sorted(sizes)}): set data.crop, or {apart}"
+                "plain batch norm has no meaning for images of different sizes in one batch "
+                f"({sorted(sizes)}): set data.crop, or {apart}"
             )
     return list(batches.values())
 
 
 class _Whole(TorchFunctionMode):
-    """Inside, functions of norms compute by their formulas, and those of dropout with the keyed masks, on whole images, whichever code calls them.
+    """Mode in which norms compute by their formulas, and dropout with keyed masks.
 
-    PyTorch's own CPU kernels of norms add tens of thousands of numbers one after another, which costs even float64 enough digits
-    (about 3e-12 of a gradient at 97x131) that the order of two images in a batch shows. torch.mean adds in pairs.
+    It replaces the functions of norms and dropout, whichever code calls them. PyTorch's CPU kernels
+    of norms add tens of thousands of numbers one after another. Even in float64 that loses enough
+    digits for the order of two images in a batch to show. torch.mean adds in pairs.
     """
 
     def __init__(self, model: nn.Module, config: Config, epoch: int, dropouts: Dropouts):
         super().__init__()
-        self.seed, self.epoch, self.frozen, self.dropouts = (
-            config.train.seed,
-            epoch,
-            config.spatial.frozen_norm,
-            dropouts,
-        )
+        self.seed, self.epoch = config.train.seed, epoch
+        self.frozen, self.dropouts = config.spatial.frozen_norm, dropouts
         self.model, self.wide = model, any(p.dtype == torch.float64 for p in model.parameters())
-        self.running: dict[
-            tuple[int, int], tuple[Tensor, Tensor, float]
-        ] = {}  # by the identity of a running mean, and how often a pass used it before
+        # Running mean, running variance and momentum by the id of the running mean, and by how many
+        # times the same forward pass used it before.
+        self.running: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
         self.seen: dict[tuple[int, int], list[Tensor]] = {}
 
     @contextmanager
     def of(self, batch: list[Image]):
-        """Of a forward pass with these images."""
+        """Enter the mode for a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
-        self.turns: Counter[str] = Counter()  # of the dropouts of a module that is not followed
+        # Calls of dropout so far by each module that the network does not list as layers.
+        self.turns: Counter[str] = Counter()
         with calling(self.model, self.inside), checkpoints_ignored(), eager(), self:
             yield
 
@@ -339,7 +372,10 @@ class _Whole(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def rand(self, *size, **more) -> Tensor:
-        """A number for each image, where that is a layer's: stochastic depth."""
+        """Return one keyed random number per image if the call is stochastic depth.
+
+        Any other call returns torch.rand.
+        """
         known = self._known()
         if known is None:
             return torch.rand(*size, **more)
@@ -348,7 +384,10 @@ class _Whole(TorchFunctionMode):
         ).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
 
     def bernoulli(self, input: Tensor, p: float = 0.5, **more) -> Tensor:
-        """In place: whether an image is kept."""
+        """Fill a tensor with 1 for images that stochastic depth keeps, else 0.
+
+        A call that is not stochastic depth is Tensor.bernoulli_.
+        """
         known = self._known()
         if known is None:
             return input.bernoulli_(p, **more)
@@ -356,7 +395,7 @@ class _Whole(TorchFunctionMode):
         return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
 
     def _known(self) -> Dropped | None:
-        """The layer that this call is."""
+        """Return the layer that makes the current call of a dropout function, or None."""
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)
 
@@ -417,7 +456,10 @@ class _Whole(TorchFunctionMode):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Running statistics by the definition of deferred batch norm: mean and biased variance of all images of the step."""
+        """Update running statistics by the definition of deferred batch norm.
+
+        They move towards the mean and the biased variance of all images of the step.
+        """
         for key, (mean, var, momentum) in self.running.items():
             values = torch.cat(self.seen[key], 1)  # (C, all pixels of all images of the step)
             for running, found in ((mean, values.mean(1)), (var, values.var(1, correction=0))):
@@ -425,9 +467,18 @@ class _Whole(TorchFunctionMode):
 
 
 _OF_WHOLE = {
-    F.batch_norm: _Whole.batch, F.instance_norm: _Whole.instance, F.group_norm: _Whole.group, F.dropout: _Whole.elements, torch.dropout: _Whole.elements,
-    torch.rand: _Whole.rand, Tensor.bernoulli_: _Whole.bernoulli, F.dropout1d: _Whole.channels, F.dropout2d: _Whole.channels, F.dropout3d: _Whole.channels, torch.feature_dropout: _Whole.channels,
-}  # fmt: skip
+    F.batch_norm: _Whole.batch,
+    F.instance_norm: _Whole.instance,
+    F.group_norm: _Whole.group,
+    F.dropout: _Whole.elements,
+    torch.dropout: _Whole.elements,
+    torch.rand: _Whole.rand,
+    Tensor.bernoulli_: _Whole.bernoulli,
+    F.dropout1d: _Whole.channels,
+    F.dropout2d: _Whole.channels,
+    F.dropout3d: _Whole.channels,
+    torch.feature_dropout: _Whole.channels,
+}
 
 
 def _by_channel(x: Tensor) -> tuple[int, ...]:
@@ -435,7 +486,7 @@ def _by_channel(x: Tensor) -> tuple[int, ...]:
 
 
 def _normalised(values: Tensor, eps: float) -> Tensor:
-    """All but the first dim together."""
+    """Normalise ``values`` over all dims but the first."""
     dims = tuple(range(1, values.dim()))
     deviation = values - values.mean(dims, keepdim=True)
     return deviation / ((deviation**2).mean(dims, keepdim=True) + eps).sqrt()
@@ -447,14 +498,20 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    """The loss of whole images: logits (C, *size), or (C,) of the image, and labels (*size), or (1, ...), each."""
+    """Return the loss of whole images by its textbook formula.
+
+    Args:
+        config: the ``loss`` settings.
+        logits: of each image (C, *size), or (C,) if there is one output per image.
+        labels: of each image (*size), or (1, ...) if there is one label per image.
+    """
     return sum(
         weight * _FORMULAS[name](config, logits, labels) for weight, name in parse(config.name)
     )
 
 
 def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The valid pixels of all images: (n, C) and (n,)."""
+    """Return the logits (n, C) and labels (n,) of the valid pixels of all images."""
     z = torch.cat([z.reshape(len(z), -1).t() for z in logits])
     y = torch.cat([y.flatten() for y in labels])
     return z[y != config.ignore_index], y[y != config.ignore_index]

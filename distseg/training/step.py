@@ -1,9 +1,13 @@
-"""One optimizer step: the exact gradient of the step's loss over all samples, tiles, stages and micro-batches.
+"""Compute the exact gradient of a step's loss over all samples, tiles, stages and micro-batches.
 
-The loss is a function of sums over pixels (:mod:`distseg.layers.loss`). So behind the last stage stands a table of such
-sums, a row an image; the rows of all ranks are added, and dL/dS of the table is where every backward pass begins. It
-must be known by then: from the labels alone (cross-entropy and its kin), because all forward passes are done (GPipe, or a
-single micro-batch), or, for Dice under 1F1B and ZB-H1, from a forward pass without gradients that goes first.
+The loss is a function of sums over pixels (:mod:`distseg.layers.loss`). The rank with the last
+stage keeps a table S of these partial sums, one row per image. The tables of all ranks are added,
+and every backward pass begins with dL/dS, the loss gradient. It must be known by then, in one of
+three ways:
+
+- from the labels alone (cross-entropy and other linear losses);
+- because all forward passes are done (GPipe, or a single micro-batch);
+- from an extra forward pass without gradients (Dice under 1F1B and ZB-H1).
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ from distseg.tiling.tile_batch import LazyTileBatch, MicroBatch, TileBatch, on_t
 
 
 class LossHead:
-    """What follows the last stage: the table of sums, the loss and its slope.
+    """Loss computation after the last stage: the table of partial sums, the loss, its gradient.
 
     Args:
+        loss: the loss.
+        rows: the row of the table of each image.
         replicas: the communicator of all ranks that hold the last stage.
     """
 
@@ -44,15 +50,15 @@ class LossHead:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a step."""
+        """Begin a step with an empty table."""
         self.table = torch.zeros(self.at.total, self.loss.sums, dtype=torch.float64)
-        self._noted: list[
-            tuple[list[int], Tensor]
-        ] = []  # rows of the table that are on a GPU still
+        # Rows of the table that are still on a GPU, with their indices.
+        self._noted: list[tuple[list[int], Tensor]] = []
         self.slope: Tensor | None = None
         self.value: float | None = None
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
+        """Return the partial sums of each tile batch, (images, sums), with their graph."""
         return [
             self.loss.rows(
                 y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels
@@ -61,6 +67,7 @@ class LossHead:
         ]
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
+        """Add partial sums to the table."""
         for piece, found in zip(unit.pieces, rows):
             if found.is_cuda:
                 self._noted.append((self._at(unit, piece), found.detach().double()))
@@ -68,11 +75,12 @@ class LossHead:
                 self.table[self._at(unit, piece)] += found.detach().double()
 
     def note_counts(self, units: Iterable[MicroBatch]) -> None:
-        """The part of the table that labels determine."""
+        """Add the partial sums that labels determine to the table."""
         for unit in units:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
     def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
+        """Return the loss gradient with respect to each tile batch's partial sums."""
         if self.slope is None:
             self._settle()
         return [
@@ -81,13 +89,16 @@ class LossHead:
         ]
 
     def settle_beforehand(self) -> None:
-        """Take the slope from the table as it is, and begin the table anew."""
+        """Compute the loss gradient from the table so far, and empty the table. Collective."""
         self._settle()
         self.table.zero_()
         self.value = None
 
     def step_loss(self) -> float:
-        """The loss of the step, once all its rows are noted. Collective over the replicas, as whatever comes here first."""
+        """Return the loss of the step; all its partial sums must be in the table.
+
+        Collective over the replicas if the table has not been summed yet.
+        """
         if self.value is None:
             self._settle()
         return self.value
@@ -97,14 +108,12 @@ class LossHead:
         self.value, self.slope = self.loss.slope(add(self.table, self.replicas))
 
     def _fetch(self) -> None:
-        """Bring all rows into the table that were noted on a GPU, which is waited for once."""
+        """Add partial sums that are still on a GPU to the table, with a single wait for the GPU."""
         if self._noted:
             places, rows = zip(*self._noted)
             self._noted.clear()
-            for at, found in zip(
-                places,
-                torch.cat([r.to(rows[0].device) for r in rows]).cpu().split([len(r) for r in rows]),
-            ):
+            on_cpu = torch.cat([r.to(rows[0].device) for r in rows]).cpu()
+            for at, found in zip(places, on_cpu.split([len(r) for r in rows])):
                 self.table[at] += found
 
     def _at(self, unit: MicroBatch, piece: TileBatch) -> list[int]:
@@ -112,11 +121,15 @@ class LossHead:
 
 
 class GradientStep:
-    """Adds the gradient of a step's loss to the parameters' ``grad``: this rank's part; the replicas' sum is the whole.
+    """Computation of this rank's part of the gradient of a step's loss.
+
+    A call adds the part to the parameters' ``grad``. The sum over replicas is the whole gradient.
 
     Args:
-        way: how this rank computes its part.
-        head: on the rank with the last stage, else None.
+        way: the computation of forward and backward passes on this rank.
+        head: the loss computation on a rank with the last stage, else None.
+        loss: the loss.
+        context: the context of the distributed layers.
     """
 
     def __init__(
@@ -129,7 +142,10 @@ class GradientStep:
         self.way, self.head, self.loss, self.context = way, head, loss, context
 
     def __call__(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> float:
-        """Forward and backward over the step's micro-batches; returns the loss of the whole step, 0 on ranks without the last stage."""
+        """Run forward and backward passes of all micro-batches; return the loss of the step.
+
+        On ranks without the last stage the returned loss is 0.
+        """
         given = self.way.given(micro_batches)
         if self.head:
             self.head.clear()
@@ -149,39 +165,48 @@ class GradientStep:
 
 
 class OnStages:
-    """Through stages that keep their graphs, this rank's of a pipeline or a lone one.
+    """Passes through this rank's stages, which keep autograd graphs of whole windows.
 
     Args:
+        pipeline: this rank's stages.
         schedule: gpipe, 1f1b or zb-h1.
-        together: whether the pieces of a micro-batch run together, as live norms want it; else one by one, for the memory of one.
+        together: True if the tile batches of a micro-batch run together, as active norms need it.
+            Otherwise they run one by one, which takes the memory of one.
     """
 
     def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
         self.pipeline, self.schedule, self.together = pipeline, schedule, together
-        # Of each rank, by the number of units: the same in every step, as a rule; for the V it takes a simulation.
+        # Cached, as the v-shaped order takes a simulation and most steps have one number of
+        # micro-batches.
         self.orders_of = lru_cache(
             lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches)
         )
 
     def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
+        """Return the micro-batches that the pipeline runs in a step."""
         return units_of(micro_batches, self.together)
 
     def goes_back_early(self, units: list[MicroBatch]) -> bool:
-        """Whether backward passes begin before all forward passes are through, so that the loss's slope must be known by then."""
+        """Return True if a backward pass begins before all forward passes are done.
+
+        The loss gradient then must be known before the step.
+        """
         return not _forwards_first(
             self.orders_of(len(units))[self.pipeline.partition.placement[-1]]
         )
 
     def labelled(self, units: list[MicroBatch]) -> list[MicroBatch]:
-        """All labels, for what is known from them alone."""
+        """Return the micro-batches with labels, from which a linear loss's gradient is known."""
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:
+        """Run all forward passes of the step."""
         self.pipeline.run(
             [action for action in self._actions(units) if isinstance(action, Forward)], units
         )
 
     def run(self, units: list[MicroBatch]) -> None:
+        """Run all passes of the step."""
         self.pipeline.run(self._actions(units), units)
 
     def _actions(self, units: list[MicroBatch]) -> Sequence[Action]:
@@ -189,7 +214,10 @@ class OnStages:
 
 
 class OnDevices:
-    """Through all stages on several devices of this rank: all forward passes, then all backward passes."""
+    """Passes through all stages on several devices of this rank.
+
+    All forward passes come before all backward passes.
+    """
 
     schedule = "gpipe"
 
@@ -197,15 +225,23 @@ class OnDevices:
         self.pipeline, self.run = pipeline, pipeline.run
 
     def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
+        """Return the micro-batches that the pipeline runs in a step, a tile batch each."""
         return units_of(micro_batches, together=False)
 
     def goes_back_early(self, units: list[MicroBatch]) -> bool:
+        """Return False: all forward passes come first."""
         return False
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """A step in blocks, by micro-batch, and what this rank has of it."""
+    """A step with streamed tiles.
+
+    Attributes:
+        blocks: the lazy tile batches of each micro-batch.
+        places: their placements.
+        works: this rank's stage plan of each micro-batch.
+    """
 
     blocks: list[list[LazyTileBatch]]
     places: list[list[TilePlacement]]
@@ -213,75 +249,88 @@ class Tiled:
 
 
 class InTiles:
-    """Tile after tile, in the memory of one.
+    """Passes over streamed tiles, one tile in memory at a time.
 
-    A lone stage ends a micro-batch before it begins the next, unless the loss is known only after all of them. The maps of micro-batches
-    that stages of a pipeline have under way wait where maps are stored: of all of them by gpipe, of as many as there are stages by 1f1b; by 1f1b
-    and without live norms tiles go back in turn, whatever micro-batch they are of (:mod:`distseg.runtime.interleaved`).
+    A single stage ends a micro-batch before it begins the next, unless the loss gradient is known
+    only after all of them. In a pipeline, feature maps of several micro-batches are stored at a
+    time: of all with gpipe, of as many as there are stages with 1f1b. With 1f1b and without active
+    norms, tiles of different micro-batches go back in turn (:mod:`distseg.runtime.interleaved`).
+
+    Args:
+        executor: the streaming executor.
+        head: the loss computation on a rank with the last stage, else None.
+        loss: the loss.
+        order: gpipe or 1f1b.
     """
 
     def __init__(
         self, executor: StreamingExecutor, head: LossHead | None, loss: Loss, order: str = "gpipe"
     ):
         self.executor, self.head, self.loss = executor, head, loss
-        self.order = (
-            order if executor.comm.size > 1 else "gpipe"
-        )  # a lone stage has nobody to take turns with
+        # A single stage has no other stage to take turns with.
+        self.order = order if executor.comm.size > 1 else "gpipe"
         self.schedule = f"{self.order}, streamed tiles"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
         self.goes_before = self.order == "1f1b" and not loss.linear
         self._programs: dict[tuple, list[Operation]] = {}
 
     def given(self, micro_batches: list[list[LazyTileBatch]]) -> Tiled:
+        """Return the step with this rank's stage plans."""
         places = [[block.place for block in blocks] for blocks in micro_batches]
-        return Tiled(
-            micro_batches, places, [self.executor.work(those, m) for m, those in enumerate(places)]
-        )
+        works = [self.executor.work(each, m) for m, each in enumerate(places)]
+        return Tiled(micro_batches, places, works)
 
     def goes_back_early(self, given: Tiled) -> bool:
+        """Return True if a backward pass begins before all forward passes are done."""
         return self.loss.linear or self.goes_before
 
     def labelled(self, given: Tiled) -> Iterator[MicroBatch]:
-        return (
-            _unit(m, block, box)
-            for m, blocks in enumerate(given.blocks)
-            for block in blocks
-            for box in self.executor.label_tiles(block)
-        )
+        """Yield the labels of each tile, from which a linear loss's gradient is known."""
+        for m, blocks in enumerate(given.blocks):
+            for block in blocks:
+                for box in self.executor.label_tiles(block):
+                    yield _unit(m, block, box)
 
     def run_forward(self, given: Tiled) -> None:
+        """Run the forward passes that come before all others."""
         self._run(self.before(given.works), given)
 
     def run(self, given: Tiled) -> None:
+        """Run all passes of the step."""
         self._run(self.program(given.works, given.places), given)
 
     def before(self, works: list[StagePlan]) -> list[Operation]:
-        """The forward passes that go before all else; none where the loss is known otherwise."""
+        """Return the operations of an extra forward pass, if the loss gradient needs one."""
         return beforehand(works, self._actions(len(works))) if self.goes_before else []
 
     def program(self, works: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
-        """Of all micro-batches, by their works and where their blocks lie; made once for each sizes of images."""
+        """Return the operations of a step; they are cached by the stage plans.
+
+        Args:
+            works: this rank's stage plan of each micro-batch.
+            places: the placements of each micro-batch's tile batches.
+        """
         every = range(len(works))
-        together = [every] if self.all_at_once else [[m] for m in every]
-        for those in together:
-            self.executor.check_room(*(places[m] for m in those))
-        key = tuple(map(id, works))  # which the executor keeps
+        groups = [every] if self.all_at_once else [[m] for m in every]
+        for group in groups:
+            self.executor.check_room(*(places[m] for m in group))
+        key = tuple(map(id, works))  # unique, as the executor keeps all stage plans
         if key not in self._programs:
             self._programs[key] = [
                 op
-                for those in together
-                for op in self._operations([works[m] for m in those], [places[m] for m in those])
+                for group in groups
+                for op in self._operations([works[m] for m in group], [places[m] for m in group])
             ]
         return self._programs[key]
 
     def _operations(
         self, works: list[StagePlan], places: list[list[TilePlacement]]
     ) -> list[Operation]:
-        everyone = (
-            [self.executor.works_of_all(those, work.number) for work, those in zip(works, places)]
-            if self.order == "1f1b"
-            else []
-        )
+        everyone = []
+        if self.order == "1f1b":
+            everyone = [
+                self.executor.works_of_all(each, work.number) for work, each in zip(works, places)
+            ]
         if everyone and all(map(can_interleave, everyone)):
             return self.executor.keeping(
                 interleaved([*zip(*everyone)])[self.executor.comm.rank], works
@@ -292,9 +341,9 @@ class InTiles:
         actions = orders(self.order, self.executor.placement, micro_batches)[
             self.executor.comm.rank
         ]
-        if (
-            self.order == "gpipe"
-        ):  # the first micro-batch first in the backward passes too: its maps are there before the others are
+        # GPipe's backward passes begin with the first micro-batch: its feature maps are there
+        # first.
+        if self.order == "gpipe":
             actions = [
                 replace(a, micro_batch=micro_batches - 1 - a.micro_batch)
                 if isinstance(a, Backward)
@@ -316,7 +365,7 @@ class InTiles:
         self.executor.transfers.flush()
 
     def _end(self, unit: MicroBatch, output: Tensor, name: str) -> None:
-        """The loss of a tile, and its backward pass if its slope is known."""
+        """Add a tile's partial sums to the loss; run its backward pass if its graph is kept."""
         rows = self.head.rows(unit, [output])
         self.head.note(unit, rows)
         if output.requires_grad:
@@ -325,18 +374,23 @@ class InTiles:
 
 
 def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
-    """A tile of a block."""
+    """Return a micro-batch of the labels of one tile."""
     return MicroBatch(m, [TileBatch(None, block.labels(box), replace(block.place, tile=box))])
 
 
 def units_of(micro_batches: list[list[TileBatch]], together: bool) -> list[MicroBatch]:
-    """The pieces of a micro-batch in a unit, or one by one."""
+    """Return the micro-batches that a pipeline runs.
+
+    Args:
+        micro_batches: the tile batches of each micro-batch of the config.
+        together: True to run all tile batches of a micro-batch together, False to run each alone.
+    """
     if together:
         return [MicroBatch(m, pieces) for m, pieces in enumerate(micro_batches)]
     return [MicroBatch(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
 
 
 def _forwards_first(actions: Sequence[Action]) -> bool:
-    """Whether every forward pass comes before the first backward pass."""
+    """Return True if every forward pass comes before the first backward pass."""
     kinds = [isinstance(a, Forward) for a in actions]
     return kinds == sorted(kinds, reverse=True)

@@ -1,13 +1,15 @@
-"""The promise made checkable: one optimizer step on the mesh and the same step serially, in float64, compared.
+"""Compare an optimizer step on the mesh with the same step of the serial program, in float64.
 
-``mpirun -n 6 distseg verify --mesh.tiles 2x3 ...`` runs any config's step on its mesh and the serial program
-(:mod:`distseg.training.serial`) on rank 0, on the config's own images or on random ones, and prints the relative errors of the
-loss, of every parameter's gradient, of the updated weights and of the norms' running statistics.
+``mpirun -n 6 distseg verify --mesh.tiles 2x3 ...`` runs the step of any config on its mesh, and the
+serial program (:mod:`distseg.training.serial`) on rank 0. Images are the config's own or random
+ones. It prints the relative errors of the loss, of every parameter's gradient, of the updated
+weights and of the norms' running statistics.
 
-Adam divides a gradient by its own size. Where that is nothing but rounding, as of a bias whose norm takes it out again, it makes
-of rounding a step, another one in each program that adds in another order. So under such an optimizer weights are held against the serial
-step's, or against the optimizer's step on the gradients that were found, which are compared themselves. Which gradients are
-nothing but rounding is measured on the serial program alone.
+Adam divides a gradient by its own size. A gradient may be nothing but rounding errors, such as that
+of a bias before a norm that subtracts it again. Adam makes a full step of it, which differs between
+programs that add in different orders. So with Adam, weights are compared with the serial step's
+weights, or with the optimizer's step on the distributed gradients. The gradients themselves are
+compared anyway. Only the serial program decides which gradients are rounding errors.
 """
 
 from __future__ import annotations
@@ -57,10 +59,13 @@ from distseg.training.serial import (
 
 
 class RandomImages:
-    """Images of noise with random labels, of pixels, a twentieth of them ignored, or ``of_image``, of each a single one; the same on every rank.
+    """Images of noise with random labels, equal on every rank.
+
+    Labels are of pixels, of which a twentieth is ignored, or with ``of_image`` one per image.
 
     Attributes:
-        epoch: the one that its step is of; ``first``: the number in the epoch of the step's first image.
+        epoch: the epoch of the step.
+        first: the number of the step's first image in the epoch.
     """
 
     epoch = first = 0
@@ -68,17 +73,10 @@ class RandomImages:
     def __init__(
         self, size: Size, channels: int, classes: int, config: Config, of_image: bool = False
     ):
-        self.size, self.channels, self.classes, self.of_image = (
-            tuple(size),
-            channels,
-            max(2, classes),
-            of_image,
-        )
-        self.seed, self.ignore, self.numbers = (
-            config.train.seed,
-            config.loss.ignore_index,
-            of_numbers(config.loss.name),
-        )
+        self.size, self.channels = tuple(size), channels
+        self.classes, self.of_image = max(2, classes), of_image
+        self.seed, self.ignore = config.train.seed, config.loss.ignore_index
+        self.numbers = of_numbers(config.loss.name)
 
     def step(self, number: int, batch: int) -> "RandomImages":
         """Return the images of another step; each has ``batch`` of them."""
@@ -87,7 +85,11 @@ class RandomImages:
         return other
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return an image of the step: (C, *size) float64 of mean 0 and variance 1, and (*size) labels, or (1, ...)."""
+        """Return pixels and labels of image ``row`` of the step.
+
+        Pixels are (C, *size) float64 of mean 0 and variance 1. Labels are (*size), or (1, ...) for
+        one label per image.
+        """
         count, number = int(np.prod(self.size)), self.first + row
         noise = rng.uniform(rng.key(self.seed, number, "pixels"), self.channels * count)
         pixels = torch.from_numpy((noise - 0.5) * 12**0.5).view(self.channels, *self.size)
@@ -97,14 +99,15 @@ class RandomImages:
             )
         )
         if self.of_image:
-            of = torch.from_numpy(noise[:1]) if self.numbers else labels[:1]
-            return pixels, of.view(1, *(1 for _ in self.size[1:]))
+            label = torch.from_numpy(noise[:1]) if self.numbers else labels[:1]
+            return pixels, label.view(1, *(1 for _ in self.size[1:]))
         labels[
             torch.from_numpy(rng.uniform(rng.key(self.seed, number, "ignored"), count) < 0.05)
         ] = self.ignore
         return pixels, labels.view(self.size)
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
+        """Return a rank's tile batches of the images ``rows`` of the step."""
         wholes, numbers = [self.whole(n) for n in rows], [self.first + n for n in rows]
         found = []
         for tile, window in owned_tiles(self.size, grid, per_rank, coordinates, reach):
@@ -123,7 +126,12 @@ class RandomImages:
 
 
 class StoreImages:
-    """The images of a step of a store, by default the first, as training would read them; attributes as of :class:`RandomImages`."""
+    """Images of one step of training on a store.
+
+    Attributes:
+        epoch: the epoch of the step.
+        first: the number of the step's first image in the epoch.
+    """
 
     def __init__(self, store: Store, config: Config, batch: int, step: int = 0):
         self.store, self.config = store, config
@@ -139,6 +147,7 @@ class StoreImages:
         return StoreImages(self.store, self.config, batch, number)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return pixels (C, *size) float64 and labels of image ``row`` of the step."""
         dims = len(self.samples[row].size)
         one = Size((1,) * dims)
         (piece,) = pieces(
@@ -152,6 +161,7 @@ class StoreImages:
         return piece.pixels[0].double(), piece.labels[0].long()
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
+        """Return a rank's tile batches of the images ``rows`` of the step."""
         return pieces(
             self.store, [self.samples[n] for n in rows], grid, per_rank, coordinates, reach
         )
@@ -165,13 +175,19 @@ def verify(
     device=torch.device("cpu"),
     steps: int = 1,
 ) -> dict:
-    """Run optimizer steps both ways, serially on the CPU; the report on rank 0, None elsewhere. Collective.
+    """Run optimizer steps on the mesh and serially, and compare them. Collective.
+
+    The serial program runs on the CPU of rank 0. Rank 0 gets the report, the others None.
 
     Args:
-        image: size of random images; by default those of ``data.store``.
-        dump: a safetensors file for the initial weights, the input, the labels and the distributed gradients, of the first step.
-        device: of this rank's part of the distributed steps.
-        steps: how many, each with the images that training would have; what a step leaves behind shows in the next.
+        config: the settings.
+        world: the communicator of all ranks.
+        image: the size of random images; by default the images of ``data.store`` are taken.
+        dump: a safetensors file to write, with the initial weights, input, labels and distributed
+            gradients of the first step.
+        device: the device of this rank's part of the distributed steps.
+        steps: the number of steps, each with the images that training would have. Errors in the
+            optimizer's state show in a later step.
     """
     with raise_jointly(world):
         config, plain, images = prepare(config, image)
@@ -182,38 +198,34 @@ def verify(
         check_calls(model, images.size, config.data.images)
         if dump:
             check_dump(plain)
-        told, names, dropouts = (
-            notes(config, model),
-            getattr(model, "names", {}),
-            getattr(model, "dropouts", None),
-        )
+        noted = notes(config, model)
+        names, dropouts = getattr(model, "names", {}), getattr(model, "dropouts", None)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with raise_jointly(world):
         if initial is not None:
             materialise(initial, config.model.seed)
             initial.double()
     engine = Engine(config, mesh, model, images.size, device, precision="fp64")
-    comparison, report = (
-        Comparison(config, engine, initial, dropouts) if initial is not None else None,
-        None,
-    )
+    comparison = report = None
+    if initial is not None:
+        comparison = Comparison(config, engine, initial, dropouts)
     for number in range(steps):
         now = images.step(number, _batch(config)) if number else images
         outcome = _step(engine, model, now, names)
         with raise_jointly(world):
             if comparison is not None:
                 found = comparison.step(now, outcome, None if number else dump)
-                report = with_step(report, found) if report else found | {"notes": told}
+                report = with_step(report, found) if report else found | {"notes": noted}
     return report
 
 
 def _batch(config: Config) -> int:
-    """Return the images of a step."""
+    """Return the number of images of a step."""
     return config.mesh.samples * config.train.accumulate * config.data.images
 
 
 def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
-    """Return what a step on the mesh yields, on the first rank of each pipeline. Collective."""
+    """Run a step on the mesh; return its results on the first rank of each pipeline. Collective."""
     config, mesh = engine.config, engine.mesh
     with raise_jointly(mesh.world):
         own = own_pieces(config, mesh, images, engine.reading)
@@ -230,12 +242,15 @@ def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) ->
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, where the serial program's are."""
+    """Return a copy of a tensor on the CPU, where the serial program runs."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcome | None:
-    """The stages' parts put together, by the user's ``names``, on the first rank of each pipeline."""
+    """Gather the results of all stages on the first rank of each pipeline. Collective.
+
+    ``names`` maps the network's names to the user's.
+    """
     parts = mesh.pipeline.gather(own) if mesh.pipeline.size > 1 else [own]
     if parts is None:
         return None
@@ -247,14 +262,18 @@ def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcom
 
 
 def prepare(config: Config, image: Size | None):
-    """The config with what the data settles, the plain model and the source of images: random ones of size ``image``, or the store's.
+    """Return the completed config, the plain model and the source of images.
+
+    Images are random ones of size ``image``, or those of ``data.store`` if ``image`` is None.
 
     Raises:
-        ValueError: neither a size nor a store; or PatchGD, of which there is no exact step.
+        ValueError: there is neither a size nor a store, or the method is PatchGD, which has no
+            exact step.
     """
     if config.train.method == "patchgd":
         raise ValueError(
-            "train.method is patchgd, which approximates the gradient, and here are exact steps alone: set train.method to exact"
+            "train.method is patchgd, which approximates the gradient, and here are exact steps "
+            "alone: set train.method to exact"
         )
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
@@ -263,50 +282,35 @@ def prepare(config: Config, image: Size | None):
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
         check_labels(store, model, config)
-        return (
-            config,
-            model,
-            StoreImages(
-                store, config, config.mesh.samples * config.train.accumulate * config.data.images
-            ),
-        )
+        return config, model, StoreImages(store, config, _batch(config))
     if image is None:
         raise ValueError(
             "there are no images: give --image 97x131 for random ones, or --data.store PATH"
         )
     config = with_dims(config, len(image), str(Size(image)))
-    many = (
-        None
-        if config.model.out_channels
-        or all(
-            name in ("binary_cross_entropy", "dice", "focal", "mse", "l1")
-            for _, name in parse(config.loss.name)
-        )
-        else 3
-    )
+    losses = {name for _, name in parse(config.loss.name)}
+    takes_one = losses <= {"binary_cross_entropy", "dice", "focal", "mse", "l1"}
+    many = None if config.model.out_channels or takes_one else 3
     model = plain_model(config.model, out_channels=many)
     vectors = of_image(model, image)
-    _check_fits(
-        image,
-        channels_of(model)[0],
-        config.mesh.samples * config.train.accumulate * config.data.images,
-    )
+    _check_fits(image, channels_of(model)[0], _batch(config))
     return config, model, RandomImages(image, *channels_of(model), config, vectors)
 
 
 def _check_fits(image: Size, channels: int, count: int) -> None:
-    """Refuse images that the machine could not even hold, before it dies of them."""
+    """Refuse images that do not fit into the machine's memory, before they are allocated."""
     wanted = 8.0 * Size(image).volume * (channels + 1) * count
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise ValueError(
-            f"a step of {count} images of {Size(image)} with {channels} bands takes {wanted / 1e9:.3g} GB in float64 for the pixels alone, and this machine has {there / 1e9:.3g} GB: "
-            "give a smaller --image, or fewer of them"
+            f"a step of {count} images of {Size(image)} with {channels} bands takes "
+            f"{wanted / 1e9:.3g} GB in float64 for the pixels alone, and this machine has "
+            f"{there / 1e9:.3g} GB: give a smaller --image, or fewer of them"
         )
 
 
 def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> list[list[TileBatch]]:
-    """What this rank reads of a step's images, a list for each micro-batch."""
+    """Return this rank's tile batches of a step's images, a list for each micro-batch."""
     return [
         images.mine(
             _numbers(config, mesh.sample, m),
@@ -320,35 +324,44 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> lis
 
 
 def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
-    """The sample numbers of a group's micro-batch, as the loader deals them."""
+    """Return the rows of the step's images in a sample group's micro-batch, as the loader does."""
     return Rows(
         config.mesh.samples, group, config.train.accumulate, config.data.images
     ).of_micro_batch(micro_batch)
 
 
 class Comparison:
-    """The serial program beside a mesh's steps.
+    """Comparison of a mesh's steps with the serial program, on rank 0.
 
     Args:
-        initial: the module with its first weights, in float64.
+        config: the settings.
+        engine: the engine of the mesh's steps, for the report.
+        initial: the plain module with its first weights, in float64.
+        dropouts: the layer of each call of a dropout function (:func:`serial_step`).
     """
 
     def __init__(self, config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts):
         self.config, self.engine, self.dropouts = config, engine, dropouts
-        self.before = initial  # as the module is before the step at hand
+        self.before = initial  # the module before the current step
         self.serial = SerialProgram(initial, config, dropouts)
         self.update = WeightUpdate.of(initial, config) if config.optim.name != "sgd" else None
         self.done = 0
 
     def step(self, images, outcome: Outcome, dump: str | None) -> dict:
-        """Return the report of a step of which the mesh made ``outcome``."""
+        """Run a step serially and return the report on the mesh's ``outcome``.
+
+        Args:
+            images: the source of the step's images.
+            outcome: the results of the step on the mesh.
+            dump: the file to write the step to, or None.
+        """
         config = self.config
-        wholes = [
-            Image(*images.whole(n), number=images.first + n, group=d, micro_batch=m)
-            for d in range(config.mesh.samples)
-            for m in range(config.train.accumulate)
-            for n in _numbers(config, d, m)
-        ]
+        wholes = []
+        for d in range(config.mesh.samples):
+            for m in range(config.train.accumulate):
+                for n in _numbers(config, d, m):
+                    number = images.first + n
+                    wholes.append(Image(*images.whole(n), number=number, group=d, micro_batch=m))
         if dump:
             write_dump(dump, self.before, wholes, outcome.gradients)
         if self.done:
@@ -363,11 +376,8 @@ class Comparison:
         return report
 
     def _compared(self, wholes: list[Image], outcome: Outcome, serial: Outcome, epoch: int) -> dict:
-        config, engine, settings = (
-            self.config,
-            self.engine,
-            dict(epoch=epoch, dropouts=self.dropouts),
-        )
+        config, engine = self.config, self.engine
+        settings = dict(epoch=epoch, dropouts=self.dropouts)
         zero = zero_gradients(config, self.before, wholes, serial, outcome, **settings)
         wanted = {
             "gradients": serial.gradients,
@@ -387,22 +397,16 @@ class Comparison:
             }
         loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
         most, rounding = max(loss_error, _largest(errors), key=_badness), 0.0
-        if _ROUNDED < most < _ROUNDING:  # does the serial program itself know better?
+        # Measure how much rounding moves the serial program itself.
+        if _ROUNDED < most < _ROUNDING:
             moved = rounding_of_step(self.before, wholes, config, **settings)
-            parts = [
-                part for part in wanted if not (self.done and part == "weights")
-            ]  # by an optimizer that knows nothing of the steps before
-            rounding = max(
-                abs(moved.loss / serial.loss - 1),
-                _largest(
-                    {
-                        part: relative_errors(
-                            getattr(moved, part), wanted[part], terms.get(part, {})
-                        )
-                        for part in parts
-                    }
-                ),
-            )
+            # Later weights are left out: this optimizer has no state of the steps before.
+            parts = [part for part in wanted if not (self.done and part == "weights")]
+            moves = {
+                part: relative_errors(getattr(moved, part), wanted[part], terms.get(part, {}))
+                for part in parts
+            }
+            rounding = max(abs(moved.loss / serial.loss - 1), _largest(moves))
         return {
             "device": engine.device.type,
             "mesh": {
@@ -437,7 +441,10 @@ _OF_A_STEP = ("images", "loss", "gradients", "weights", "buffers", "rounding", "
 
 
 def with_step(report: dict, later: dict) -> dict:
-    """Return the report of the first steps with that of the next under ``later_steps``; its ``max_error`` is that of all steps."""
+    """Return the report of the first steps with the next step's report added.
+
+    The next step is added to ``later_steps``, and ``max_error`` becomes the maximum over all steps.
+    """
     first = report.get("first_step", {name: report[name] for name in ("rounding", "max_error")})
     steps = [*report.get("later_steps", ()), {name: later[name] for name in _OF_A_STEP}]
     return report | {
@@ -456,9 +463,11 @@ def zero_gradients(
     epoch: int = 0,
     dropouts: Dropouts = None,
 ) -> dict[str, dict[str, float]]:
-    """Gradients that are zero but for rounding, by name: the serial one's norm, and how far rounding moves it.
+    """Return the gradients that are zero up to rounding, by name.
 
-    To know how a gradient rounds takes the serial program once more, so only those are asked about that are tiny beside the largest.
+    The value has ``norm``, the 2-norm of the serial gradient, and ``rounding``, how far rounding
+    moves it. Measuring the rounding takes a second serial step, so only gradients are examined that
+    are tiny compared with the largest.
     """
     norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
     tiny = [
@@ -478,20 +487,28 @@ def zero_gradients(
     }
 
 
-_TINY = 1e-9  # of the largest gradient
-_SMALL = 1e6  # times its rounding. Of what is no rounding it is 1e13; of one number its rounding may be small by chance
+_TINY = 1e-9  # share of the largest gradient's norm
+# A gradient counts as zero up to this many times its rounding. The ratio is about 1e13 for a real
+# gradient; a single number's rounding may be small by chance.
+_SMALL = 1e6
 
-
-_EPSILON = 2.0**-52  # what rounds by r is a sum of terms of about r / epsilon
+_EPSILON = 2.0**-52  # a sum that rounding moves by r has terms of about r / _EPSILON
 
 
 def relative_errors(
     found: dict[str, Tensor], wanted: dict[str, Tensor], terms: Mapping[str, float] = {}
 ) -> dict[str, float]:
-    """|a - b| / |b| in the 2-norm, tensor by tensor, but at least 1e-3 of the largest |b| below the line, and at least the tensor's ``terms``.
+    """Return |found - wanted| / |wanted| in the 2-norm, by tensor.
 
-    A tensor that nearly cancels, such as the weight of a norm which a later norm undoes, carries the rounding of the terms it is the
-    sum of, in the serial program as well. What is wrong by more than that still shows: 1e-9 of it is a thousand times the tolerance.
+    The denominator is at least 1e-3 of the largest |wanted| of all tensors, and at least the
+    tensor's ``terms``. A tensor may nearly cancel, such as the gradient of a norm's weight that a
+    later norm makes irrelevant. It then carries the rounding errors of the terms of its sum, in the
+    serial program as well. Real errors still show, since they are far larger than the tolerance.
+
+    Args:
+        found: the distributed tensors.
+        wanted: the serial tensors.
+        terms: the size of the terms that a tensor is a sum of, by name.
     """
     least = 1e-3 * max((w.norm().item() for w in wanted.values()), default=0.0)
     return {
@@ -502,36 +519,46 @@ def relative_errors(
 
 
 def _badness(error: float) -> float:
-    """An order in which NaN is the worst."""
+    """Return a key that sorts errors, NaN as the worst."""
     return math.inf if math.isnan(error) else error
 
 
 _KINDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
-    torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 def check_dump(model: nn.Module) -> None:
-    """Refuse to dump what a file of safetensors cannot hold.
+    """Refuse to dump a model with a dtype that safetensors files cannot hold.
 
     Raises:
-        ValueError: naming the parameter or buffer.
+        ValueError: naming the parameter or buffer and its dtype.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in _KINDS:
             raise ValueError(
-                f"--dump can't write {name}, whose type is {tensor.dtype}: hold it as real numbers (torch.view_as_real), or leave --dump out"
+                f"--dump can't write {name}, whose type is {tensor.dtype}: hold it as real "
+                "numbers (torch.view_as_real), or leave --dump out"
             )
 
 
 def write_dump(
     path: str, model: nn.Module, images: list[Image], gradients: dict[str, Tensor]
 ) -> None:
-    """Write what an outside program needs to check the step, in layer order.
+    """Write the tensors with which another program can check a step, in layer order.
 
-    Tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels`` (N, *size) and ``gradients/NAME`` of what is trained;
-    images of different sizes are ``input/0``, ``input/1`` and so on.
+    The file has ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels`` (N, *size)
+    and ``gradients/NAME`` of trained parameters. Images of different sizes are ``input/0``,
+    ``input/1`` and so on.
     """
     tensors = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
     tensors.update({f"buffers/{name}": b for name, b in model.named_buffers()})
@@ -541,18 +568,18 @@ def write_dump(
     else:
         for n, i in enumerate(images):
             tensors[f"input/{n}"], tensors[f"labels/{n}"] = i.pixels, i.labels
-    tensors.update(
-        {
-            f"gradients/{name}": gradients[name]
-            for name, _ in model.named_parameters()
-            if name in gradients
-        }
-    )  # stages may come in another order
+    # `gradients` lists parameters stage by stage, which need not be layer order.
+    for name, _ in model.named_parameters():
+        if name in gradients:
+            tensors[f"gradients/{name}"] = gradients[name]
     _write_safetensors(path, tensors)
 
 
 def _write_safetensors(path: str, tensors: dict[str, Tensor]) -> None:
-    """The format by hand (a JSON header, then the data), because the library's writer sorts by name and layer order is wanted."""
+    """Write a safetensors file: a JSON header, then the data.
+
+    The library's writer would sort tensors by name, but the file is in layer order.
+    """
     arrays = {
         name: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).contiguous().cpu().numpy()
         for name, t in tensors.items()
@@ -583,23 +610,27 @@ def _borders(report: dict) -> str:
 
 
 def _apart(report: dict) -> list[str]:
-    """Parameters that are not compared as all others are, each kind in a sentence."""
+    """Return a sentence for each kind of parameter that is not compared as all others."""
     found = []
     if frozen := report["frozen"]:
         found.append(
-            f"{_count(frozen)} frozen (requires_grad is off), such as {frozen[0]}: compared as weights that stay"
+            f"{_count(frozen)} frozen (requires_grad is off), such as {frozen[0]}: compared as "
+            "weights that stay"
         )
     if unused := report["unused"]:
         found.append(
-            f"{_count(unused)} unused, such as {unused[0]}: the loss does not depend on it, so its gradient is 0"
+            f"{_count(unused)} unused, such as {unused[0]}: the loss does not depend on it, so "
+            "its gradient is 0"
         )
     if zero := report["zero_gradients"]:
         worst = max(zero, key=lambda name: zero[name]["norm"])
         found.append(
-            f"{_count(zero)} with a gradient that is zero but for rounding, such as {worst} ({zero[worst]['norm']:.0e}, of terms that round by "
+            f"{_count(zero)} with a gradient that is zero but for rounding, such as {worst} "
+            f"({zero[worst]['norm']:.0e}, of terms that round by "
             f"{zero[worst]['rounding']:.0e}), as of a bias before a norm that takes it out again"
             + (
-                f": {report['optimizer']} divides rounding by rounding, so these weights are compared with its step on the gradients found"
+                f": {report['optimizer']} divides rounding by rounding, so these weights are "
+                "compared with its step on the gradients found"
                 if report["optimizer"] != "sgd"
                 else ""
             )
@@ -612,16 +643,19 @@ def _count(names) -> str:
 
 
 def passed(report: dict, tolerance: float) -> bool:
-    """Return True if every error is a number and at most the tolerance, or what rounding does to the serial program itself."""
+    """Return True if every error is within the tolerance.
+
+    Errors may also be a few times as large as rounding moves the serial program itself. NaN fails.
+    """
     steps = [*filter(None, [report.get("first_step")]), *report.get("later_steps", ())]
     rounding = max(step.get("rounding", 0.0) for step in (report, *steps))
     return all(_within(step, tolerance) for step in (*steps, report | {"rounding": rounding}))
 
 
 def _within(step: dict, tolerance: float) -> bool:
-    return step["max_error"] <= (
-        max(tolerance, _TIMES * step["rounding"]) if tolerance >= _ROUNDED else tolerance
-    )  # false for NaN
+    if tolerance >= _ROUNDED:
+        tolerance = max(tolerance, _TIMES * step["rounding"])
+    return step["max_error"] <= tolerance  # False for NaN
 
 
 def _parts(step: dict) -> dict[str, dict[str, float]]:
@@ -630,22 +664,29 @@ def _parts(step: dict) -> dict[str, dict[str, float]]:
 
 
 _ROUNDED, _ROUNDING, _TIMES = 1e-12, 1e-9, 4.0
-"""Errors from which on and up to which it is asked how the serial program rounds, and how many times as large as that they may be."""
+"""Constants of the rounding test.
+
+For a largest error between ``_ROUNDED`` and ``_ROUNDING``, the rounding of the serial program
+itself is measured. Errors may be ``_TIMES`` as large.
+"""
 
 
 def summary(report: dict, tolerance: float) -> str:
-    """The report as text: a line a part, with its worst tensor."""
+    """Return the report as text, with a line for each kind of tensor and its worst error."""
     mesh = report["mesh"]
     lines = [
-        f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, images {', '.join(report['images'])}, "
-        f"{_borders(report)}{', streamed tiles' if report['streaming'] else ''}, stride {Size(report['stride'])}, gradients summed by {report['reducer']}"
+        f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, "
+        f"images {', '.join(report['images'])}, "
+        f"{_borders(report)}{', streamed tiles' if report['streaming'] else ''}, stride "
+        f"{Size(report['stride'])}, gradients summed by {report['reducer']}"
     ]
     if report["device"] != "cpu":
         lines.append(f"computed on {report['device']}, compared with the serial program on the CPU")
     lines += [f"approximation: {text}" for text in report["approximations"]]
     lines += [f"note: {text}" for text in [*report["notes"], *_apart(report)]]
     lines.append(
-        f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} against {report['loss']['serial']:.15g}"
+        f"{'loss':<12}{report['loss']['error']:.1e}   {report['loss']['distributed']:.15g} "
+        f"against {report['loss']['serial']:.15g}"
     )
     for part in ("gradients", "weights", "buffers"):
         if report[part]:
@@ -658,7 +699,9 @@ def summary(report: dict, tolerance: float) -> str:
     ]
     if report["max_error"] > tolerance and passed(report, tolerance):
         lines.append(
-            f"note: the serial program itself moves by as much as {report['rounding']:.1e} when the last bits of its numbers do, so it says no more than that of what differs by more than the tolerance"
+            f"note: the serial program itself moves by as much as {report['rounding']:.1e} when "
+            "the last bits of its numbers do, so it says no more than that of what differs by "
+            "more than the tolerance"
         )
     verdict = "exact" if passed(report, tolerance) else "NOT EXACT"
     lines.append(
@@ -668,11 +711,14 @@ def summary(report: dict, tolerance: float) -> str:
 
 
 def _line_of_step(number: int, step: dict) -> str:
-    """Return the line of the summary about a step behind the first."""
+    """Return the line of the summary about a step after the first."""
     errors = {"the loss": step["loss"]["error"]} | {
         f"{name} ({part})": error
         for part, found in _parts(step).items()
         for name, error in found.items()
     }
     worst = max(errors, key=lambda name: _badness(errors[name]))
-    return f"{f'step {number}':<12}{errors[worst]:.1e}   largest of its loss, gradients, weights and buffers, at {worst}"
+    return (
+        f"{f'step {number}':<12}{errors[worst]:.1e}   "
+        f"largest of its loss, gradients, weights and buffers, at {worst}"
+    )

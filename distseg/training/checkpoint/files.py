@@ -1,16 +1,18 @@
-"""Checkpoints as they lie on the disk: weights, buffers and optimizer state as safetensors, all else as a JSON manifest.
+"""Read checkpoints: tensors from safetensors files, all else from a manifest.
 
-Each stage of a pipeline has files of its own layers. Tensors are keyed by the layer's name, so any mesh, of any number of
-stages, can load what any other wrote. Nothing is unpickled. The manifest holds a checksum of every tensor, and one of
-itself, so that damage is told and not trained on::
+Weights, buffers and optimizer state are tensors. Each stage of a pipeline has files with its own
+layers. Tensors are keyed by the layer's name, so any mesh with any number of stages can load a
+checkpoint of any other mesh. Nothing is unpickled. The manifest, in JSON, holds a checksum of every
+tensor and of itself, so that damage is detected::
 
     runs/demo/checkpoints/step-00000600/manifest.json
-                                        weights-1-of-2.safetensors      enc0_conv0.weight, ...
-                                        weights-2-of-2.safetensors      dec0_conv0.weight, ...
-                                        optimizer-1-of-2.safetensors    enc0_conv0.weight/exp_avg, ...
-    runs/demo/checkpoints/last.json     which one is the last, which one the best
+                                        weights-1-of-2.safetensors     enc0_conv0.weight, ...
+                                        weights-2-of-2.safetensors     dec0_conv0.weight, ...
+                                        optimizer-1-of-2.safetensors   enc0_conv0.weight/exp_avg,
+                                                                       ...
+    runs/demo/checkpoints/last.json     names the last checkpoint and the best one
 
-They are written by :mod:`distseg.training.checkpoint.saving`.
+:mod:`distseg.training.checkpoint.saving` writes them.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ _RUN_KEYS = {"epoch": int, "channels": list, "config": dict, "data": dict}  # an
 
 
 def find(path: str | Path, which: str = "best") -> Path:
-    """The folder of a checkpoint: ``path`` itself, or one of the run ``path``.
+    """Return the folder of a checkpoint.
 
     Args:
-        which: best, last, or a name such as step-00000600.
+        path: the folder of a checkpoint, or of a run.
+        which: the checkpoint of a run: best, last, or a name such as step-00000600.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
@@ -51,7 +54,8 @@ def find(path: str | Path, which: str = "best") -> Path:
     there = names_of(path)
     if not there:
         raise FileNotFoundError(
-            f"no checkpoint in {path}: train first, or name the folder of a run or of one of its checkpoints"
+            f"no checkpoint in {path}: train first, or name the folder of a run or of one of its "
+            "checkpoints"
         )
     if which not in ("best", "last"):
         if which not in there:
@@ -60,7 +64,8 @@ def find(path: str | Path, which: str = "best") -> Path:
     name = (read_index(path / FOLDER) or {}).get(which) or there[-1]
     if name not in there:
         print(
-            f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: {there[-1]} is taken instead",
+            f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: "
+            f"{there[-1]} is taken instead",
             file=sys.stderr,
         )
         name = there[-1]
@@ -68,19 +73,23 @@ def find(path: str | Path, which: str = "best") -> Path:
 
 
 def names_of(run: str | Path) -> list[str]:
-    """The checkpoints of a run, oldest first."""
+    """Return the names of a run's checkpoints, oldest first."""
     return sorted(p.parent.name for p in (Path(run) / FOLDER).glob(f"step-*/{MANIFEST}"))
 
 
 def read_index(folder: Path) -> dict | None:
-    """Which checkpoint is the last and which the best; None where that is not told, or can not be read, which is said."""
+    """Return the index of a run's checkpoints: the last one, the best one and its score.
+
+    Return None if there is no index. If it is damaged, print a warning and return None.
+    """
     try:
         return _index_in(folder)
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as e:
         print(
-            f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the last and the best",
+            f"distseg: {folder / INDEX} is damaged ({e}), so the newest checkpoint counts as the "
+            "last and the best",
             file=sys.stderr,
         )
         return None
@@ -100,10 +109,11 @@ def _index_in(folder: Path) -> dict:
 
 
 def read_manifest(checkpoint: Path) -> dict:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        ValueError: not a checkpoint of ours, a damaged one, or of a newer version.
+        FileNotFoundError: there is no manifest.
+        ValueError: the manifest is damaged, of another program, or of a newer version.
     """
     file = checkpoint / MANIFEST
     try:
@@ -119,7 +129,8 @@ def read_manifest(checkpoint: Path) -> dict:
     _check_keys(file, manifest, _KEYS)
     if manifest["version"] > VERSION:
         raise ValueError(
-            f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: update distseg"
+            f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: "
+            "update distseg"
         )
     if manifest["version"] > 1 and manifest.get("digest") != digest_of(manifest):
         raise ValueError(
@@ -129,7 +140,14 @@ def read_manifest(checkpoint: Path) -> dict:
 
 
 def read_run_manifest(checkpoint: Path) -> dict:
-    """The manifest of a checkpoint that training wrote, with all that evaluation, prediction and resuming need."""
+    """Return the manifest of a training checkpoint.
+
+    It is checked to have all fields that evaluation, prediction and resuming need.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: the manifest is damaged, or lacks a field.
+    """
     manifest = read_manifest(checkpoint)
     _check_keys(checkpoint / MANIFEST, manifest, _RUN_KEYS)
     _check_keys(
@@ -142,27 +160,34 @@ def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
     for key, kind in wanted.items():
         if type(found.get(key)) is not kind:
             raise ValueError(
-                f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is damaged or was changed by hand; use another checkpoint"
+                f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is "
+                "damaged or was changed by hand; use another checkpoint"
             )
 
 
 def digest_of(manifest: dict) -> str:
-    """Of all that a manifest says, and through its checksums of the whole checkpoint."""
+    """Return the SHA-256 of a manifest's content.
+
+    The content includes the checksums of all tensors, so it identifies the whole checkpoint.
+    """
     return hashlib.sha256(
         json.dumps({k: v for k, v in manifest.items() if k != "digest"}, sort_keys=True).encode()
     ).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
+    """Write a checkpoint's manifest with its digest, as an atomic write."""
     manifest = json.loads(json.dumps(manifest, default=str))
     write_json(folder / MANIFEST, {**manifest, "digest": digest_of(manifest)})
 
 
 def write_index(folder: Path, index: dict) -> None:
+    """Write the index of a run's checkpoints with its digest, as an atomic write."""
     write_json(folder / INDEX, {**index, "digest": digest_of(index)})
 
 
 def write_json(path: Path, content: dict) -> None:
+    """Write a JSON file as an atomic write."""
     with atomic_write(path) as growing:
         growing.write_text(json.dumps(content, indent=1, default=str))
 
@@ -171,6 +196,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def file_of(kind: str, part: int, parts: int) -> str:
+    """Return the name of the file of one stage, such as weights-1-of-2.safetensors."""
     return f"{kind}-{part}-of-{parts}.safetensors"
 
 
@@ -179,18 +205,22 @@ def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None
     """Copy a checkpoint's weights and buffers into ``model``.
 
     Args:
-        part: ``model`` holds some of the layers only; the checkpoint has more.
+        checkpoint: the folder of the checkpoint.
+        model: the model to fill.
+        part: True if ``model`` has only some of the checkpoint's layers.
 
     Raises:
-        ValueError: names or shapes differ; says which, both shapes, and that the model is another. Or damage, with the tensor's name.
+        ValueError: names or shapes differ, or a tensor is damaged. The message names the tensor and
+            both shapes.
     """
     own = model.state_dict()
     tensors, names = _load_tensors(checkpoint, "weights", lambda name: not part or name in own)
     for name in own if part else [*own, *names]:
         if name not in tensors or name not in own or tensors[name].shape != own[name].shape:
             raise ValueError(
-                f"checkpoint {checkpoint} is of another model: {name} is {_shape(tensors, name)} in the checkpoint and {_shape(own, name)} in the "
-                "model: use the model section of the checkpoint's manifest.json"
+                f"checkpoint {checkpoint} is of another model: {name} is {_shape(tensors, name)} "
+                f"in the checkpoint and {_shape(own, name)} in the model: use the model section "
+                "of the checkpoint's manifest.json"
             )
     for name, tensor in own.items():
         tensor.copy_(tensors[name])
@@ -198,7 +228,11 @@ def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None
 
 @torch.no_grad()
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's state, bit by bit."""
+    """Restore the optimizer's state, bit for bit.
+
+    Raises:
+        ValueError: the checkpoint is of another kind of optimizer, or damaged.
+    """
     names = {p: name for name, p in model.named_parameters()}
     own = set(names.values())
     saved, every = _load_tensors(checkpoint, "optimizer", lambda key: key.rpartition("/")[0] in own)
@@ -210,7 +244,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     others = {key.rpartition("/")[2] for key in every} - known
     if others:
         raise ValueError(
-            f"checkpoint {checkpoint} holds the state of another optimizer ({', '.join(sorted(others))}) than {type(optimizer).__name__}: "
+            f"checkpoint {checkpoint} holds the state of another optimizer "
+            f"({', '.join(sorted(others))}) than {type(optimizer).__name__}: "
             "resume with the optim section of its manifest.json"
         )
     for p in parameters_of(optimizer):
@@ -224,20 +259,22 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
-    """Momenta live as the parameter does (its strides, its device); step counts stay on the CPU but for fused CUDA."""
-    return (
-        torch.empty_like(p, dtype=dtype)
-        if tuple(shape) == tuple(p.shape)
-        else torch.empty(shape, dtype=dtype, device=p.device)
-    )
+    """Return an empty tensor for one value of the optimizer's state of parameter ``p``.
+
+    A tensor of the parameter's shape gets its strides too. All lie on the parameter's device.
+    """
+    if tuple(shape) == tuple(p.shape):
+        return torch.empty_like(p, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=p.device)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors keyed as ``parameter/field``."""
+    """Return the optimizer's tensors, keyed as ``parameter/field``."""
     names = {p: name for name, p in model.named_parameters()}
     return {
         f"{names[p]}/{key}": value
@@ -249,7 +286,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 @torch.no_grad()
 def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
-    """Give every rank the weights, buffers and optimizer state of the communicator's first. Collective."""
+    """Broadcast weights, buffers and optimizer state from rank 0 of ``comm``. Collective."""
     if comm.size == 1:
         return
     broadcast(model, comm)
@@ -274,7 +311,7 @@ def _shape(tensors: dict[str, Tensor], name: str) -> str:
 def _load_tensors(
     checkpoint: Path, kind: str, wanted: Callable[[str], bool]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The wanted tensors of all parts, and the names of all."""
+    """Return the wanted tensors of all stages' files, and the names of all tensors in them."""
     tensors, names = {}, []
     manifest = read_manifest(checkpoint)
     for path, sums in _files(checkpoint, manifest, kind):
@@ -300,24 +337,28 @@ def _load_tensors(
 def _files(
     checkpoint: Path, manifest: dict, kind: str
 ) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """A kind's files with the checksums of their tensors; None for a version that had none."""
+    """Yield the files of a kind and the checksums of their tensors, None in version 1."""
     for part in range(1, manifest["parts"] + 1):
         name = file_of(kind, part, manifest["parts"])
         yield checkpoint / name, None if manifest["version"] == 1 else manifest["tensors"][name]
 
 
 def _other(checkpoint: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Return the end of an error message about a damaged checkpoint: the repair."""
     others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
     there = f" ({', '.join(others[-3:])}; --train.resume NAME)" if others else ""
     return f": use another checkpoint of the run{there}"
 
 
 def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:
-    """What is damaged in a run's checkpoints, or in a single one, each in a sentence; every tensor is read.
+    """Read every tensor of a run's checkpoints and return a sentence for each damage.
 
     Args:
-        note: told what is read next.
+        run: the folder of a run, or of a single checkpoint.
+        note: a function that is called with the name of each checkpoint before it is read.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
     """
     run = Path(run)
     checkpoints = [run] if (run / MANIFEST).exists() else sorted((run / FOLDER).glob("step-*"))
@@ -340,7 +381,8 @@ def _check_index(run: Path) -> list[str]:
     there = names_of(run)
     lost = [which for which in ("best", "last") if index.get(which) not in (None, *there)]
     return [
-        f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no {MANIFEST}"
+        f"{run / FOLDER / INDEX} names {index[which]} as the {which}, which is gone, or has no "
+        f"{MANIFEST}"
         for which in lost
     ]
 
@@ -351,7 +393,8 @@ def _check_checkpoint(checkpoint: Path) -> list[str]:
         try:
             if kind == KINDS[0] and read_manifest(checkpoint)["version"] == 1:
                 findings.append(
-                    f"{checkpoint} is of version 1, which has no checksums: only whole files can be told from cut ones"
+                    f"{checkpoint} is of version 1, which has no checksums: only whole files can "
+                    "be told from cut ones"
                 )
             _load_tensors(checkpoint, kind, lambda name: True)
         except (ValueError, OSError) as e:

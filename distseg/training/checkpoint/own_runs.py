@@ -1,8 +1,8 @@
-"""The record of a user's own runs: whose code may be imported again without being named again.
+"""Record a user's own runs, so that their code may be imported without being named again.
 
-The manifest of a run may come from anywhere, and to import the network that it names runs code. A run
-that this user trained in this very folder with this very code is another matter: a record of it lies
-in the user's own state folder (XDG_STATE_HOME, by default ~/.local/state), outside of the run.
+The manifest of a run may come from anywhere, and importing the network that it names runs code. The
+code is trusted if this user trained the run in this folder with this file. A record of that lies in
+the user's state folder (XDG_STATE_HOME, by default ~/.local/state), outside of the run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from distseg.report.disk import atomic_write
 
 
 def remember_run(run: str | Path, network: str, part: str = "network") -> None:
-    """Record that this user trains ``network``, as package.module:function, into the folder ``run``.
+    """Record that this user trains ``network`` into the folder ``run``.
 
-    A run has a record for each ``part`` that is code of the user's, the network and the head of one of patches. Nothing is recorded, and nothing fails, where the state folder cannot be written.
+    If the state folder cannot be written, nothing is recorded and no error is raised.
+
+    Args:
+        run: the run's folder.
+        network: the user's function, as package.module:function.
+        part: ``network``, or ``head`` for the head of a PatchGD network. Each has its own record.
     """
     code = _code_of(network)
     path = _record_of(run, part)
@@ -40,10 +45,10 @@ def remember_run(run: str | Path, network: str, part: str = "network") -> None:
 
 
 def distrusted(run: str | Path, network: str, part: str = "network") -> str | None:
-    """Return why the code of ``network`` is not imported for ``run``; None if it is this user's own run.
+    """Return the reason not to import the code of ``network`` for ``run``, or None to trust it.
 
-    The folder must belong to this user, lie where it was trained, and the file of the network must be
-    the same one with the same content.
+    The run is trusted if its folder belongs to this user and lies where it was trained, and if the
+    file of the network has the same path and content.
     """
     folder, path = os.path.realpath(run), _record_of(run, part)
     try:

@@ -1,6 +1,7 @@
-"""Weights to begin a run with (``train.init``): of a file of safetensors, or of another run.
+"""Begin a run with weights from a safetensors file or another run (``train.init``).
 
-What goes where is settled by names and shapes alone, before any work; then each rank reads what its layers take.
+Names and shapes alone decide which tensor goes where, before any work. Then each rank reads the
+tensors of its own layers.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from distseg.models.network import calls_of, channels_of_maps, user_names
 from distseg.training.checkpoint.files import file_of, find, read_manifest
 from distseg.training.checkpoint.tensors import read_tensors, shapes_in
 
-_TOLD = 3  # names in a line
+_SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a network takes of some files.
+    """Assignment of tensors in files to the tensors of a network.
 
     Attributes:
-        files: where the tensors are.
-        sources: of the network's own names, those in the files.
-        lines: what is to be told.
+        files: the files with the tensors.
+        sources: the name in the files by the name in the network.
+        lines: lines to print about what is loaded and what is not.
     """
 
     files: tuple[Path, ...]
@@ -37,10 +38,10 @@ class Pretrained:
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Copy what ``model``, which may have some of the layers only, takes.
+        """Copy the tensors into ``model``, which may have only some of the network's layers.
 
         Raises:
-            ValueError: a file is damaged, or a weight is no number.
+            ValueError: a file is damaged, or a weight is not a finite number.
         """
         own = {
             self.sources[name]: tensor
@@ -51,7 +52,8 @@ class Pretrained:
             for name, found, _ in read_tensors(file, own.__contains__):
                 if found.is_floating_point() and not found.isfinite().all():
                     raise ValueError(
-                        f"train.init {file} has values in {name} that are no numbers: choose another file"
+                        f"train.init {file} has values in {name} that are no numbers: choose "
+                        "another file"
                     )
                 own[name].copy_(
                     found if found.shape == own[name].shape else of_bands(found, own[name].shape[1])
@@ -59,16 +61,20 @@ class Pretrained:
 
 
 def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = None) -> Pretrained:
-    """What a network takes of the weights in ``path``.
+    """Assign the tensors in ``path`` to the tensors of a network.
+
+    Tensors of another shape are refused, with two exceptions. A layer that reads the image is
+    adapted to another number of bands. The last layer begins anew for another number of classes.
 
     Args:
-        path: a file, whose names are those of the user's module, or the folder of a run, whose names are those of its network, or of another made of the same module.
-        model: perhaps only outlined.
-        renamed: how names in the file begin, and how the network's do.
+        path: a safetensors file with the names of the user's module, or the folder of a run, with
+            the names of its network.
+        model: the network, perhaps on the meta device.
+        renamed: prefixes of names in the file, and the prefixes that replace them.
 
     Raises:
-        ValueError: not a file of safetensors, another network's, or a tensor of another shape, but for the layer that reads the image, and for
-            the last one.
+        FileNotFoundError: the path does not exist.
+        ValueError: it is not a safetensors file, or of another network.
     """
     folder = Path(path).is_dir()
     files = _of_run(path) if folder else [_checked(path)]
@@ -102,12 +108,14 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
             anew.append(names[name])
         else:
             raise ValueError(
-                f"train.init {path} is of another network: {there} is {_size(shape)} in the file, and {names[name]} is {_size(tensor.shape)} here: use the same settings of "
+                f"train.init {path} is of another network: {there} is {_size(shape)} in the file, "
+                f"and {names[name]} is {_size(tensor.shape)} here: use the same settings of "
                 "model, or take this tensor out of the file"
             )
     if not any(own[name].is_floating_point() for name in sources):
         raise ValueError(
-            f"train.init {path} has nothing of this network: its names are such as {_some(shapes)}, the network's such as {_some(list(names.values()))}: "
+            f"train.init {path} has nothing of this network: its names are such as "
+            f"{_some(shapes)}, the network's such as {_some(list(names.values()))}: "
             'set train.init_names, such as {"backbone.": "encoder."}'
         )
     unused = sorted({there for there, _ in shapes.values()} - set(sources.values()))
@@ -119,11 +127,15 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
 
 
 def _readers(model: nn.Module) -> dict[str, str]:
-    """Return the weights of convolutions that read the image, or some of its bands, and what is to be said where one is adapted."""
+    """Return the names of convolution weights that read the image or some of its bands.
+
+    The value is a remark for the message if the weight is adapted to other bands.
+    """
     bands = channels_of(model)[0]
     try:
         calls, channels = calls_of(model), channels_of_maps(model)
-    except ValueError:  # not followed: by the number of bands
+    except ValueError:
+        # Not captured as a graph: take the weights with the image's number of bands.
         return {
             name: ""
             for name, p in model.state_dict().items()
@@ -148,9 +160,14 @@ def _readers(model: nn.Module) -> dict[str, str]:
 
 
 def of_bands(weight: Tensor, bands: int) -> Tensor:
-    """The weight (O, I, *kernel) of a layer that reads images, for another number of bands: repeated, and scaled so that alike bands give what they gave.
+    """Adapt the weight of a layer that reads images to another number of bands.
 
-    One band takes the sum over all (Wightman, timm's ``adapt_input_conv``).
+    The weight is repeated along the bands and scaled, so that images of equal bands give the same
+    result. A single band takes the sum over all bands (timm's ``adapt_input_conv``, Wightman).
+
+    Args:
+        weight: (O, I, *kernel).
+        bands: the new I.
     """
     if bands == 1:
         return weight.sum(1, keepdim=True)
@@ -164,12 +181,16 @@ def _checked(path: str) -> Path:
     file = Path(path)
     if not file.exists():
         raise FileNotFoundError(
-            f"train.init is {path}, which is not there: name a file NAME.safetensors, or the folder of a run"
+            f"train.init is {path}, which is not there: name a file NAME.safetensors, or the "
+            "folder of a run"
         )
     if file.suffix != ".safetensors":
         raise ValueError(
-            f"train.init is {path}, but weights are read from NAME.safetensors or the folder of a run: pickles (.pt, .pth) may run code of whoever wrote them where they "
-            f"are read. If you trust it, write it anew: safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), {file.stem + '.safetensors'!r})"
+            f"train.init is {path}, but weights are read from NAME.safetensors or the folder of a "
+            "run: pickles (.pt, .pth) may run code of whoever wrote them where they are read. If "
+            "you trust it, write it anew: "
+            f"safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), "
+            f"{file.stem + '.safetensors'!r})"
         )
     return file
 
@@ -191,6 +212,5 @@ def _size(shape) -> str:
 
 def _some(names) -> str:
     names = list(names)
-    return ", ".join(names[:_TOLD]) + (
-        f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    )
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

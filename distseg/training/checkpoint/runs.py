@@ -1,4 +1,4 @@
-"""What is in a folder of runs: how far each is, its best checkpoint, its mesh, and what it was trained with."""
+"""List the runs in a folder: progress, best checkpoint, mesh and versions of each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from distseg.training.checkpoint.files import FOLDER, find, names_of, read_run_m
 
 
 def runs_in(folder: str | Path) -> list[Path]:
-    """The runs in a folder and below, or the folder itself.
+    """Return the folders of all runs in ``folder`` and below, ``folder`` itself included.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no run.
     """
     folder = Path(folder)
     found = sorted(
@@ -25,7 +25,7 @@ def runs_in(folder: str | Path) -> list[Path]:
 
 
 def describe(run: Path) -> dict:
-    """A row of ``distseg runs``."""
+    """Return a row of ``distseg runs``, by column."""
     try:
         last, best = read_run_manifest(find(run, "last")), find(run, "best")
         score = read_run_manifest(best).get("score")
@@ -56,7 +56,7 @@ def describe(run: Path) -> dict:
 
 
 def _trains(run: Path) -> bool:
-    """Whether a job holds the run's lock."""
+    """Return True if a job holds the run's lock."""
     try:
         with open(run / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
-"""Writes checkpoints while the training goes on: each appears whole or not at all, and holds up a step for a copy in memory only.
+"""Write checkpoints while training goes on; each appears as a whole or not at all.
 
-The ranks of one pipeline write, each its own layers, in a thread of its own. What they write lies in a folder of another
-name until all parts are on the disk; the thread of the first stage then adds the manifest and gives the folder its name::
+A step waits only for a copy of the state in memory. The ranks of one pipeline write, each its own
+layers, in a thread. The files lie in a folder with a temporary name until all parts are on the
+disk. The thread of the first stage then adds the manifest and renames the folder::
 
     main thread   step - copy - step - step - step ...
     writer              +--- weights, optimizer, part-2-of-3.json ---+            (each stage)
@@ -38,38 +39,43 @@ from distseg.training.checkpoint.files import (
     write_index,
     write_json,
     write_manifest,
-)  # fmt: skip
+)
 from distseg.training.checkpoint.tensors import write_tensors
 
 
 class SilentCheckpoints:
-    """Of the ranks that do not write."""
+    """Null object for ranks that write no checkpoints."""
 
     seconds = 0.0
 
     def save(self, *_, **__) -> None:
-        pass
+        """Do nothing."""
 
     def update(self, *_, **__) -> None:
-        pass
+        """Do nothing."""
 
     def check(self) -> None:
-        pass
+        """Do nothing."""
 
     def flush(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class Checkpoints(SilentCheckpoints):
-    """The checkpoints of a run; written by the ranks of one pipeline (all others have :class:`SilentCheckpoints`).
+    """Writer of a run's checkpoints, on the ranks of one pipeline.
+
+    All other ranks have :class:`SilentCheckpoints`.
 
     Args:
-        keep: last checkpoints kept, beside the best.
-        stages: the communicator of the pipeline, whose ranks all see the folder. The first one writes what is not a stage's own.
-        aside: write while the training goes on, which takes a copy of the state in memory; else :meth:`save` returns when all is written.
+        run: the run's folder.
+        keep: number of last checkpoints to keep, in addition to the best one.
+        stages: the communicator of the pipeline; all its ranks see the folder. The first rank also
+            writes the manifest and the index.
+        aside: True to write in a thread while training goes on, which takes a copy of the state in
+            memory. Otherwise :meth:`save` returns when all is written.
 
     Attributes:
-        seconds: that the last checkpoint took to be written.
+        seconds: seconds that writing the last checkpoint took.
     """
 
     def __init__(self, run: str | Path, keep: int = 2, stages=Alone(), aside: bool = False):
@@ -88,14 +94,16 @@ class Checkpoints(SilentCheckpoints):
     ) -> Path:
         """Begin to write the state after ``manifest['step']`` steps. Collective over the stages.
 
+        Return the folder of the checkpoint.
+
         Raises:
-            OSError: the one before could not be written; naming the file.
+            OSError: the previous checkpoint could not be written. The message names the file.
         """
         self.flush()
         self._last = self.folder / f"step-{manifest['step']:08d}"
         partial = self.folder / f".{self._last.name}.partial"
         if self.stages.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # of a job that was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a job that was killed
             partial.mkdir(parents=True)
         self.stages.Barrier()
         state = {
@@ -107,33 +115,33 @@ class Checkpoints(SilentCheckpoints):
                 kind: {name: _copy(t) for name, t in tensors.items()}
                 for kind, tensors in state.items()
             }
-        what = {
+        content = {
             "format": FORMAT,
             "version": VERSION,
             "score": score,
             "parts": self.stages.size,
             **manifest,
         }
-        self._begin(lambda: self._write(partial, self._last, state, what))
+        self._begin(lambda: self._write(partial, self._last, state, content))
         if not self.aside:
             self.flush()
         return self._last
 
     def update(self, score: float | None = None, **fields) -> None:
-        """Add to the last checkpoint's manifest what is known by now, such as a validation's scores."""
+        """Add fields to the last checkpoint's manifest, such as the scores of a validation."""
         if self.stages.rank == 0:
             self.flush()
             write_manifest(self._last, {**read_manifest(self._last), "score": score, **fields})
             self._note(self._last.name, score)
 
     def check(self) -> None:
-        """Raise what the writer met with, if anything."""
+        """Raise the error of the writing thread, if it had one."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def flush(self) -> None:
-        """Wait until all is written."""
+        """Wait until the checkpoint is written, and raise the writing thread's error, if any."""
         if self._thread is not None:
             seen = -1
             waits("the checkpoint to be written")
@@ -146,7 +154,7 @@ class Checkpoints(SilentCheckpoints):
             waits("")
         self.check()
 
-    # in the writer
+    # The writing thread.
 
     def _begin(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -176,11 +184,11 @@ class Checkpoints(SilentCheckpoints):
         if part > 1:
             return
         for number in range(1, parts + 1):
-            told = partial / _part(number, parts)
-            while not told.exists():  # should that stage fail, its rank ends the job
+            listed = partial / _part(number, parts)
+            while not listed.exists():  # if that stage fails, its rank ends the job
                 time.sleep(0.01)
-            sums.update(json.loads(told.read_text()))
-            told.unlink()
+            sums.update(json.loads(listed.read_text()))
+            listed.unlink()
         write_manifest(partial, {**manifest, "tensors": sums})
         _put_in_place(partial, final)
         self._note(final.name, manifest["score"])
@@ -202,9 +210,10 @@ class Checkpoints(SilentCheckpoints):
 
 
 def set_aside(run: str | Path, after: int = -1) -> Path | None:
-    """Move a run's checkpoints of more than ``after`` steps to a folder ``checkpoints.1`` and so on; returns it, or None where there is none.
+    """Move a run's checkpoints of more than ``after`` steps to a new folder ``checkpoints.N``.
 
-    So a new run in an old folder, or one that resumes from an earlier checkpoint, overwrites nothing.
+    A new run in an old folder, or one that resumes from an earlier checkpoint, then overwrites
+    nothing. Return the new folder, or None if there is nothing to move.
     """
     folder = Path(run) / FOLDER
     later = [name for name in names_of(run) if int(name.removeprefix("step-")) > after]
@@ -232,17 +241,20 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
 
 
 def check_room(run: str | Path, needed: int) -> None:
-    """Refuse to train where the next checkpoint would not fit; the run's folder is made.
+    """Create the run's folder, and refuse to train if the next checkpoint would not fit.
 
     Raises:
-        OSError: naming the folder, what it takes and what is free.
+        OSError: naming the folder, the needed bytes and the free bytes.
     """
     require_disk_space(Path(run), needed, "the next checkpoint")
     Path(run).mkdir(parents=True, exist_ok=True)
 
 
 def state_bytes(model: nn.Module, copies: int) -> int:
-    """What a checkpoint of ``model`` takes with an optimizer that keeps so many numbers a weight."""
+    """Return the bytes of a checkpoint of ``model``.
+
+    ``copies`` is the number of values that the optimizer keeps per weight.
+    """
     weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return sum(t.nbytes for t in model.state_dict().values()) + copies * weights
 
@@ -252,7 +264,10 @@ def _part(number: int, parts: int) -> str:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename, also over an older folder of that name, of which one or the other is there after a kill."""
+    """Rename ``partial`` to ``final``, which may exist, and flush the rename to the disk.
+
+    If the job is killed in between, the older folder remains under a temporary name.
+    """
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -263,12 +278,12 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _copy(t: Tensor) -> Tensor:
-    """On the CPU, contiguous, in memory of its own."""
+    """Return a contiguous copy of a tensor on the CPU."""
     return torch.empty(t.shape, dtype=t.dtype).copy_(t.detach())
 
 
 def _give_way() -> None:
-    """Let the writer run where nobody else wants the core."""
+    """Give the writing thread a low priority, so that training goes first on a shared core."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     except (OSError, AttributeError):

@@ -1,7 +1,8 @@
-"""Files of named tensors in the safetensors format, with a checksum of each tensor.
+"""Read and write safetensors files, with a checksum of each tensor.
 
-The library reads them; it does not write them, because its writer sorts by name, holds a second copy of everything, makes
-files that only their owner may read, and says of a full disk neither which file nor how much room it wanted.
+The safetensors library reads the files. Its writer is not used for four reasons: it sorts tensors
+by name, holds a second copy of all of them, creates files that only their owner may read, and on a
+full disk its error names neither the file nor the needed bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from distseg.comm.memory_format import as_bytes
 from distseg.report.disk import room_told
 
 _KINDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def write_tensors(
@@ -32,17 +41,19 @@ def write_tensors(
     metadata: Mapping[str, str] = {},
     note: Callable[[int], None] = lambda count: None,
 ) -> dict[str, str]:
-    """Write tensors in their order, larger numbers first, and bring them to the disk; returns the checksum of each.
+    """Write tensors to a file, flush it to the disk, and return the checksum of each tensor.
 
     Args:
-        note: told the bytes written, tensor by tensor.
+        path: the file.
+        tensors: the tensors by name. They are written in this order, larger dtypes first.
+        metadata: strings for the header of the file.
+        note: a function that is called with the bytes of each tensor after it is written.
 
     Raises:
-        OSError: naming the file, what it takes and what is free.
+        OSError: naming the file, the needed bytes and the free bytes.
     """
-    ordered = dict(
-        sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    )  # so that each lies where its numbers may
+    # Larger dtypes come first, so that every tensor is aligned to its element size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header, offset = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, tensor in ordered.items():
         header[name] = {
@@ -69,11 +80,11 @@ def write_tensors(
 def read_tensors(
     path: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor, str]]:
-    """The wanted tensors of a file, one by one, with their names and checksums.
+    """Yield name, tensor and checksum of the wanted tensors of a file.
 
     Raises:
-        FileNotFoundError: nothing there.
-        ValueError: damaged, or another format.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or of another format.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -87,7 +98,12 @@ def read_tensors(
 
 
 def names_in(path: Path) -> list[str]:
-    """The names of a file's tensors; errors as of :func:`read_tensors`."""
+    """Return the names of a file's tensors.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or of another format.
+    """
     for _ in read_tensors(path, lambda name: False):
         pass
     with safe_open(path, "pt") as file:
@@ -95,7 +111,12 @@ def names_in(path: Path) -> list[str]:
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's tensors by name, none of which is read; errors as of :func:`read_tensors`."""
+    """Return the shapes of a file's tensors by name, without reading the tensors.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or of another format.
+    """
     names = names_in(path)
     with safe_open(path, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in names}
@@ -106,5 +127,9 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _checksum(tensor: Tensor, content: memoryview) -> str:
-    """CRC-32 of what a tensor is and holds: finds damage, at a gigabyte a second or more; it is no signature."""
-    return f"{zlib.crc32(content, zlib.crc32(f'{_KINDS[tensor.dtype]} {tuple(tensor.shape)}'.encode())):08x}"
+    """Return the CRC-32 of a tensor's dtype, shape and content, in hexadecimal.
+
+    It detects damage, but it is no protection against forgery.
+    """
+    form = f"{_KINDS[tensor.dtype]} {tuple(tensor.shape)}"
+    return f"{zlib.crc32(content, zlib.crc32(form.encode())):08x}"

@@ -119,11 +119,9 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
                     backward=True,
                 )
             )
-            full, inputs, put_off = (
-                full - (not dropped),
-                inputs - dropped,
-                put_off + splits(policy.schedule),
-            )
+            full -= not dropped
+            inputs -= dropped
+            put_off += splits(policy.schedule)
         if isinstance(action, Weight):
             put_off -= 1
     return found

@@ -138,15 +138,13 @@ def _balance_streaming(
         times = computed_again(
             layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling
         )
-        true = replace(
-            costs,
-            layers=tuple(
-                replace(l, forward=t * l.forward, backward=t * l.backward)
-                for l, t in zip(costs.layers, times)
-            ),
+        layers = tuple(
+            replace(layer, forward=t * layer.forward, backward=t * layer.backward)
+            for layer, t in zip(costs.layers, times)
         )
-        tried[tuple(split)] = _slowest(config, model, true, split)
-        split = _split(config, model, true)
+        scaled = replace(costs, layers=layers)
+        tried[tuple(split)] = _slowest(config, model, scaled, split)
+        split = _split(config, model, scaled)
     return list(min(tried, key=tried.get))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Callable, Sequence
+from typing import Sequence
 
 from torch import nn
 
@@ -149,35 +149,35 @@ class Activations:
         The peak is that of the backward pass, or of the forward pass if no graph is kept.
         """
         segment = way.segment
-        values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
         if not self.graph_kept:
-            return self._forward(way, values)
+            return self._forward(way, images)
         result, under_way = way.makes[-1], 0.0
         for number, takes, makes in zip(segment.nodes, way.takes, way.makes):
-            made = values(number + 1, makes)
-            reordered = 0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1
-            under_way = max(
-                under_way, (1 + reordered) * (made + values(self.graph[number].first, takes))
-            )
+            made = self._bytes(number + 1, makes, images)
+            reordered = not self.last and issubclass(self.kinds[number], _CONVS)
+            read = self._bytes(self.graph[number].first, takes, images)
+            under_way = max(under_way, (1 + reordered) * (made + read))
         if segment.result == self.graph.result:
             # The loss with its labels.
             under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result
         gradients = sum(
-            values(source, box.pixels) for source, box in way.read.items() if source != 0
+            self._bytes(source, box.pixels, images)
+            for source, box in way.read.items()
+            if source != 0
         )
-        return self.kept(way, images) + gradients + under_way + values(segment.result, result)
+        output = self._bytes(segment.result, result, images)
+        return self.kept(way, images) + gradients + under_way + output
 
     def kept(self, way: Chain, images: int) -> float:
         """Return the bytes that a tile holds between its forward and its backward pass."""
-        values = lambda source, cells: images * self.channels[source] * cells * self.itemsize
         total = sum(
             images * self.channels[0] * box.pixels * self.pixel
             if source == 0
-            else values(source, box.pixels)
+            else self._bytes(source, box.pixels, images)
             for source, box in way.read.items()
         )
         for number, makes in zip(way.segment.nodes, way.makes):
-            made = values(number + 1, makes)
+            made = self._bytes(number + 1, makes, images)
             total += 0 if self._kept_otherwise(number) else made
             if issubclass(self.kinds[number], _POOLS):
                 total += made * 8 / self.itemsize  # indices
@@ -187,35 +187,32 @@ class Activations:
         """Return the bytes that a tile keeps between its passes, and its peak bytes."""
         return Weighed(self.kept(way, images), self.of(way, images))
 
-    def _forward(self, way: Chain, values: Callable[[int, int], float]) -> float:
+    def _forward(self, way: Chain, images: int) -> float:
         numbers = way.segment.nodes
         frees = last_readings([node.inputs for node in self.graph], numbers)
         there: dict[int, float] = {}
         most = 0.0
         for number, takes, makes in zip(numbers, way.takes, way.makes):
-            node, reordered = (
-                self.graph[number],
-                0 if self.last or not issubclass(self.kinds[number], _CONVS) else 1,
-            )
-            there.update(
-                {
-                    source: values(source, way.read[source].pixels)
-                    for source in node.inputs
-                    if source in way.read
-                }
-            )
-            made = 0.0 if issubclass(self.kinds[number], Stash) else values(number + 1, makes)
-            most = max(
-                most, sum(there.values()) + made + reordered * (values(node.first, takes) + made)
-            )
+            node = self.graph[number]
+            reordered = not self.last and issubclass(self.kinds[number], _CONVS)
+            for source in node.inputs:
+                if source in way.read:
+                    there[source] = self._bytes(source, way.read[source].pixels, images)
+            stashes = issubclass(self.kinds[number], Stash)
+            made = 0.0 if stashes else self._bytes(number + 1, makes, images)
+            read = self._bytes(node.first, takes, images)
+            most = max(most, sum(there.values()) + made + reordered * (read + made))
             there[number + 1] = made
             for source in frees[number]:
                 del there[source]
         return most
 
+    def _bytes(self, source: int, cells: int, images: int) -> int:
+        return images * self.channels[source] * cells * self.itemsize
+
     def bytes_of(self, position: int, box: Box, images: int) -> int:
         """Return the bytes of region ``box`` of the stored feature map ``position``."""
-        return images * self.channels[position] * box.pixels * self.itemsize
+        return self._bytes(position, box.pixels, images)
 
     def _kept_otherwise(self, number: int) -> bool:
         """Return True if a layer's result takes no memory of its own.
@@ -447,10 +444,15 @@ def _with_rows(
 
     All other dims are cut into equally many parts. Return None if no size fits.
     """
-    round_up = lambda n, dim: min(max(-(-n // steps[dim]) * steps[dim], least[dim]), whole[dim])
-    size = lambda cuts: tuple(
-        round_up(-(-n // (cuts if dim else rows)), dim) for dim, n in enumerate(whole)
-    )
+
+    def size(cuts: int) -> tuple[int, ...]:
+        parts = (rows, *(cuts for _ in whole[1:]))
+        sides = []
+        for n, count, step, smallest in zip(whole, parts, steps, least):
+            side = -(-n // count)
+            sides.append(min(max(-(-side // step) * step, smallest), n))
+        return tuple(sides)
+
     low, high = 0, max(whole[1:], default=1)
     if not fits(size(high)):
         return None

@@ -392,12 +392,8 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     Raises:
         ValueError: naming the setting, its value, the other setting, the reason and the repair.
     """
-    facts = Facts(
-        config,
-        []
-        if model is None
-        else [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)],
-    )
+    modules = model.named_modules() if model is not None else ()
+    facts = Facts(config, [(name, m) for name, m in modules if isinstance(m, STATISTICAL)])
     for rule in RULES:
         value = of(config, rule.setting)
         if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):

@@ -98,10 +98,8 @@ class SerialProgram:
     def __init__(self, model: nn.Module, config: Config, dropouts: Dropouts = None):
         self.config, self.dropouts = config, dropouts
         self.model = copy.deepcopy(model).train()
-        self._parameters, self._buffers = (
-            dict(self.model.named_parameters()),
-            dict(self.model.named_buffers()),
-        )
+        self._parameters = dict(self.model.named_parameters())
+        self._buffers = dict(self.model.named_buffers())
         self._update = WeightUpdate(self._parameters, config)
 
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
@@ -317,20 +315,20 @@ class _Whole(TorchFunctionMode):
             yield
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        function, args, kwargs = (
-            unnarrowed(function, args, kwargs or {})
-            if self.wide
-            else (function, args, kwargs or {})
-        )
+        kwargs = kwargs or {}
+        if self.wide:
+            function, args, kwargs = unnarrowed(function, args, kwargs)
         rule = _OF_WHOLE.get(function)
         function = function if rule is None else partial(rule, self)
         return call_wide(function, args, kwargs) if self.wide else function(*args, **kwargs)
 
-    # dropout
+    # Dropout. Signatures are those of PyTorch's functions.
 
     def elements(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
+        """Replace F.dropout and torch.dropout."""
+
         def masks(x: Tensor, keys: list[int]) -> Tensor:
             size = tuple(x.shape[2:])
             return torch.stack(
@@ -342,9 +340,12 @@ class _Whole(TorchFunctionMode):
     def channels(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        masks = lambda x, keys: torch.stack(
-            [channel_mask(p, k, x.shape[1]).view(-1, *(1 for _ in x.shape[2:])) for k in keys]
-        )
+        """Replace F.dropout1d, F.dropout2d, F.dropout3d and torch.feature_dropout."""
+
+        def masks(x: Tensor, keys: list[int]) -> Tensor:
+            shape = (-1, *(1 for _ in x.shape[2:]))
+            return torch.stack([channel_mask(p, k, x.shape[1]).view(shape) for k in keys])
+
         return self._dropped(input, p, training, masks, inplace)
 
     def _dropped(
@@ -402,7 +403,7 @@ class _Whole(TorchFunctionMode):
     def _keys(self, name: str, turn: int = 0) -> list[int]:
         return [dropout_key(self.seed, self.epoch, image, name, turn) for image in self.numbers]
 
-    # norms
+    # Norms. Signatures are those of PyTorch's functions.
 
     def batch(
         self,
@@ -415,6 +416,7 @@ class _Whole(TorchFunctionMode):
         momentum=0.1,
         eps=1e-5,
     ) -> Tensor:
+        """Replace F.batch_norm."""
         channel = _by_channel(input)
         if running_mean is not None and (self.frozen or not training):
             y = (input - running_mean.view(channel)) / (running_var.view(channel) + eps).sqrt()
@@ -439,20 +441,14 @@ class _Whole(TorchFunctionMode):
         momentum=0.1,
         eps=1e-5,
     ) -> Tensor:
-        return _scaled(
-            _normalised(input.reshape(-1, 1, *input.shape[2:]), eps).reshape(input.shape),
-            weight,
-            bias,
-        )
+        """Replace F.instance_norm."""
+        y = _normalised(input.reshape(-1, 1, *input.shape[2:]), eps)
+        return _scaled(y.reshape(input.shape), weight, bias)
 
     def group(self, input, num_groups, weight=None, bias=None, eps=1e-5) -> Tensor:
-        return _scaled(
-            _normalised(
-                input.reshape(-1, input.shape[1] // num_groups, *input.shape[2:]), eps
-            ).reshape(input.shape),
-            weight,
-            bias,
-        )
+        """Replace F.group_norm."""
+        y = _normalised(input.reshape(-1, input.shape[1] // num_groups, *input.shape[2:]), eps)
+        return _scaled(y.reshape(input.shape), weight, bias)
 
     @torch.no_grad()
     def commit(self) -> None:
